@@ -1,0 +1,28 @@
+# Two commands, each of which makes its own environment first:
+#   make train    the preset `tiny` over two processes, experts spread between them, into runs/tiny
+#   make test     the tests
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test check bench clean
+
+train: .venv/ready
+	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
+
+test: .venv/ready
+	$(BIN)/pytest
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}; make PYTHON=..."'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

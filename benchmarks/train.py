@@ -1,0 +1,93 @@
+"""Times whole training steps: starts train.py as a user would and reads its run folder.
+
+    python -m benchmarks.train --gpus 4 --json results.json -- olmoe-1b-7b --parallel.ep 4
+    python -m benchmarks.train --gpus 1 -- olmoe-1b-7b --model.moe.experts 32
+
+Everything behind `--` goes to train.py. The start counts from the launch of torchrun to the first line of
+metrics.jsonl, which is written when the first step has ended on the GPU. Medians leave the warm-up steps out.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+WARMUP = 10  # steps left out of the medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--timeout", type=float, default=500, help="seconds after which the run is given up")
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
+    args = parser.parse_args()
+    words = [w for w in args.train if w != "--"]
+    with tempfile.TemporaryDirectory() as out:
+        result = measure(args.gpus, args.steps, words, Path(out), args.timeout)
+    print(table(result))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        with args.json.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def measure(gpus: int, steps: int, words: list[str], out: Path, timeout: float) -> dict:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "train.py"]
+    flags = ["--steps", str(steps), "--out", str(out), "--optim.warmup", "0", "--train.eval-batches", "1"]
+    command = [*launch, *words, *flags, "--resume", "none"]
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    try:
+        start_s = first_line(out / "metrics.jsonl", process, began, timeout)
+        if process.wait(max(1.0, timeout - (time.monotonic() - began))):
+            raise SystemExit(f"train.py ended with code {process.returncode}")
+    finally:
+        process.kill()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
+    config = json.loads((out / "config.json").read_text())
+    return {
+        "command": " ".join(["train.py", *words, "--steps", str(steps)]),
+        "date": date.today().isoformat(),
+        "versions": config["versions"],
+        "gpus": gpus,
+        "parameters": config["parameters"],
+        "tokens_per_step": lines[0]["tokens"],
+        "start_s": start_s,
+        "tokens_per_s_gpu": statistics.median(line["tokens_per_s"] for line in steady) / gpus,
+        "tflops_gpu": statistics.median(line["tflops"] for line in steady),
+        "mfu": statistics.median(line["mfu"] for line in steady) if steady[0]["mfu"] else None,
+        "peak_gib": max(line["peak_gib"] for line in lines),
+        "recompiles": lines[-1]["recompiles"],
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+        "max_violation": max(lines[-1]["max_violation"] or [0.0]),
+    }
+
+
+def first_line(path: Path, process: subprocess.Popen, began: float, timeout: float) -> float:
+    while not (path.exists() and path.read_text().strip()):
+        if process.poll() is not None:
+            raise SystemExit(f"train.py ended with code {process.returncode} before its first step")
+        if time.monotonic() - began > timeout:
+            raise SystemExit(f"no step within {timeout} s")
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def table(r: dict) -> str:
+    mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
+    head = "GPUs | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GiB | start s | loss"
+    row = f"{r['gpus']} | {r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu} | {r['peak_gib']:.1f} | {r['start_s']:.1f}"
+    return f"{r['command']}\n| {head} |\n| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"
+
+
+if __name__ == "__main__":
+    main()

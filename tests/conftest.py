@@ -1,0 +1,49 @@
+"""What every test shares: the `gloo` fixture, the markers `gpu` and `slow`, seeds, a time limit.
+
+next: gloo.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import gloo as gloo_module
+import numpy as np
+import pytest
+import torch
+
+TEST_TIMEOUT_S = 180
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    config.addinivalue_line("markers", "slow: takes more than 20 s; leave out with -m 'not slow'")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limited = config.pluginmanager.hasplugin("timeout")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False"))
+        if limited and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _gloo_server(request: pytest.FixtureRequest) -> None:
+    """Starts the server early, so that it imports beside the first tests, but inside pytest's capture of output."""
+    if any("gloo" in item.fixturenames for item in request.session.items):
+        gloo_module.start_server()
+
+
+@pytest.fixture(scope="session")
+def gloo():
+    """`gloo(world, fn, *args, timeout=60)`: fn(rank, world, *args) on `world` gloo processes; see gloo.py."""
+    return gloo_module.run
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(gloo_module.SEED)
+    np.random.seed(gloo_module.SEED)
+    torch.manual_seed(gloo_module.SEED)

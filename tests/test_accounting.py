@@ -1,0 +1,240 @@
+"""Closed-form counts against published numbers, hand-worked ones, built models, and the tensors that autograd keeps."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tmoe.accounting import (
+    count_parameters,
+    flops_per_token,
+    layer_bytes,
+    memory_per_rank,
+    mfu,
+    peak_bytes,
+    peak_flops,
+    rows_received,
+)
+from tmoe.attention import rope_table
+from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from tmoe.model import Block, Transformer
+from tmoe.parallel.apply import parallelize
+from tmoe.parallel.mesh import build_mesh
+
+PILOT = ModelConfig(
+    vocab=151936,
+    dim=2048,
+    layers=45,
+    heads=16,
+    kv_heads=4,
+    head_dim=128,
+    moe=MoEConfig(experts=32, top_k=2, ffn_dim=1408, shared_dim=2816),
+)
+QWEN3 = ModelConfig(
+    vocab=151936,
+    dim=2048,
+    layers=48,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    qk_norm="head",
+    moe=MoEConfig(experts=128, top_k=8, ffn_dim=768),
+)
+OLMOE = ModelConfig(
+    vocab=50304,
+    dim=2048,
+    layers=16,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    qk_norm="full",
+    moe=MoEConfig(experts=64, top_k=8, ffn_dim=1024),
+)
+MIXTRAL = ModelConfig(
+    vocab=32000,
+    dim=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    moe=MoEConfig(experts=8, top_k=2, ffn_dim=14336, softmax="after"),
+)
+ODD = ModelConfig(
+    vocab=100,
+    dim=24,
+    layers=5,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    qk_norm="full",
+    dense_layers=1,
+    moe_every=2,
+    ffn_dim=40,
+    tied=True,
+    moe=MoEConfig(experts=6, top_k=3, ffn_dim=14, shared_dim=12, shared_gate=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active", "digits"),
+    [
+        pytest.param(PILOT, 14.33, 2.65, 2, id="moe-pilot-14b"),
+        pytest.param(QWEN3, 30.53, 3.35, 2, id="qwen3-30b-a3b"),
+        pytest.param(OLMOE, 6.92, 1.28, 2, id="olmoe-1b-7b"),
+        pytest.param(MIXTRAL, 46.7, 12.9, 1, id="mixtral-8x7b"),
+    ],
+)
+def test_published_parameter_counts(model, total, active, digits):
+    counts = count_parameters(model)
+    assert round(counts.total / 1e9, digits) == total
+    assert round(counts.active / 1e9, digits) == active
+
+
+def test_counts_worked_by_hand():
+    attention = 10 * 6 * 24 * 2 + 10 * 2 * 24 * 2 + (60 + 20)  # q and o, k and v, the two QK-norms
+    norms, dense, shared, router = 2 * 24, 3 * 24 * 40, 3 * 24 * 12 + 24, 6 * 24
+    expert = 3 * 24 * 14
+    root = 100 * 24 + 24
+    # blocks: dense, MoE, dense, MoE, dense
+    total = root + 5 * (attention + norms) + 3 * dense + 2 * (shared + router + 6 * expert)
+    assert count_parameters(ODD) == (total, total - 2 * 3 * expert, total - 2 * 3 * expert)
+    untied = count_parameters(dataclasses.replace(ODD, tied=False))
+    assert untied == (total + 2400, total + 2400 - 6 * expert, total - 6 * expert)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ODD,
+        dataclasses.replace(ODD, tied=False, qk_norm="head"),
+        dataclasses.replace(ODD, qk_norm="none", dense_layers=9),
+        dataclasses.replace(QWEN3, layers=2),
+        dataclasses.replace(PILOT, layers=2),
+    ],
+)
+def test_counts_equal_the_built_model(model):
+    with torch.device("meta"):
+        built = Transformer(model)
+    assert count_parameters(model).total == sum(p.numel() for p in built.parameters())
+
+
+def test_flops_worked_by_hand():
+    embedding = 151936 * 2048
+    attention = 2 * 2048 * 2048 + 2 * 2048 * 512
+    layer = attention + 2 * 2048 + 32 * 2048 + 2 * 3 * 2048 * 1408 + 3 * 2048 * 2816
+    active = 45 * layer + embedding + 2048  # the head, the final norm; no input embedding
+    assert count_parameters(PILOT).active_flops == active
+    # a causal token of 4096 sees 2048 others on average: q.k and the sum over v, 2 FLOPs each, forward + twice backward
+    causal = 45 * 16 * (2 * 128 * 2048) * 2 * 3
+    assert flops_per_token(PILOT, 4096) == 6 * active + causal
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
+def test_peak_of_hopper_modules(name):
+    assert peak_flops(name) == 989.4e12
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H20", "cpu"]
+)
+def test_no_peak_where_unknown(name):
+    assert peak_flops(name) is None
+    assert mfu(1e9, 1e5, peak_flops(name)) is None
+
+
+def test_mfu():
+    assert mfu(16.3e9, 30_000, 989.4e12) == pytest.approx(0.49424, rel=1e-4)
+
+
+def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
+    """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
+    tables = rope_table(model.rope, model.head_dim, x.shape[1], x.device)
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *tables)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t  # held, so that no address is used twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(x, *tables, None, None)
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_activations_match_what_a_compiled_block_keeps(kind, dtype):
+    moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192)
+    model = ModelConfig(
+        dim=256, heads=4, kv_heads=2, head_dim=64, qk_norm="head", dense_layers=kind == "dense", ffn_dim=512, moe=moe
+    )
+    cfg = Config(model=model, train=TrainConfig(batch=2, seq=256, dtype=dtype))
+    torch.manual_seed(0)
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    block = Block(model, 0).to(torch_dtype)
+    # inductor's choice of what to keep, without the minutes of its code generation
+    block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    x = torch.randn(2, 256, 256, dtype=torch_dtype, requires_grad=True)
+    assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
+
+
+def test_rows_received_match_a_simulation():
+    T, K, E, ep = 20_000, 4, 64, 8
+    ids = torch.rand(T, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
+    hit = torch.zeros(T, ep, dtype=torch.bool).scatter_(1, ids // (E // ep), True)
+    assert rows_received(T, K, ep) == pytest.approx(
+        hit.sum().item(), rel=0.03
+    )  # the T tokens of each of ep ranks, over ep
+    assert rows_received(T, K, 1) == T
+
+
+def test_memory_states_worked_by_hand():
+    counts = count_parameters(QWEN3)
+    experts = 48 * 128 * 3 * 2048 * 768
+    cfg = Config(model=QWEN3, optim=OptimConfig(ema=0.999))
+    memory = memory_per_rank(cfg, dp=2, ep=4)
+    own = (counts.total - experts) // 8 + experts // 4 // 2
+    assert memory["parameters"] == pytest.approx(4 * own, rel=1e-4)  # the router's 128 rows, norms of 128: all divide
+    assert memory["gradients"] == memory["ema"] == memory["parameters"]
+    assert memory["moments"] == 2 * memory["parameters"]
+    root = 2 * 151936 * 2048 + 2048
+    block = (counts.total - root - experts) // 48 + experts // 48 // 4
+    assert memory["gathered"] == 2 * (root + 2 * block)
+    assert memory["accumulated"] == 0
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (3, 1), (4, 1), (2, 2), (4, 3), (2, 6)])
+def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
+    """6 experts: cut evenly over dp, by rows of their matrices where dp does not divide them, or to a single one each."""
+    cfg = Config(model=ODD, compile=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
+    try:
+        with torch.device("meta"):
+            model = parallelize(Transformer(ODD), build_mesh(dp, ep), cfg)
+        held = sum(p.to_local().numel() for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    assert memory_per_rank(cfg, dp, ep)["parameters"] == 4 * held
+
+
+def test_accumulation_keeps_whole_gradients_and_ema_is_off_by_default():
+    cfg = Config(model=OLMOE, train=TrainConfig(accumulate=2))
+    memory = memory_per_rank(cfg, dp=1, ep=8)
+    experts = 16 * 64 * 3 * 2048 * 1024
+    assert memory["accumulated"] == 4 * (count_parameters(OLMOE).total - experts + experts // 8)
+    assert memory["ema"] == 0
+
+
+def test_peak_takes_the_larger_of_activations_and_gradients():
+    small = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=1, seq=128)), dp=1, ep=1)
+    large = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=8)), dp=1, ep=1)
+    assert small["activations"] < small["gradients"] and large["activations"] > large["gradients"]
+    assert peak_bytes(small) == sum(small.values()) - small["activations"]
+    assert peak_bytes(large) == sum(large.values()) - large["gradients"]
+
+
+def test_ep_that_does_not_divide_is_named():
+    with pytest.raises(ConfigError, match=r"--parallel\.ep=3.*--model\.moe\.experts=8"):
+        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), dp=1, ep=3)

@@ -1,0 +1,88 @@
+"""The gloo workers themselves: results, errors, deaths and hangs reach the test, and nothing outlives a call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import gloo as gloo_module
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def total(rank, world, factor):
+    x = torch.full((3,), float(rank)) * factor
+    dist.all_reduce(x)
+    return rank, os.getpid(), x, torch.rand(1).item()
+
+
+def raises_on_rank_1(rank, world):
+    if rank == 1:
+        raise KeyError("only here")
+    dist.barrier()
+
+
+def unpicklable(rank, world):
+    error = ValueError("cannot travel")
+    error.handle = lambda: None
+    raise error
+
+
+def dies_on_rank_1(rank, world):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hangs_on_rank_0(rank, world, pid_file):
+    if rank == 0:
+        child = subprocess.Popen(["sleep", "300"])
+        pid_file.write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(300)
+
+
+def running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_results_in_order_of_rank_and_no_process_left(gloo, world):
+    results = gloo(world, total, 2.0)
+    assert [rank for rank, *_ in results] == list(range(world))
+    assert all(x.tolist() == [world * (world - 1.0)] * 3 for _, _, x, _ in results)
+    assert len({number for *_, number in results}) == 1, "ranks start from one seed"
+    assert not any(running(pid) for _, pid, *_ in results)
+
+
+def test_error_keeps_type_and_names_rank(gloo):
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="only here") as caught:
+        gloo(3, raises_on_rank_1)
+    assert "raised on rank 1" in caught.value.__notes__[0] and "raises_on_rank_1" in caught.value.__notes__[0]
+    assert time.monotonic() - start < 10, "peers in a barrier must not hold the test up"
+
+
+def test_unpicklable_error_arrives_as_text(gloo):
+    with pytest.raises(gloo_module.WorkerError, match="(?s)rank .*cannot travel"):
+        gloo(2, unpicklable)
+
+
+def test_death_names_rank_and_signal(gloo):
+    with pytest.raises(gloo_module.WorkerError, match="rank 1 died by SIGKILL"):
+        gloo(3, dies_on_rank_1)
+
+
+def test_hang_names_ranks_and_ends_their_children(gloo, tmp_path):
+    with pytest.raises(gloo_module.WorkerError, match=r"ranks \[0\] of 2 did not return within 2 s"):
+        gloo(2, hangs_on_rank_0, tmp_path / "pids", timeout=2)
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    time.sleep(0.1)
+    assert not any(running(pid) for pid in pids)

@@ -1,0 +1,427 @@
+"""The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress, the picture."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import tyro
+
+from tmoe import metrics as module
+from tmoe import progress, report
+from tmoe.config import Config, ConfigError, LogConfig, ModelConfig, MoEConfig, ParallelConfig
+from tmoe.metrics import Metrics, max_violation, to_host, versions
+
+Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
+KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
+KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time.perf_counter of the log, moved by hand."""
+    now = types.SimpleNamespace(time=1000.0)
+    for part in (module, progress):
+        monkeypatch.setattr(part.time, "perf_counter", lambda: now.time)
+    return now
+
+
+@pytest.fixture
+def pictures():
+    """Asked for by the tests that need report.png: drawing takes a second."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures_unasked(request, monkeypatch):
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(report, "draw", lambda path: path)
+
+
+def config(path, steps=10, **log) -> Config:
+    model = ModelConfig(layers=3, moe=MoEConfig(experts=6, top_k=2))
+    quiet = {"progress": False} | log
+    return Config(out=str(path), steps=steps, model=model, parallel=ParallelConfig(ep=2), log=LogConfig(**quiet))
+
+
+def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
+    cpu = torch.device("cpu")
+    common = dict(rank=rank, world=4, device=cpu, flops_per_token=2e9, versions={"torch": "x"}, facts=facts)
+    return Metrics(cfg, peak=peak, start_step=start_step, **common)
+
+
+def routers(seed: int, layers=3, experts=6) -> Stats:
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 1000, (layers, experts), generator=generator).float()
+    return Stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
+
+
+def step(log: Metrics, number: int, **values) -> None:
+    loss, norm = torch.tensor(10.0 / number), torch.tensor(1.5)
+    log.log(number, **(dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * number, router=routers(number)) | values))
+
+
+def lines(path) -> list[dict]:
+    def refuse(word):
+        raise AssertionError(f"{word} is not strict JSON")
+
+    return [json.loads(text, parse_constant=refuse) for text in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_holds_every_key_and_the_given_values(tmp_path):
+    with start(config(tmp_path), peak=1e12) as log:
+        step(log, 1, val_loss=2.5, skipped=3, recompiles=2)
+    (line,) = lines(tmp_path)
+    assert set(line) == KEYS
+    want = routers(1)
+    assert line["expert_counts"] == want.counts_LE.int().tolist()
+    assert all(isinstance(count, int) for row in line["expert_counts"] for count in row)
+    fullest = want.counts_LE.double().max(1).values / want.counts_LE.double().mean(1) - 1
+    assert line["max_violation"] == pytest.approx(fullest.tolist())
+    assert line["entropy"] == pytest.approx(want.entropy_L.tolist())
+    assert line["dropped"] == [0, 1, 2]
+    assert (line["loss"], line["val_loss"], line["grad_norm"], line["lr"]) == (10.0, 2.5, 1.5, 1e-3)
+    assert (line["tokens"], line["skipped"], line["recompiles"]) == (100, 3, 2)
+    assert 0.01 < line["peak_gib"] < 100  # this process imported torch
+
+
+def test_what_is_not_finite_is_null_and_the_file_strict_json(tmp_path):
+    stats = Stats(torch.zeros(3, 6), torch.tensor([1.0, float("nan"), float("inf")]), torch.zeros(3))
+    with start(config(tmp_path)) as log:
+        step(log, 1, loss=torch.tensor(float("nan")), grad_norm=float("inf"), router=stats)
+    (line,) = lines(tmp_path)
+    assert line["loss"] is None and line["grad_norm"] is None
+    assert line["entropy"] == [1.0, None, None]
+    assert line["max_violation"] == [None] * 3  # nothing was routed
+
+
+def test_max_violation_by_hand():
+    assert max_violation([5, 5, 5, 5]) == 0.0
+    assert max_violation([8, 0, 0, 0]) == 3.0
+    assert max_violation([1, 2, 3]) == 0.5
+
+
+def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
+    with start(config(tmp_path), peak=8e12) as log:
+        clock.time += 60  # compilation
+        step(log, 1, tokens=4000)
+        clock.time += 2
+        step(log, 2, tokens=8000)
+        clock.time += 1
+        with log.paused():
+            clock.time += 30
+        clock.time += 3
+        step(log, 4, tokens=16000, val_loss=1.0)
+        clock.time += 4
+        step(log, 5, tokens=20000)
+    first, second, validated, last = lines(tmp_path)
+    assert (first["tokens_per_s"], first["tflops"], first["mfu"]) == (None, None, None)
+    assert second["tokens_per_s"] == 2000  # 4000 tokens in 2 s
+    assert second["tflops"] == pytest.approx(1.0)  # 500 tokens/s a rank, 2 GFLOP a token
+    assert second["mfu"] == pytest.approx(0.125)
+    assert validated["tokens_per_s"] == 2000  # 8000 tokens in 1 + 3 s
+    assert last["tokens_per_s"] == 1000
+    assert [line["seconds"] for line in (first, second, validated, last)] == [60, 62, 96, 100]
+
+
+def test_no_peak_no_mfu(tmp_path, clock):
+    with start(config(tmp_path)) as log:
+        step(log, 1)
+        clock.time += 1
+        step(log, 2)
+    assert lines(tmp_path)[1]["mfu"] is None and lines(tmp_path)[1]["tflops"] > 0
+
+
+def test_a_line_costs_one_copy_to_the_host(monkeypatch, tmp_path):
+    copies = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t.numel()) or cpu(t))
+    for name in ("item", "__float__", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda t: pytest.fail("a second host sync"))
+    with start(config(tmp_path)) as log:
+        step(log, 1, val_loss=torch.tensor(3.0))
+    assert copies == [3 + 3 * 6 + 3 + 3]
+
+
+def test_counts_beyond_fp32_integers_survive():
+    counts = torch.tensor([[2**24 + 1, 2**31 + 1]])
+    assert to_host({"counts": counts, "lr": 0.5}, torch.device("cpu")) == {
+        "counts": [[2**24 + 1, 2**31 + 1]],
+        "lr": 0.5,
+    }
+
+
+def test_other_ranks_write_and_read_nothing(tmp_path):
+    class Untouchable:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was read on a rank that writes nothing")
+
+    path = tmp_path / "run"
+    with start(config(path), rank=1) as log:
+        step(log, 1, loss=Untouchable(), router=Untouchable())
+        with log.paused():
+            log.note("unseen")
+    assert not path.exists()
+
+
+def test_evaluation_alone_leaves_the_run_folder_as_it_was(tmp_path, capsys):
+    with start(config(tmp_path)) as log:
+        for number in (1, 2, 3):
+            step(log, number)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with start(dataclasses.replace(config(tmp_path, progress=True), eval_only=True), start_step=1) as log:
+        log.note("validation loss 1.0")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert capsys.readouterr().out == "validation loss 1.0\n"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_due_on_the_first_every_nth_and_the_last_step(tmp_path, every):
+    log = start(config(tmp_path, steps=11, every=every), rank=1, start_step=2)
+    want = range(3, 12) if every == 1 else [3, 4, 8, 11]
+    assert [number for number in range(3, 12) if log.due(number)] == list(want)
+
+
+def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
+    with start(config(tmp_path)) as log:
+        for number in range(1, 7):
+            clock.time += 5
+            step(log, number)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step":7,"loss":1.')  # the kill came in the middle of a line
+    clock.time += 10_000  # the time between does not count
+    with start(config(tmp_path), start_step=4) as log:
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]  # before anything is written
+        for number in range(5, 9):
+            clock.time += 5
+            step(log, number, lr=2e-3)
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(1, 9))
+    assert [line["lr"] for line in written] == [1e-3] * 4 + [2e-3] * 4
+    assert [line["seconds"] for line in written] == [5.0 * number for number in range(1, 9)]
+    assert written[4]["tokens_per_s"] is None  # a new process compiles anew
+    assert "dropped 3 lines" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
+    with start(config(tmp_path)) as log:
+        for number in (1, 2, 3):
+            step(log, number)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def crash(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", crash)
+    with pytest.raises(OSError, match="no space"):
+        module.rewind(tmp_path / "metrics.jsonl", 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_config_json_resolves_the_run_and_lists_its_starts(tmp_path):
+    cfg = config(tmp_path)
+    start(cfg, facts={"unigram_entropy": 3.3}).close()
+    start(dataclasses.replace(cfg, parallel=ParallelConfig(ep=1)), start_step=5).close()
+    start(cfg, start_step=5).close()
+    kept = json.loads((tmp_path / "config.json").read_text())
+    assert kept["config"] == json.loads(json.dumps(dataclasses.asdict(cfg)))
+    assert kept["mesh"] == {"dp": 2, "ep": 2} and kept["world"] == 4
+    assert kept["versions"] == {"torch": "x"}
+    # the second start did nothing before the third, at the same step, took its place
+    assert [(start["step"], start["mesh"]["ep"]) for start in kept["starts"]] == [(0, 2), (5, 2)]
+    assert not (tmp_path / "report.png").exists()  # nothing was logged
+
+
+def test_versions_and_git_state(tmp_path, monkeypatch):
+    found = versions()
+    assert found["torch"] == torch.__version__ and found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"triton", "tmoe", "git"} <= set(found)
+    source = tmp_path / "tmoe" / "metrics.py"
+    source.parent.mkdir()
+    source.write_text("pass\n")
+    monkeypatch.setattr(module, "__file__", str(source))
+    assert module.git_state() is None  # no repository at all
+
+    def git(*args):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *args], check=True, capture_output=True, text=True
+        )
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    revision = git("rev-parse", "HEAD").stdout.strip()
+    assert module.git_state() == {"revision": revision, "dirty": False}
+    source.write_text("changed\n")
+    assert module.git_state() == {"revision": revision, "dirty": True}
+    elsewhere = tmp_path / "venv" / "tmoe" / "metrics.py"  # installed inside someone else's repository
+    elsewhere.parent.mkdir(parents=True)
+    monkeypatch.setattr(module, "__file__", str(elsewhere))
+    assert module.git_state() is None
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with start(config(tmp_path, tensorboard=True)) as log:
+        step(log, 1)
+        step(log, 2, val_loss=0.5, loss=torch.tensor(float("nan")))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 10.0)]
+    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(2, 0.5)]
+    worst = max(lines(tmp_path)[1]["max_violation"])
+    assert events.Scalars("router/max_violation_max")[1].value == pytest.approx(worst)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_wandb_is_named_on_every_rank(tmp_path, rank, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--log\.wandb=mine.*pip install wandb"):
+        start(config(tmp_path / "run", wandb="mine"), rank=rank)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_goes_on_under_the_same_id_when_resumed(tmp_path, monkeypatch):
+    calls = []
+    session = types.SimpleNamespace(
+        define_metric=lambda *a, **k: None, log=lambda n: calls.append(n), finish=lambda: calls.append("end")
+    )
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = types.SimpleNamespace()
+    fake.init = lambda **k: calls.append(k) or session
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    cfg = config(tmp_path, wandb="mine")
+    for first in (0, 1, 0):
+        with start(cfg, start_step=first) as log:
+            step(log, first + 1)
+    opened = [call for call in calls if isinstance(call, dict) and "project" in call]
+    assert opened[0]["project"] == "mine" and opened[0]["config"]["steps"] == 10
+    assert opened[0]["id"] == opened[1]["id"] != opened[2]["id"]
+    assert calls[1]["step"] == 1 and calls[1]["loss"] == 10.0 and calls[2] == "end"
+
+
+def test_without_a_terminal_lines_come_now_and_then(tmp_path, clock, capsys):
+    with start(config(tmp_path, steps=1000, progress=True)) as log:
+        for number in range(1, 101):
+            clock.time += 0.5
+            step(log, number, val_loss=1.25 if number == 30 else None)
+    out = capsys.readouterr().out.splitlines()
+    assert [int(re.match(r"step (\d+)/1000  loss ", line)[1]) for line in out] == [1, 21, 30, 50, 70, 90]
+    assert "val 1.2500" in out[2]
+    assert out[1].endswith("200 tokens/s  left 0:08:10")  # 979 steps of 0.5 s
+
+
+def test_progress_off_prints_notes_alone(tmp_path, capsys):
+    with start(config(tmp_path)) as log:
+        step(log, 1)
+        log.note("[saved] checkpoint")
+    assert capsys.readouterr().out == "[saved] checkpoint\n"
+
+
+def read_all(terminal: int) -> bytes:
+    """What was written to a pseudo-terminal whose other end is closed; then Linux answers EIO."""
+    parts = []
+    while True:
+        try:
+            parts.append(os.read(terminal, 1 << 16))
+        except OSError:
+            return b"".join(parts)
+        if not parts[-1]:
+            return b"".join(parts)
+
+
+def test_a_terminal_gets_one_bar_with_notes_above(tmp_path, monkeypatch):
+    master, slave = os.openpty()
+    terminal = open(slave, "w")  # noqa: SIM115
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with start(config(tmp_path, progress=True)) as log:
+        step(log, 1)
+        log.note("[saved] checkpoint")
+        step(log, 2)
+    terminal.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", read_all(master).decode())
+    assert "[saved] checkpoint" in shown
+    assert re.search(r"step 2/10 .*loss 5\.0000 .*tokens/s left \S", shown)
+
+
+def test_an_exception_still_ends_the_bar_and_draws(tmp_path, pictures):
+    with pytest.raises(KeyboardInterrupt), start(config(tmp_path)) as log:
+        step(log, 1)
+        raise KeyboardInterrupt
+    assert (tmp_path / "report.png").exists()
+    log.close()  # again: nothing
+
+
+# report.py ------------------------------------------------------------------------------------------------------------
+
+
+def is_picture(path) -> bool:
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
+
+
+def test_load_gathers_series_and_the_last_window(tmp_path):
+    with start(config(tmp_path, steps=70)) as log:
+        for number in range(1, 71):
+            step(log, number, val_loss=0.1 if number == 70 else None, lr=number / 100)
+    run = report.load(tmp_path)
+    assert run.steps.tolist() == list(range(1, 71))
+    assert run.series["lr"].tolist() == [number / 100 for number in range(1, 71)]
+    assert np.isfinite(run.series["val_loss"]).sum() == 1
+    want = sum(routers(number).counts_LE for number in range(21, 71))
+    assert np.array_equal(run.counts, want.numpy())
+    assert run.violation.shape == (70, 3)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("kind", ["one line", "resumed", "dense", "nulls", "idle layer"])
+def test_every_kind_of_run_draws_without_warnings(tmp_path, pictures, kind):
+    cfg = config(tmp_path, steps=12)
+    nan = float("nan")
+    changes = {
+        "dense": dict(router=None),
+        "nulls": dict(loss=nan, grad_norm=nan),
+        "idle layer": dict(router=Stats(torch.zeros(3, 6), torch.zeros(3), torch.zeros(3))),
+    }.get(kind, {})
+    for first, last in {"one line": [(0, 1)], "resumed": [(0, 8), (6, 12)]}.get(kind, [(0, 12)]):
+        with start(cfg, start_step=first, peak=8e12) as log:
+            for number in range(first + 1, last + 1):
+                step(log, number, **changes)
+    assert is_picture(tmp_path / "report.png")
+
+
+def test_command_line_draws_a_bare_metrics_file(tmp_path, pictures, capsys):
+    with start(config(tmp_path)) as log:
+        step(log, 1)
+        step(log, 2)
+    (tmp_path / "report.png").unlink()
+    (tmp_path / "config.json").unlink()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step":3,"lo')  # a run that is being written, or was killed
+    tyro.cli(report.main, args=[str(tmp_path)])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.png")
+    assert is_picture(tmp_path / "report.png")
+
+
+def test_nothing_to_draw_is_an_error(tmp_path, pictures):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: holds no line"):
+        report.draw(tmp_path)
+
+
+def test_smoothing_ignores_spikes_and_gaps():
+    values = np.full(200, 2.0)
+    values[50], values[60] = 1e6, np.nan
+    steps, smoothed = report.smooth(np.arange(200.0), values)
+    assert (smoothed == 2.0).all() and 60 not in steps
+    ramp = np.arange(1000.0)
+    steps, smoothed = report.smooth(ramp, ramp)
+    assert len(steps) == 400 and np.abs(smoothed - steps)[20:-20].max() <= 0.5

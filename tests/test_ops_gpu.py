@@ -1,0 +1,141 @@
+"""moe_mlp and grouped_mm on a GPU: against fp64 of the same rounded inputs, under every kind of routing, bit for bit twice.
+
+next: test_ops.py
+"""
+
+import pytest
+import torch
+
+from tmoe import ops
+from tmoe.ops import gpu, reference, table
+
+pytestmark = pytest.mark.gpu
+NAMES = ("y", "x", "gate_up", "down", "weights")
+
+
+def routing(T, E, K, mode):
+    ids = torch.rand(T, E).argsort(1)[:, :K]
+    if mode == "one":
+        ids[:] = E // 2
+    elif mode == "zipf":
+        ids = torch.multinomial(1 / torch.arange(1, E + 1).float(), T * K, replacement=True).view(T, K)
+    elif mode == "absent":
+        ids[torch.rand(T, K) < 0.7] = -1
+    elif mode == "none":
+        ids[:] = -1
+    return ids
+
+
+def layer(T, D, F, E, K, mode="random", dtype=torch.bfloat16):
+    torch.manual_seed(T + D + F)
+    x = torch.randn(T, D)
+    gate_up = torch.randn(E, 2 * F, D) * D**-0.5
+    down = torch.randn(E, D, F) * F**-0.5
+    ids = routing(T, E, K, mode)
+    weights = torch.rand(T, K) + 0.1
+    dy = torch.randn(T, D)
+    return [t.cuda().to(dtype) for t in (x, gate_up, down)] + [weights.cuda(), ids.cuda(), dy.cuda().to(dtype)]
+
+
+def run(fn, args, dtype=None):
+    *leaves, ids, dy = args
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in leaves]
+    y = fn(*leaves, ids)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def errors(got, want):
+    return [float((g.double() - w).norm() / w.norm().clamp(min=1e-30)) for g, w in zip(got, want)]
+
+
+SHAPES = [  # every D, F, T of KERNELS' list at least once; T over 128-row tiles and 64-row tiles
+    (300, 512, 64, 8, 2, "random"), (257, 576, 192, 16, 4, "zipf"), (1000, 512, 704, 8, 2, "one"), (129, 2048, 768, 4, 4, "random"),
+    (1, 512, 128, 4, 1, "random"), (127, 512, 128, 1, 1, "random"), (2000, 512, 256, 64, 8, "absent"), (300, 512, 128, 8, 2, "none"),
+    (700, 200, 72, 5, 3, "random"), (4096, 1536, 256, 128, 8, "random"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_matches_fp64(shape, dtype):
+    args = layer(*shape, dtype=dtype)
+    want = run(reference.moe_mlp, args, torch.float64)
+    got, plain = errors(run(ops.moe_mlp, args), want), errors(run(reference.moe_mlp, args), want)
+    for name, ours, theirs in zip(NAMES, got, plain):
+        assert ours <= max(1.5 * theirs, 3e-6), (name, ours, theirs)
+
+
+def test_equal_bits_and_untouched_rest():
+    args = layer(1000, 512, 256, 16, 4, "zipf")
+    first = run(ops.moe_mlp, args)
+    torch.cuda.empty_cache()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        second = run(ops.moe_mlp, args)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_nan_stays_with_its_experts():
+    args = layer(512, 512, 128, 8, 2)
+    args[0][7] = float("nan")
+    y, dx, d_gate_up, d_down, d_weights = run(ops.moe_mlp, args)
+    touched = args[4][7]
+    clean = torch.ones(8, dtype=torch.bool, device="cuda")
+    clean[touched] = False
+    rows = torch.arange(512, device="cuda") != 7
+    assert y[rows].isfinite().all() and dx[rows].isfinite().all() and d_weights[rows].isfinite().all()
+    assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
+
+
+def test_graph_replays_with_new_routing():
+    args = layer(2000, 512, 256, 16, 4)
+    x, gate_up, down, weights, ids, dy = args
+
+    def step():
+        y, h, meta = gpu.forward(x, gate_up, down, weights, ids, True)
+        return y, *gpu.backward(dy, x, gate_up, down, weights, h, meta)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for mode in ("zipf", "absent", "one"):
+        ids.copy_(routing(2000, 16, 4, mode))
+        x.normal_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, run(ops.moe_mlp, [x, gate_up, down, weights, ids, dy])))
+
+
+def test_no_host_sync():
+    args = layer(512, 512, 128, 8, 2)
+    run(ops.moe_mlp, args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(ops.moe_mlp, args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_equals_eager():
+    args = layer(300, 512, 128, 8, 2)
+    compiled = torch.compile(lambda *a: ops.moe_mlp(*a), fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(run(compiled, args), run(ops.moe_mlp, args)))
+
+
+def test_opcheck():
+    args = layer(300, 512, 128, 8, 2)
+    leaves = [t.requires_grad_() for t in args[:4]]
+    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], True))
+
+
+@pytest.mark.parametrize("entry", table.entries("cuda:90"), ids=lambda e: f"{e[0]}-{e[1]}-{e[2]}-{e[3]}")
+def test_every_tuned_configuration(entry, monkeypatch):
+    kernel, _, _, _, config = entry
+    args = layer(700, 512, 256, 8, 4, "zipf")
+    want = run(reference.moe_mlp, args, torch.float64)
+    pick = gpu.pick
+    monkeypatch.setattr(gpu, "pick", lambda k, *a: config if k == kernel else pick(k, *a))
+    got, plain = errors(run(ops.moe_mlp, args), want), errors(run(reference.moe_mlp, args), want)
+    assert all(ours <= 1.5 * theirs for ours, theirs in zip(got, plain)), (got, plain)

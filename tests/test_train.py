@@ -1,0 +1,192 @@
+"""A run from its first step to its checkpoint, stopped and resumed: the same numbers, bit for bit where nothing moved."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from tmoe import runtime
+from tmoe.cli import parse
+
+SMALL = """tiny --no-compile --no-log.progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
+    --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32 --steps 8 --optim.warmup 2
+    --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
+NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
+
+
+def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
+    """One run in a gloo worker. Returns every tensor of the final state, whole."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    process = runtime.start(cfg.seed)
+    trainer = train.Trainer(cfg, process)
+    if stop_at is not None and rank == world - 1:
+        log = trainer.log
+
+        def log_then_stop(step, *args):
+            log(step, *args)
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer.log = log_then_stop
+    trainer.train()
+    return whole(trainer)
+
+
+def load(rank: int, world: int, argv: list[str]) -> dict[str, torch.Tensor]:
+    cfg = parse(argv, "", rank=rank, world=world)
+    return whole(train.Trainer(cfg, runtime.start(cfg.seed)))
+
+
+def whole(trainer) -> dict[str, torch.Tensor]:
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()}
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(out: Path, first: int) -> list[tuple]:
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"]) for r in lines(out) if r["step"] >= first]
+
+
+def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_run_folder(gloo, tmp_path):
+    """What point 2 of the run folder promises is there, and is what was trained."""
+    flags = ["--out", str(tmp_path), "--parallel.ep", "2", "--train.batch", "2", "--checkpoint.every", "4", "--log.tensorboard"]
+    gloo(2, run, [*SMALL, *flags], timeout=120)
+    log = lines(tmp_path)
+    assert [r["step"] for r in log] == list(range(8))
+    keys = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
+    assert set(keys.split()) <= log[0].keys()
+    routed = 2 * 2 * 32 * 2  # ranks * batch * seq * K
+    assert all(sum(counts) == routed for r in log for counts in r["expert_counts"])
+    assert log[-1]["val_loss"] and log[-1]["loss"] < log[0]["loss"]
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-8"}
+    assert json.loads((tmp_path / "config.json").read_text())["config"]["parallel"]["ep"] == 2
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
+    """Dropout, jitter, EMA, accumulation, ep=2: N+N steps equal 2N in every loss and every bit of the state."""
+    flags = [*SMALL, *NOISY, "--parallel.ep", "2", "--train.batch", "2", "--train.accumulate", "2", "--checkpoint.every", "4"]
+    flags += ["--checkpoint.mode", mode]
+    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=120)
+    resumed = gloo(
+        2, run, [*flags, "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a/checkpoints/step-4")], timeout=120
+    )
+    assert len(numbers(tmp_path / "b", 0)) == 4, "the second run did not start at step 4"
+    assert numbers(tmp_path / "b", 4) == numbers(tmp_path / "a", 4)
+    assert_equal_state(straight[0], resumed[0])
+
+
+def test_resume_on_other_layouts(gloo, tmp_path):
+    """Saved by 2 processes at ep=2; loaded by 4 (dp2 x ep2), 1, and 2 at dp=2: equal bits, and the next losses agree."""
+    flags = [*SMALL, "--checkpoint.every", "3", "--checkpoint.keep", "0"]
+    straight = [*flags, "--out", str(tmp_path / "a"), "--parallel.ep", "2", "--train.batch", "2"]
+    gloo(2, run, straight, timeout=120)
+    step3 = str(tmp_path / "a/checkpoints/step-3")
+    saved = gloo(2, load, [*straight, "--out", str(tmp_path / "x"), "--resume", step3])[0]
+    for world, ep, batch, accumulate in [(4, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1)]:
+        out = tmp_path / f"w{world}ep{ep}"
+        argv = [*flags, "--out", str(out), "--resume", step3, "--parallel.ep", str(ep)]
+        argv += ["--train.batch", str(batch), "--train.accumulate", str(accumulate)]
+        assert_equal_state(gloo(world, load, argv)[0], saved)
+        gloo(world, run, argv, timeout=120)
+        for ours, theirs in zip(lines(out), lines(tmp_path / "a")[3:], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
+    """All ranks stop at the same boundary, the step is saved, and `--resume auto` goes on with the same numbers."""
+    flags = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
+    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=120)
+    gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3, timeout=120)
+    stopped = max(r["step"] for r in lines(tmp_path / "b"))
+    assert stopped in (3, 4)
+    assert (tmp_path / f"b/checkpoints/step-{stopped + 1}").is_dir()
+    resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b")], timeout=120)
+    assert_equal_state(straight[0], resumed[0])
+    assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
+
+
+def test_init_takes_weights_only(gloo, tmp_path):
+    flags = [*SMALL, "--train.batch", "2"]
+    first = gloo(1, run, [*flags, "--out", str(tmp_path / "a")])[0]
+    step8 = str(tmp_path / "a/checkpoints/step-8")
+    fresh = gloo(1, load, [*flags, "--out", str(tmp_path / "b"), "--init", step8])[0]
+    for name, tensor in fresh.items():
+        if name.startswith("model."):
+            assert torch.equal(tensor, first[name]), name
+        else:
+            assert not tensor.any(), name
+
+
+def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
+    flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
+    gloo(1, run, flags)
+    command = [sys.executable, "train.py", *flags, "--eval-only"]
+    done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"validation loss {lines(tmp_path)[-1]['val_loss']:.4f}" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("tiny --model.moe.top-k 9", r"--model\.moe\.top-k=9.*--model\.moe\.experts=8"),
+        ("tiny --parallel.ep 3", r"--parallel\.ep=3.*--model\.moe\.experts=8.*1, 2, 4, 8"),
+        ("tiny --parallel.ep 2", r"--parallel\.ep=2.*world of 1"),
+        ("tiny --parallel.dp 3", r"--parallel\.dp=3.*world of 1"),
+        ("tiny --train.seq 4096", r"--train\.seq=4096.*--model\.rope\.max-seq=1024"),
+        ("tiny --model.kv-heads 4", r"--model\.kv-heads=4.*--model\.heads=6"),
+        ("huge", r"preset 'huge'.*tiny, moe-pilot-14b"),
+        ("tiny --parallel.dispatch local --parallel.ep 2", r"--parallel\.dispatch=local.*auto or nccl"),
+        ("tiny --model.layers 0", r"--model\.layers=0: must be at least 1"),
+        ("tiny --model.dense-layers 4 --parallel.ep 2", r"--parallel\.ep=2.*without MoE layers"),
+        ("tiny --optim.warmup 500", r"--optim\.warmup=500.*--steps=400"),
+        ("tiny --world 4", r"--world=4: only for --dry-run"),
+    ],
+)
+def test_invalid_settings_are_one_error(argv, says, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(argv.split(), "")
+    printed = capsys.readouterr()
+    text = f"{error.value} {printed.out} {printed.err}"
+    text = " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", text).split())
+    assert re.search(says, text), text
+    assert error.value.code not in (0, None)
+
+
+def test_help_documents_every_field(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"], train.__doc__)
+    text = capsys.readouterr().out
+    flags = re.findall(r"--[a-z][a-z.-]+", text)
+    for flag in "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep".split():
+        assert flag in flags
+    for flag in "--parallel.dispatch --compile --checkpoint.every --resume --init --eval-only --profile --dry-run".split():
+        assert flag in flags
+
+
+@pytest.mark.parametrize("preset", ["moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "tiny"])
+def test_dry_run_needs_no_processes(preset):
+    command = [sys.executable, "train.py", preset, "--dry-run", "--world", "16", "--parallel.ep", "8"]
+    done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for word in ("total", "active", "placement", "_StridedShard(dim=0, sf=8), Shard(dim=0)", "moments", "activations"):
+        assert word in done.stdout, done.stdout

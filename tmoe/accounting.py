@@ -1,0 +1,226 @@
+"""Parameters, FLOPs and bytes of a configuration in closed form: nothing is built, no process is needed.
+
+Parameter counts follow the shapes of tmoe/model.py, which a test there compares with the built model. Memory is an
+estimate of what FSDP2 and autograd hold, term by term, so that a reader can find the term that is too large.
+
+next: tmoe/metrics.py
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from tmoe.config import Config, ModelConfig, require
+from tmoe.loss import CHUNK_LOGITS
+
+Shape = tuple[int, ...]
+
+FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
+
+
+class Counts(NamedTuple):
+    """Numbers of parameters: all, those one token passes through, and those of them that multiply."""
+
+    total: int
+    active: int
+    """K experts of a layer instead of E; everything else whole, both embedding and head"""
+    active_flops: int
+    """active without the input embedding (a look-up), with the output head (tied or not)"""
+
+
+def attention_shapes(model: ModelConfig) -> list[Shape]:
+    D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
+    norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]
+    return [((H + 2 * G) * C, D), (D, H * C), *norms]
+
+
+def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
+    """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
+    D, moe = model.dim, model.moe
+    dense = [(D,), (D,), *attention_shapes(model)]
+    if not model.is_moe(layer):
+        return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
+    dense.append((moe.experts, D))
+    if moe.shared_dim:
+        dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
+    if moe.shared_gate:
+        dense.append((1, D))
+    return dense, [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim)]
+
+
+def root_shapes(model: ModelConfig) -> list[Shape]:
+    """Embedding, head unless tied, final norm."""
+    table = (model.vocab, model.dim)
+    return [table, (model.dim,)] if model.tied else [table, table, (model.dim,)]
+
+
+def numel(shapes: list[Shape]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+def count_parameters(model: ModelConfig) -> Counts:
+    """Exact number of parameters of `Transformer(model)`."""
+    total = active = numel(root_shapes(model))
+    for layer in range(model.layers):
+        dense, experts = block_shapes(model, layer)
+        total += numel(dense) + numel(experts)
+        active += numel(dense) + numel(experts) // model.moe.experts * model.moe.top_k
+    embedding = 0 if model.tied else model.vocab * model.dim  # a tied table still multiplies, as the head
+    return Counts(total, active, active - embedding)
+
+
+def flops_per_token(model: ModelConfig, seq: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of `seq`: 6*active_flops + 6*layers*H*C*S.
+
+    A parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the backward (the
+    gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1). Attention has no parameters: q.k and
+    the sum over v are 2*C FLOPs a head and visible position each, so 4*H*C*S over a whole sequence; a causal token sees
+    S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. Recomputation
+    (flash attention's backward, activation checkpointing) is not counted, and document borders do not lower the count.
+    """
+    return 6.0 * count_parameters(model).active_flops + 6.0 * model.layers * model.heads * model.head_dim * seq
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by `torch.cuda.get_device_name()`; None where it is unknown.
+
+    H100 and H200 as SXM module (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity). Their PCIe and NVL cards are
+    clocked lower and a MIG slice has fewer units: an MFU against this number would be wrong, so there is none.
+    """
+    sxm = re.search(r"\bG?H[12]00\b", device_name) and not re.search(r"PCIe|NVL|MIG", device_name)
+    return 989.4e12 if sxm else None
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; `tokens_per_s` and `peak` of one GPU."""
+    return flops_per_token * tokens_per_s / peak if peak else None
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
+    """Bytes that the fullest rank of a (dp, ep) mesh holds, by purpose. `peak_bytes` adds them up.
+
+    parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, ema is 0 where no average is kept.
+    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type.
+    accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
+    activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
+    working: temporaries of the backward, in the loss or in a block, whichever is more.
+    Raises ConfigError if ep does not divide the experts.
+    """
+    model = cfg.model
+    require(
+        not any(map(model.is_moe, range(model.layers))) or model.moe.experts % ep == 0,
+        f"--parallel.ep={ep}: must divide --model.moe.experts={model.moe.experts}",
+    )
+    blocks = [block_shapes(model, layer) for layer in range(model.layers)]
+    root = root_shapes(model)
+    own = sharded(root, dp * ep) + sum(sharded(dense, dp * ep) + expert_shard(e, dp, ep) for dense, e in blocks)
+    whole = [numel(dense) + numel(experts) // ep for dense, experts in blocks]
+    layers = [layer_bytes(cfg, ep, layer) for layer in range(model.layers)]
+    return {
+        "parameters": FP32 * own,
+        "gradients": FP32 * own,
+        "moments": 2 * FP32 * own,
+        "ema": FP32 * own if cfg.optim.ema else 0,
+        "gathered": compute_bytes(cfg) * (numel(root) + min(2, model.layers) * max(whole)),
+        "accumulated": FP32 * (numel(root) + sum(whole)) if cfg.train.accumulate > 1 else 0,
+        "activations": sum(layers) + mask_bytes(cfg),
+        "working": max(loss_bytes(cfg), backward_bytes(cfg, max(whole), max(layers))),
+    }
+
+
+def peak_bytes(memory: dict[str, int]) -> int:
+    """Largest sum of `memory_per_rank`'s terms that live at the same time.
+
+    Sharded gradients appear block by block while the backward frees activations (and unreduced gradients), so the
+    larger of the two counts, not their sum. CUDA's context, NCCL's buffers and the allocator's fragments come on top.
+    """
+    always = sum(memory[name] for name in ("parameters", "moments", "ema", "gathered", "working"))
+    return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
+
+
+def compute_bytes(cfg: Config) -> int:
+    return {"bf16": 2, "fp32": 4}[cfg.train.dtype]
+
+
+def sharded(shapes: list[Shape], ranks: int) -> int:
+    """Elements on the fullest rank: FSDP2 cuts dimension 0 into equal pieces, rounded up (the last ones are short)."""
+    return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
+
+
+def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
+    """Elements on the fullest rank: L = E/ep experts, cut over dp by expert if that comes out even, else by row."""
+    local = [(rows // ep, *rest) for rows, *rest in shapes]
+    return sum(sharded([(L, M, N)] if L % dp == 0 else [(M, L, N)], dp) for L, M, N in local)
+
+
+def layer_bytes(cfg: Config, ep: int, layer: int) -> int:
+    """Bytes that autograd keeps of one block: attention, then the feed-forward of its kind.
+
+    Of a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of matrix products.
+    Within 2% of the saved tensors of such blocks (tests/test_accounting.py); eager blocks keep 1.3 to 2 times as much.
+    """
+    model, width, T = cfg.model, compute_bytes(cfg), cfg.train.batch * cfg.train.seq
+    D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
+    elements = 2 * D  # attention norm: its input (the residual stream) and its output, operand of qkv
+    elements += (H + 2 * G) * C  # q, k, v as one product gives them: v is a view into it, QK-norm reads q and k there
+    elements += (H + G) * C  # q and k after RoPE
+    elements += H * C  # attention's result, operand of the output projection
+    elements += 2 * D  # feed-forward norm: input and output
+    statistics = H + 2  # logsumexp of every head, the root mean square of both norms, in fp32
+    kept = T * (elements * width + statistics * FP32)
+    return kept + (moe_bytes(cfg, ep) if model.is_moe(layer) else 3 * T * model.ffn_dim * width)
+
+
+def moe_bytes(cfg: Config, ep: int) -> int:
+    """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
+    moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
+    T = cfg.train.batch * cfg.train.seq
+    R = rows_received(T, moe.top_k, ep)
+    kept = T * moe.experts * FP32  # the router's logits
+    kept += T * D * FP32 if width < FP32 else 0  # its fp32 copy of the input, operand of an fp32 product
+    kept += 3 * T * moe.shared_dim * width  # shared experts: gate, up, and their product
+    kept += R * D * width if ep > 1 else 0  # rows received; ep=1 reads the norm's output in place
+    kept += R * moe.top_k * (2 * moe.ffn_dim * width + 2 * FP32 + 8)  # H, and weight, id and order of each slot
+    return kept  # combine adds rows by index: its backward needs the plan alone
+
+
+def rows_received(T: int, top_k: int, ep: int) -> int:
+    """Rows R that arrive when every rank sends T tokens with uniform routing, one row per (token, rank).
+
+    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K (experts many compared to K). moe_mlp
+    allocates H for all R*K slots, those of other ranks' experts (id -1) among them, as its shape may not depend on ids.
+    """
+    return round(T * ep * (1.0 - (1.0 - 1.0 / ep) ** top_k))
+
+
+def mask_bytes(cfg: Config) -> int:
+    """The mask that keeps documents apart, bool [B, 1, S, S], once for all blocks."""
+    return cfg.train.batch * cfg.train.seq**2 if cfg.train.isolate_documents else 0
+
+
+def loss_bytes(cfg: Config) -> int:
+    """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient thrice.
+
+    Forward: logits in fp32, logits and their gradient in the compute type; the head's gradient in fp32, its addend in
+    the compute type. Backward: that gradient, scaled, and in the compute type. Always: hidden states before and after
+    the final norm, and their gradient.
+    """
+    T, table, width = cfg.train.batch * cfg.train.seq, cfg.model.vocab * cfg.model.dim, compute_bytes(cfg)
+    chunk = min(CHUNK_LOGITS, T * cfg.model.vocab) * (FP32 + 2 * width)
+    head = FP32 * table + max(chunk + width * table, (FP32 + width) * table)
+    return 3 * T * cfg.model.dim * width + head
+
+
+def backward_bytes(cfg: Config, block: int, kept: int) -> int:
+    """The backward of the largest block, of `block` gathered parameters and `kept` bytes of saved tensors.
+
+    The head's gradient waits in the compute type until the root reduces it; the block's gradients exist in the compute
+    type and once more in fp32, the send buffer of the reduction; each saved tensor has a gradient of its size.
+    """
+    width = compute_bytes(cfg)
+    return width * cfg.model.vocab * cfg.model.dim + (width + FP32) * block + kept

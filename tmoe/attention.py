@@ -1,0 +1,98 @@
+"""Causal grouped-query attention with rotary positions and optional QK-norm.
+
+next: moe.py
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tmoe.config import ModelConfig, RopeConfig
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians a position for each of the C/2 pairs (fp64), and the factor on cos and sin.
+
+    none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023, "NTK by parts").
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    freq = rope.theta**-exponent
+    if rope.scaling == "none":
+        return freq, 1.0
+    if rope.scaling == "linear":
+        return freq / rope.factor, 1.0
+    turns = rope.original_max_seq * freq / (2 * math.pi)  # rotations over the range that was trained
+    if rope.scaling == "llama3":
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return freq * keep + freq / rope.factor * (1 - keep), 1.0
+
+    def pair_at(rotations: float) -> float:  # the (fractional) pair that turns this often over the trained range
+        return head_dim * math.log(rope.original_max_seq / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_at(rope.beta_fast)), 0)
+    high = min(math.ceil(pair_at(rope.beta_slow)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return freq * (1 - ramp) + freq / rope.factor * ramp, factor
+
+
+@functools.lru_cache(maxsize=8)
+def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, C] in fp32; the two halves of C repeat (pairs are (i, i + C/2), as in Hugging Face's models)."""
+    freq, factor = rope_frequencies(rope, head_dim)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float64), freq)
+    angle = torch.cat([angle, angle], -1)
+    return (angle.cos() * factor).float().to(device), (angle.sin() * factor).float().to(device)
+
+
+def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+    x = x_BSHC.float()
+    left, right = x.chunk(2, -1)
+    turned = x * cos_SC[:, None] + torch.cat([-right, left], -1) * sin_SC[:, None]
+    return turned.to(x_BSHC.dtype)
+
+
+def document_mask(documents_BS: Tensor) -> Tensor:
+    """[B, 1, S, S] bool, True where a query may look: earlier or itself, in its own document."""
+    same = documents_BS[:, :, None] == documents_BS[:, None, :]
+    return same.tril()[:, None]
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(C)) v over earlier tokens; G key/value heads serve H query heads (Ainslie et al. 2023)."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, bias=False)  # rows: queries, keys, values; one product
+        self.o = nn.Linear(H * C, cfg.dim, bias=False)
+        if cfg.qk_norm != "none":
+            self.q_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else H * C, cfg.norm_eps)
+            self.k_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else G * C, cfg.norm_eps)
+
+    def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Tensor | None) -> Tensor:
+        """mask: None for plain causal attention, else document_mask's."""
+        cfg = self.cfg
+        q, k, v = self.qkv(x_BSD).split([n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)], -1)
+        if cfg.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, cfg.head_dim)) for t in (q, k, v))
+        if cfg.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=cfg.kv_heads != cfg.heads,
+        )
+        return self.o(y.transpose(1, 2).flatten(-2))

@@ -1,0 +1,143 @@
+"""Keeps experts evenly used: what each router measures per sequence, and the losses made of it.
+
+Every MoE layer returns sums per sequence only; the loss is taken once, for all layers together, outside the compiled
+blocks. So the global-batch loss costs one all-reduce a micro-batch however deep the model, and activation
+checkpointing cannot count a token twice.
+
+next: parallel/dispatch.py
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tmoe.config import MoEConfig
+from tmoe.router import Routing
+
+
+class Load(NamedTuple):
+    """Sums over the tokens (padding left out) of each of B sequences; stacked over Y MoE layers in front by `stack`."""
+
+    probs_BE: Tensor  # sum_t softmax(logits)_te, differentiable
+    counts_BE: Tensor  # (token, expert) pairs routed, fp32
+    tokens_B: Tensor  # fp32
+    z_B: Tensor  # sum_t logsumexp(logits_t)^2, differentiable
+    entropy_B: Tensor  # sum_t entropy of softmax(logits_t), nats, no gradient
+
+
+class Totals(NamedTuple):
+    """What a whole step holds, over all ranks and micro-batches: losses are sums divided by these (0-dim fp32)."""
+
+    targets: Tensor
+    tokens: Tensor
+    sequences: Tensor
+
+
+def measure(routing: Routing, sequences: int, padding_T: Tensor | None) -> Load:
+    """Sums for the losses. T tokens are `sequences` rows of equal length."""
+    logits_TE = routing.logits_TE
+    lse_T = logits_TE.logsumexp(-1)
+    probs_TE = (logits_TE - lse_T[:, None]).exp()
+    # a comparison for each of the K choices: one_hot and scatter_add allocate [T, K, E] or add in random order
+    experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
+    chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
+    entropy_T = lse_T.detach() - (probs_TE.detach() * logits_TE.detach()).sum(-1)
+    keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
+
+    def per_sequence(v_T: Tensor) -> Tensor:
+        return v_T.unflatten(0, (sequences, -1)).sum(1)
+
+    return Load(
+        per_sequence(probs_TE * keep_T[:, None]),
+        per_sequence(chosen_TE * keep_T[:, None]),
+        per_sequence(keep_T),
+        per_sequence(lse_T.square() * keep_T),
+        per_sequence(entropy_T * keep_T),
+    )
+
+
+def stack(loads: list[Load]) -> Load:
+    return Load(*(torch.stack(field) for field in zip(*loads, strict=True)))
+
+
+class Balancer:
+    """Turns the layers' loads into the balancing loss, and remembers counts: of the step, and for the log."""
+
+    def __init__(self, cfg: MoEConfig):
+        self.cfg = cfg
+        self.all_reduce: Callable[[Tensor], Tensor] = lambda t: t  # sum over the ranks; set by parallelize
+        self.log: RouterLog | None = None
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Forget the counts of the step before (the global-batch loss averages over a step's micro-batches)."""
+        self.seen_YE: Tensor | None = None
+
+    def loss(self, load: Load, totals: Totals | None) -> Tensor:
+        """This rank's share of the balancing and z-loss of one micro-batch, summed over layers: shares add up over
+        ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all."""
+        cfg = self.cfg
+        if totals is None:
+            totals = Totals(load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_tensor(load.tokens_B.shape[1]))
+        loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
+        if cfg.balance != "none":
+            loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals)
+        return loss
+
+    def _overlap(self, load: Load, totals: Totals) -> Tensor:
+        """sum_e f_e P_e, f_e the share of routed pairs in the scope, P_e the mean probability."""
+        if self.cfg.balance == "sequence":
+            share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
+            mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
+            return (share_YBE * mean_YBE).sum() / totals.sequences
+        counts_YE = load.counts_BE.sum(1)
+        if self.cfg.balance == "global":
+            counts_YE = self.all_reduce(counts_YE)
+            counts_YE = counts_YE if self.seen_YE is None else counts_YE + self.seen_YE
+            self.seen_YE = counts_YE
+        share_YE = counts_YE / counts_YE.sum(-1, keepdim=True).clamp(min=1)
+        return (share_YE * load.probs_BE.sum(1)).sum() / totals.tokens.clamp(min=1)
+
+    @torch.no_grad()
+    def record(self, load: Load) -> None:
+        """Adds a micro-batch to what the next log line shows."""
+        tokens_Y = load.tokens_B.sum(1)
+        counts_LE = load.counts_BE.sum(1)
+        new = RouterLog(counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y)
+        self.log = new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
+
+    def read_log(self) -> "RouterStats | None":
+        """What was recorded since the last call, over all ranks (a collective: every rank calls it, or none)."""
+        if self.log is None:
+            return None
+        flat = self.all_reduce(torch.cat([v.reshape(v.shape[0], -1) for v in self.log], 1))
+        self.log = None
+        counts_LE, entropy_L, dropped_L, tokens_L = flat.split([self.cfg.experts, 1, 1, 1], 1)
+        return RouterStats(counts_LE, (entropy_L / tokens_L.clamp(min=1))[:, 0], dropped_L[:, 0])
+
+
+class RouterLog(NamedTuple):
+    """Sums since the last log line, a row for each MoE layer."""
+
+    counts_LE: Tensor
+    entropy_L: Tensor
+    dropped_L: Tensor
+    tokens_L: Tensor
+
+
+class RouterStats(NamedTuple):
+    """A log line's view of the routers, L MoE layers."""
+
+    counts_LE: Tensor  # routed pairs per expert
+    entropy_L: Tensor  # mean entropy of the router's distribution, nats
+    dropped_L: Tensor  # (token, expert) choices that reached no expert
+
+
+def reference_loss(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """E/(K T^2) sum_e (sum_t p_te) count_e, in three lines for tests to compare with."""
+    T, E = logits_TE.shape
+    counts_E = F.one_hot(ids_TK.long(), E).sum((0, 1)).float()
+    return E / (ids_TK.shape[1] * T**2) * (logits_TE.softmax(-1).sum(0) * counts_E).sum()

@@ -1,0 +1,58 @@
+"""Command line to Config: `PRESET --section.field value`, one clear error for whatever cannot work.
+
+next: config.py
+"""
+
+from collections.abc import Sequence
+
+import tyro
+
+from tmoe.config import Config, ConfigError
+from tmoe.parallel.mesh import mesh_shape
+from tmoe.zoo import presets
+
+
+def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
+    """Config of a command line; the first word may name a preset (default: tiny).
+
+    Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting that cannot
+    work, alone or with the others, or for a world of processes that is not dp x ep.
+    """
+    try:
+        return _parse(list(argv), description, rank, world)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}" if rank == 0 else 2) from None
+
+
+def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
+    name = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    known = presets()
+    if name not in known:
+        raise ConfigError(f"preset {name!r}: must be one of {', '.join(known)}")
+    text = f"{description}\n\nPresets: {', '.join(known)}. Defaults below are those of {name}."
+    cfg = tyro.cli(
+        Config,
+        prog=f"train.py {name}",
+        description=text,
+        default=known[name],
+        args=spell_booleans(argv),
+        console_outputs=rank == 0,
+    )
+    if cfg.dry_run:
+        world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
+    elif cfg.world is not None:
+        raise ConfigError(f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one")
+    mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
+    return cfg
+
+
+def spell_booleans(argv: list[str]) -> list[str]:
+    """`--compile false` as well as tyro's own `--no-compile`."""
+    out: list[str] = []
+    for word in argv:
+        if word.lower() not in ("true", "false") or not out or not out[-1].startswith("--"):
+            out.append(word)
+        elif word.lower() == "false":
+            section, dot, last = out[-1][2:].rpartition(".")
+            out[-1] = f"--{section}{dot}no-{last}"
+    return out

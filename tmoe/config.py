@@ -1,0 +1,339 @@
+"""Every setting of a run as frozen dataclasses, the presets, and the checks that need no process group.
+
+Letters, one legend for the whole package (shape suffixes in names, `x_TD`):
+B batch, S sequence, T tokens on this rank (B*S), D model width, H query heads, G key/value heads, C head width,
+E experts, L experts held by this rank, K experts per token, F expert hidden width, N = T*K routed rows,
+R rows received from the expert group, V vocabulary.
+
+next: train.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work, with the flag to change and what would be valid."""
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and the scalings that stretch it past its trained range."""
+
+    theta: float = 10000.0
+    """base of the geometric frequency ladder"""
+    max_seq: int = 4096
+    """longest sequence the model may see, after scaling"""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """how frequencies are stretched: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)"""
+    factor: float = 1.0
+    """stretch: max_seq over the range that was trained without scaling"""
+    original_max_seq: int = 4096
+    """range trained without scaling (llama3, yarn)"""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_seq / this are stretched in full"""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_seq / this are left alone"""
+    beta_fast: float = 32.0
+    """yarn: rotations over the original range above which a frequency is left alone"""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a frequency is stretched in full"""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; None gives 0.1 ln(factor) + 1"""
+
+    def __post_init__(self) -> None:
+        require(self.max_seq > 0, f"--model.rope.max-seq={self.max_seq}: must be positive")
+        require(self.factor >= 1.0, f"--model.rope.factor={self.factor}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One Mixture-of-Experts layer: router, experts, shared experts, balancing terms."""
+
+    experts: int = 8
+    """number of routed experts, E"""
+    top_k: int = 2
+    """experts per token, K"""
+    ffn_dim: int = 256
+    """hidden width of one routed expert, F"""
+    shared_dim: int = 0
+    """summed hidden width of the shared experts that every token passes; 0: none"""
+    shared_gate: bool = False
+    """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
+    softmax: Literal["before", "after"] = "before"
+    """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
+    renormalize: bool = True
+    """softmax before top-k: divide the K weights by their sum"""
+    scaling: float = 1.0
+    """factor on the K weights"""
+    balance: Literal["none", "batch", "sequence", "global"] = "sequence"
+    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), the global batch"""
+    balance_coeff: float = 0.01
+    """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
+    z_coeff: float = 0.001
+    """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
+    jitter: float = 0.0
+    """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+
+    def __post_init__(self) -> None:
+        require(self.experts >= 1, f"--model.moe.experts={self.experts}: must be at least 1")
+        require(
+            1 <= self.top_k <= self.experts,
+            f"--model.moe.top-k={self.top_k}: must be 1 to --model.moe.experts={self.experts}",
+        )
+        require(self.ffn_dim >= 1, f"--model.moe.ffn-dim={self.ffn_dim}: must be at least 1")
+        require(self.shared_dim >= 0, f"--model.moe.shared-dim={self.shared_dim}: must be 0 or more")
+        require(
+            not self.shared_gate or self.shared_dim > 0,
+            "--model.moe.shared-gate: needs --model.moe.shared-dim above 0",
+        )
+        require(0.0 <= self.jitter < 1.0, f"--model.moe.jitter={self.jitter}: must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder: embedding, blocks of attention and (dense or MoE) feed-forward, head."""
+
+    vocab: int = 256
+    """vocabulary size, V"""
+    dim: int = 256
+    """model width, D"""
+    layers: int = 4
+    """number of blocks; cuts a preset to its first blocks"""
+    heads: int = 4
+    """query heads, H"""
+    kv_heads: int = 4
+    """key/value heads, G; divides heads"""
+    head_dim: int = 64
+    """head width, C"""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE)"""
+    dense_layers: int = 0
+    """leading blocks whose feed-forward is dense"""
+    moe_every: int = 1
+    """after the leading dense blocks, every n-th block is an MoE block, the first of them included"""
+    ffn_dim: int = 1024
+    """hidden width of the dense feed-forward blocks"""
+    tied: bool = False
+    """output head shares the embedding's weight"""
+    norm_eps: float = 1e-6
+    """added to the mean square in every RMSNorm"""
+    dropout: float = 0.0
+    """dropout on each residual branch in training"""
+    init_std: float = 0.02
+    """standard deviation of the initial weights; projections into the residual stream get it over sqrt(2 layers)"""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "moe_every", "ffn_dim"):
+            flag = name.replace("_", "-")
+            require(getattr(self, name) >= 1, f"--model.{flag}={getattr(self, name)}: must be at least 1")
+        require(
+            self.heads % self.kv_heads == 0,
+            f"--model.kv-heads={self.kv_heads}: must divide --model.heads={self.heads}",
+        )
+        require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
+        require(self.dense_layers >= 0, f"--model.dense-layers={self.dense_layers}: must be 0 or more")
+        require(0.0 <= self.dropout < 1.0, f"--model.dropout={self.dropout}: must be at least 0 and below 1")
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What one step consumes."""
+
+    batch: int = 4
+    """sequences a rank in one micro-batch"""
+    seq: int = 4096
+    """tokens a sequence"""
+    accumulate: int = 1
+    """micro-batches a rank in one step"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
+    isolate_documents: bool = True
+    """tokens attend only inside their own document"""
+    eval_every: int = 0
+    """steps between validations; 0: only after the last step"""
+    eval_batches: int = 8
+    """validation micro-batches a rank"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "accumulate", "eval_batches"):
+            flag = name.replace("_", "-")
+            require(getattr(self, name) >= 1, f"--train.{flag}={getattr(self, name)}: must be at least 1")
+        require(self.eval_every >= 0, f"--train.eval-every={self.eval_every}: must be 0 or more")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The (dp, ep) mesh: every rank reads its own batch; experts are spread over ep and sharded over dp."""
+
+    dp: int | None = None
+    """data-parallel degree outside the expert group; None: what is left of the world"""
+    ep: int = 1
+    """expert-parallel degree; divides the experts"""
+    dispatch: Literal["auto", "local", "nccl"] = "auto"
+    """how rows reach their experts: local (ep=1), nccl (torch.distributed all-to-all; gloo on CPU)"""
+
+    def __post_init__(self) -> None:
+        require(self.ep >= 1, f"--parallel.ep={self.ep}: must be at least 1")
+        require(self.dp is None or self.dp >= 1, f"--parallel.dp={self.dp}: must be at least 1")
+        require(
+            not (self.dispatch == "local" and self.ep > 1),
+            f"--parallel.dispatch=local: needs --parallel.ep=1, not {self.ep}; use auto or nccl",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW (Loshchilov & Hutter 2017), its schedule, clipping and the average of the weights."""
+
+    lr: float = 3e-4
+    """peak learning rate"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """decay of the first and second moment"""
+    eps: float = 1e-8
+    """added to the root of the second moment"""
+    weight_decay: float = 0.1
+    """decoupled decay; norms and biases get none"""
+    clip: float = 1.0
+    """largest global gradient norm; 0: no clipping"""
+    warmup: int = 0
+    """steps of linear warm-up"""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """decay after the warm-up; wsd holds the peak, then falls linearly over the last decay-fraction of the steps"""
+    decay_fraction: float = 0.2
+    """wsd: share of the steps spent falling"""
+    min_lr: float = 0.1
+    """learning rate at the end, as a share of the peak"""
+    ema: float = 0.0
+    """decay of an exponential moving average of the weights; 0: none is kept"""
+    max_skips: int = 10
+    """non-finite steps in a row after which the run ends with an error"""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"--optim.lr={self.lr}: must be positive")
+        require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
+        require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
+        require(self.warmup >= 0, f"--optim.warmup={self.warmup}: must be 0 or more")
+        require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")
+        require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
+        require(0 <= self.ema < 1, f"--optim.ema={self.ema}: at least 0 and below 1")
+        require(self.max_skips >= 1, f"--optim.max-skips={self.max_skips}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from; their order is a pure function of (seed, epoch, global sample)."""
+
+    path: tuple[str, ...] = ("stdlib",)
+    """sources, each PATH or PATH:WEIGHT: 'stdlib' (the interpreter's own library), text, .jsonl, or a folder of shards"""
+    tokenizer: str = "bytes"
+    """'bytes', or the path of a Hugging Face tokenizer.json"""
+    seed: int = 0
+    """seed of the sample order"""
+    val_fraction: float = 0.05
+    """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
+
+    def __post_init__(self) -> None:
+        require(len(self.path) > 0, "--data.path: needs at least one source")
+        require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    every: int = 0
+    """steps between checkpoints; 0: only after the last step (and on SIGTERM)"""
+    keep: int = 3
+    """verified checkpoints that stay; older ones are removed; 0: all stay"""
+    mode: Literal["sync", "async"] = "async"
+    """async: training goes on while a copy of the state is written"""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"--checkpoint.every={self.every}: must be 0 or more")
+        require(self.keep >= 0, f"--checkpoint.keep={self.keep}: must be 0 (all) or more")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down, and how often."""
+
+    every: int = 1
+    """steps between lines of metrics.jsonl"""
+    progress: bool = True
+    """show a progress bar"""
+    tensorboard: bool = False
+    """write TensorBoard files into the run folder"""
+    wandb: str | None = None
+    """name of a Weights & Biases project (needs the wandb extra)"""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"--log.every={self.every}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    out: str = "runs/default"
+    """run folder: config.json, metrics.jsonl, checkpoints/, report.png"""
+    steps: int = 1000
+    """optimizer steps"""
+    seed: int = 0
+    """seed of weights, dropout and jitter"""
+    compile: bool = True
+    """compile every block (torch.compile, fullgraph); without a C++ compiler on CPU the run says so and is eager"""
+    resume: str = "auto"
+    """'auto': newest whole checkpoint of the run folder, if any; 'none'; or the path of a step folder"""
+    init: str | None = None
+    """start from the weights of this step folder (optimizer, schedule and data start anew)"""
+    eval_only: bool = False
+    """validate and exit"""
+    dry_run: bool = False
+    """print parameters, placements and the bytes a rank will hold for --world ranks, and exit"""
+    world: int | None = None
+    """dry run: number of ranks to plan for; None: dp x ep"""
+    profile: tuple[int, ...] = ()
+    """steps to trace with torch.profiler into the run folder"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"--steps={self.steps}: must be 0 or more")
+        require(
+            self.train.seq <= self.model.rope.max_seq,
+            f"--train.seq={self.train.seq}: must be at most the RoPE range --model.rope.max-seq={self.model.rope.max_seq}",
+        )
+        experts, ep = self.model.moe.experts, self.parallel.ep
+        has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
+        require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
+        require(
+            not has_moe or experts % ep == 0,
+            f"--parallel.ep={ep}: must divide --model.moe.experts={experts}; valid: {divisors(experts)}",
+        )
+        require(
+            self.optim.warmup <= max(self.steps, 1),
+            f"--optim.warmup={self.optim.warmup}: must be at most --steps={self.steps}",
+        )
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

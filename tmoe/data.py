@@ -1,0 +1,334 @@
+"""Batches of token windows whose order is a pure function of (seed, epoch, global sample), and the shard converter.
+
+    python -m tmoe.data texts/ more.jsonl --out shards/ --tokenizer tokenizer.json
+
+Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation -> window.
+Every arrow is arithmetic, so any rank jumps to any sample at once, and neither world size nor workers change the order.
+
+next: corpus.py for what a source holds
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+import tyro
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from tmoe.config import DataConfig
+from tmoe.corpus import (
+    Corpus,
+    Document,
+    Split,
+    encode_documents,
+    open_corpus,
+    read_documents,
+    text_files,
+    write_shards,
+)
+from tmoe.tokenizer import DataError, load_tokenizer
+
+IGNORE = -100
+"""target that no loss counts, torch's ignore_index"""
+
+
+class Batch(NamedTuple):
+    """What one rank consumes in one step, int64 [A, B, S]: A micro-batches of B windows."""
+
+    tokens_ABS: torch.Tensor
+    targets_ABS: torch.Tensor
+    """next token; IGNORE at a document's eos, where the next token belongs to another document"""
+    documents_ABS: torch.Tensor
+    """number of the document within the row, from 0; an eos belongs to the document that it ends"""
+
+
+def permute(index: int, n: int, key: str) -> int:
+    """Image of `index` under a pseudo-random permutation of range(n) chosen by `key`; O(1) memory, about 10 us.
+
+    Generalised Feistel network with cycle walking (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): each
+    round adds a keyed hash of one coordinate to the other on the smallest near-square grid that holds n points. The
+    grid has less than sqrt(n) + 1 points to spare, so hardly any index walks twice; on the power-of-two grid of a
+    plain Feistel network up to three in four would.
+    """
+    rows = math.isqrt(n - 1) + 1
+    columns = -(-n // rows)
+    while True:
+        row, column = divmod(index, columns)
+        for turn in range(3):
+            row = (row + _hash(f"{key}/{turn}/row/{column}")) % rows
+            column = (column + _hash(f"{key}/{turn}/column/{row}")) % columns
+        index = row * columns + column
+        if index < n:
+            return index
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def choose(index: int, weights: list[int]) -> tuple[int, int]:
+    """Source of global sample `index`, and how many samples that source has given before it.
+
+    Halves the list of sources until one is left. Of the first g samples that reach a pair of halves, floor(g p) went to
+    the left half, p its exact share of the weights: evenly spread, and any g is reached without those before it. After
+    g samples a source has given its share of g to within the depth, ceil(log2(sources)), and after sum(weights)
+    samples its weight exactly.
+    """
+    low, high = 0, len(weights)
+    while high - low > 1:
+        middle = (low + high) // 2
+        left, total = sum(weights[low:middle]), sum(weights[low:high])
+        before = index * left // total
+        if (index + 1) * left // total > before:
+            high, index = middle, before
+        else:
+            low, index = middle, index - before
+    return low, index
+
+
+class Source:
+    """Windows of seq + 1 tokens, seq apart, over one source's concatenated runs."""
+
+    def __init__(self, corpus: Corpus, seq: int, vocab: int, split: Split) -> None:
+        self.name, self.runs, self.seq, self.vocab = corpus.name, corpus.runs, seq, vocab
+        self.starts = [0, *itertools.accumulate(len(run.tokens) for run in corpus.runs)]
+        self.tokens = self.starts.pop()
+        self.samples = (self.tokens - 1) // seq
+        if self.samples < 1:
+            raise DataError(
+                f"{self.name}: {self.tokens} tokens in its {split} split, one sample needs {seq + 1}; "
+                f"lower --train.seq={seq}, change --data.val-fraction, or give more data"
+            )
+
+    def window(self, index: int) -> np.ndarray:
+        """Tokens [index * seq, (index + 1) * seq] as int64; DataError on an id outside the vocabulary."""
+        start, end = index * self.seq, (index + 1) * self.seq + 1
+        first = bisect.bisect_right(self.starts, start) - 1
+        last = bisect.bisect_left(self.starts, end)
+        return np.concatenate([self._read(run, start, end) for run in range(first, last)])
+
+    def _read(self, number: int, start: int, end: int) -> np.ndarray:
+        """The part of one run that lies in [start, end) of the stream."""
+        run, base = self.runs[number], self.starts[number]
+        low = max(start - base, 0)
+        tokens = run.tokens[low : end - base].astype(np.int64)
+        if tokens.size and tokens.max() >= self.vocab:
+            raise run.bad_id(low + int(np.argmax(tokens >= self.vocab)), self.vocab)
+        return tokens
+
+    def frequencies(self) -> np.ndarray:
+        """Share of each id [V] in all tokens, counted 2^22 at a time because bincount widens to int64."""
+        counts = np.zeros(self.vocab)
+        for run in self.runs:
+            for low in range(0, len(run.tokens), 1 << 22):
+                counts += np.bincount(run.tokens[low : low + (1 << 22)], minlength=self.vocab)
+        return counts / counts.sum()
+
+
+class Dataset:
+    """An endless, randomly accessible sequence of samples, mixed from sources; make one with `open_data`."""
+
+    def __init__(self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int) -> None:
+        self.sources, self.weights, self.eos, self.seed = sources, weights, eos, seed
+        self.fingerprint = fingerprint
+        self.seq, self.vocab = sources[0].seq, sources[0].vocab
+        self.tokens = sum(source.tokens for source in sources)
+        self.samples = sum(source.samples for source in sources)
+        """windows in one pass over every source; without weights, the first `samples` samples are that pass"""
+
+    def sample(self, index: int) -> np.ndarray:
+        """Global sample `index` (from 0, endless) as int64 [S + 1]."""
+        number, nth = choose(index, self.weights)
+        source = self.sources[number]
+        epoch, position = divmod(nth, source.samples)
+        return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
+
+    def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
+        """One rank's part of a step: global samples (step * accumulate + a) * world * batch + rank * batch + b.
+
+        Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
+        (world, batch, accumulate) of one product.
+        """
+        firsts = [((step * accumulate + a) * world + rank) * batch for a in range(accumulate)]
+        rows = [self.sample(first + b) for first in firsts for b in range(batch)]
+        windows = torch.from_numpy(np.stack(rows)).view(accumulate, batch, self.seq + 1)
+        tokens = windows[..., :-1].contiguous()
+        ends = tokens == self.eos
+        return Batch(tokens, windows[..., 1:].masked_fill(ends, IGNORE), ends.cumsum(-1) - ends.long())
+
+    def describe(self) -> str:
+        shares = (f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True))
+        return f"{self.tokens:,} tokens, {self.samples:,} samples of {self.seq} an epoch: {', '.join(shares)}"
+
+
+def unigram_entropy(dataset: Dataset) -> float:
+    """Entropy of the mixture's token frequencies, nats a token: the loss of the best model that ignores context.
+
+    Reads every token once; meant for byte data in memory.
+    """
+    total = sum(dataset.weights)
+    shares = np.zeros(dataset.vocab)
+    for source, weight in zip(dataset.sources, dataset.weights, strict=True):
+        shares += weight / total * source.frequencies()
+    seen = shares[shares > 0]
+    return float(-(seen * np.log(seen)).sum())
+
+
+def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
+    """Opens the sources of `--data.path` for windows of seq tokens and their targets.
+
+    Without weights each source gives one sample a window that it has (in proportion to its tokens, so that an epoch
+    passes everything once); with weights, samples in proportion to them, whatever the sources' sizes: small sources
+    then begin their next epoch, shuffled anew, while large ones are still in their first.
+    Text is tokenised here, in memory, by every rank: convert anything large to shards. Shards carry their tokenizer's
+    fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
+    DataError for anything that cannot be trained on, the same on every rank.
+    """
+    names, weights = parse_sources(cfg.path)
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    corpora = [open_corpus(name, tokenizer, vocab, cfg.val_fraction, split) for name in names]
+    expected = corpora[0].fingerprint if cfg.tokenizer == "bytes" else tokenizer.fingerprint
+    for corpus in corpora:
+        if corpus.fingerprint != expected:
+            raise DataError(
+                f"{corpus.name}: made with tokenizer {corpus.fingerprint}, not {expected}; "
+                "sources that are mixed, and --data.tokenizer if given, must be of one tokenizer"
+            )
+    sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
+    weights = weights or [source.samples for source in sources]
+    return Dataset(sources, weights, eos=corpora[0].eos, fingerprint=expected, seed=cfg.seed)
+
+
+def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:
+    """Names and weights of PATH or PATH:WEIGHT; weights as whole numbers of equal proportion, [] if there are none."""
+    parsed = [_parse_source(spec) for spec in specs]
+    names, weights = [name for name, _ in parsed], [weight for _, weight in parsed if weight is not None]
+    if weights and len(weights) < len(names):
+        bare = next(name for name, weight in parsed if weight is None)
+        raise DataError(f"--data.path {bare}: has no weight; give every source one, PATH:WEIGHT, or none")
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    return names, [int(weight * scale) for weight in weights]
+
+
+def _parse_source(spec: str) -> tuple[str, Fraction | None]:
+    name, colon, weight = spec.rpartition(":")
+    if not colon or Path(spec).exists():
+        return spec, None
+    try:
+        value = Fraction(weight)  # exact: 0.3 is 3/10, so that proportions hold at any sample number
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if not name or value <= 0:
+        raise DataError(
+            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, weight > 0"
+        )
+    return name, value
+
+
+class Loader:
+    """Iterates over a rank's batches from a step on, the next one being made in one background thread.
+
+    Endless. Its position is `step`, the step of the batch that comes next: nothing else need be saved to resume.
+    An error in the background is raised by `next` of the step that it belongs to, and again if asked again.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        start_step: int = 0,
+        batch: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        pin: bool = False,
+    ) -> None:
+        """pin: batches in page-locked memory, for copies to the GPU that do not block."""
+        self.step, self.pin = start_step, pin
+        self._dataset = dataset
+        self._shape = {"batch": batch, "accumulate": accumulate, "rank": rank, "world": world}
+        # A new thread starts on device 0, where pinning would open a context of every rank.
+        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin else (None, ())
+        self._thread = ThreadPoolExecutor(1, "tmoe-data", *setup)
+        self._pending: Future[Batch] = self._thread.submit(self._make, start_step)
+
+    def _make(self, step: int) -> Batch:
+        batch = self._dataset.batch(step, **self._shape)
+        return Batch(*(tensor.pin_memory() for tensor in batch)) if self.pin else batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self._pending.result()
+        self._pending = self._thread.submit(self._make, self.step + 1)  # RuntimeError once closed
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread; waits for the batch in the making, if any. Closing twice is fine."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def convert(
+    sources: tyro.conf.Positional[tuple[str, ...]],
+    *,
+    out: Path,
+    tokenizer: str = "bytes",
+    shard_tokens: int = 100_000_000,
+) -> None:
+    """Turns text and JSONL (string field "text") into a folder of memory-mapped token shards.
+
+    Args:
+        sources: 'stdlib', text files, .jsonl files, folders of these
+        out: folder to make; must not exist
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json
+        shard_tokens: most tokens in a shard, unless one document is longer
+    """
+    if not sources or shard_tokens < 1:
+        raise DataError("needs at least one source, and --shard-tokens of at least 1")
+    size = sum(path.stat().st_size for name in sources for path in text_files(name)[1])
+    documents = itertools.chain.from_iterable(map(read_documents, sources))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    chosen = load_tokenizer(tokenizer)
+    with Progress(*columns) as progress:
+        tracked = _track(documents, progress, size)
+        tokens = write_shards(out, encode_documents(tracked, chosen), chosen, shard_tokens)
+    print(f"{out}: {tokens:,} tokens in {len(list(out.iterdir()))} shards")
+
+
+def _track(documents: Iterable[Document], progress: Progress, size: int) -> Iterator[Document]:
+    task = progress.add_task("tokenizing", total=size)
+    for document in documents:
+        yield document
+        progress.advance(task, document.size)
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(convert, prog="python -m tmoe.data")
+    except DataError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,390 @@
+"""What is in a step folder: manifest, hashed shard files, the rename that publishes them; no process group, no pickle.
+
+A step folder `step-N` holds the shard files `__RANK_I.distcp` (torch.save payloads one after another, as DCP writes them), DCP's own
+`.metadata` for stock readers (tmoe hashes it and never opens it), and `manifest.json`, the commit mark. Every byte of the folder is
+under a hash: the manifest carries each file's size and SHA-256, and its own SHA-256 in its first line (taken with that digest blanked).
+Names: `step-N` is published, and whole or provably damaged; `step-N.tmp-UUID` is being written or being removed; `step-N.old-UUID`
+is the step that a re-save displaces, and exists for the moment between two renames only.
+
+next: checkpoint.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NAME = "manifest.json"
+FORMAT = 1
+READERS = 8  # files hashed at once; sha256 releases the GIL
+_HEAD = b'{\n"sha256": "'
+_BLANK = b"0" * 64
+_SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
+_STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, is damaged, or does not fit; the message names rank, path and reason."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the folder: bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it starts and how long it is in each dimension, and where its torch.save payload lies.
+
+    sha256 covers the elements' bytes in row-major order, not the payload's framing: equal content, equal hash.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    at: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A whole tensor: shape, dtype ("bfloat16"), how it was placed, and the chunks that fill it exactly once.
+
+    sha256 covers the chunks' offsets, shapes and hashes: it is comparable between checkpoints of one layout.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    placement: str
+    sha256: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a step folder says about itself. saved_ns grows with every save into a run's folder, whatever the step number."""
+
+    step: int
+    tokens: int | None
+    world: int
+    saved_ns: int
+    info: dict[str, Any]
+    state: dict[str, Any]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+# ---- manifest ----
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write and sync `folder/manifest.json`: one line a field, file and tensor, so that grep and diff work on it."""
+    fields = {"format": FORMAT, **vars(manifest)}
+    lines = [f'"{key}": ' + (_table(v) if key in ("files", "tensors") else json.dumps(v)) for key, v in fields.items()]
+    body = b'",\n' + ",\n".join(lines).encode() + b"\n}\n"
+    digest = hashlib.sha256(_HEAD + _BLANK + body).hexdigest().encode()
+    with HashedFile(folder / NAME) as file:
+        file.write(_HEAD + digest + body)
+
+
+def _table(entries: dict[str, Any]) -> str:
+    rows = (f"  {json.dumps(name)}: {json.dumps(entry, default=vars)}" for name, entry in entries.items())
+    return "{\n" + ",\n".join(rows) + "\n}"
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of the step folder `path`; CheckpointError where it is missing, damaged, malformed or of another format."""
+    file = Path(path) / NAME
+    try:
+        return _parse(json.loads(_read_bytes(file)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {error}") from error
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        raw = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{file}: missing; {file.parent} is no step folder, or was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    digest, body = raw[len(_HEAD) :][:64], raw[len(_HEAD) + 64 :]
+    if not raw.startswith(_HEAD) or hashlib.sha256(_HEAD + _BLANK + body).hexdigest().encode() != digest:
+        raise CheckpointError(f"{file}: damaged: its bytes do not match its own SHA-256")
+    return raw
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    del fields["sha256"]
+    if (found := fields.pop("format")) != FORMAT:
+        raise ValueError(f"format {found}, this tmoe reads format {FORMAT}")
+    files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
+    tensors = {name: _parse_tensor(entry) for name, entry in fields.pop("tensors").items()}
+    for name in files:
+        if Path(name).name != name or name in ("", ".", "..", NAME):
+            raise ValueError(f"file name {name!r} leaves the folder")
+    for name, entry in tensors.items():
+        _check_tensor(name, entry, files)
+    return Manifest(files=files, tensors=tensors, **fields)
+
+
+def _parse_tensor(entry: dict[str, Any]) -> TensorEntry:
+    chunks = [Chunk(**{**c, "offset": tuple(c["offset"]), "shape": tuple(c["shape"])}) for c in entry.pop("chunks")]
+    return TensorEntry(**{**entry, "shape": tuple(entry["shape"])}, chunks=tuple(chunks))
+
+
+def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
+    """Chunks that leave their tensor, their file, or a hole would load as silence, so they are refused here."""
+    dtype_of(entry.dtype)
+    for chunk in entry.chunks:
+        inside = all(o >= 0 and o + s <= n for o, s, n in zip(chunk.offset, chunk.shape, entry.shape, strict=True))
+        if not inside or min(chunk.at, chunk.size) < 0 or chunk.at + chunk.size > files[chunk.file].size:
+            raise ValueError(f"tensor {name}: chunk at {chunk.offset} lies outside the tensor or its file")
+    filled, volume = sum(math.prod(c.shape) for c in entry.chunks), math.prod(entry.shape)
+    if filled != volume:
+        raise ValueError(f"tensor {name}: chunks hold {filled} of {volume} elements")
+
+
+def tensor_entry(shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]) -> TensorEntry:
+    """Entry of a tensor from its chunks, in any order."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.offset)
+    digest = hashlib.sha256("".join(f"{c.offset}{c.shape}{c.sha256}\n" for c in ordered).encode()).hexdigest()
+    return TensorEntry(tuple(shape), str(dtype).removeprefix("torch."), placement, digest, tuple(ordered))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16"; ValueError for anything that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+    return dtype
+
+
+# ---- verification ----
+
+
+def verify(path: str | Path, share: tuple[int, int] | None = (0, 1)) -> list[str]:
+    """Problems of the step folder `path`, none if it is whole; each names its file. Files beyond the manifest only cause a warning.
+
+    Sizes are checked for every file, contents for every n-th: share = (i, n) lets n processes divide the hashing; None: sizes only.
+    """
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+        extra = {entry.name for entry in os.scandir(path)} - set(manifest.files) - {NAME}
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    if extra and share and share[0] == 0:
+        log.warning("%s: ignoring files that its manifest does not know: %s", path, ", ".join(sorted(extra)))
+    names = sorted(manifest.files)
+    mine = set(names[share[0] :: share[1]]) if share else set()
+    with ThreadPoolExecutor(READERS) as pool:
+        found = pool.map(lambda name: _file_problem(path / name, manifest.files[name], name in mine), names)
+        return [problem for problem in found if problem]
+
+
+def _file_problem(file: Path, entry: FileEntry, content: bool) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != entry.size:
+            return f"{file}: damaged: {size} bytes, the manifest says {entry.size}"
+        if content:
+            with open(file, "rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != entry.sha256:
+                    return f"{file}: damaged: SHA-256 differs from the manifest's"
+    except FileNotFoundError:
+        return f"{file}: missing"
+    except OSError as error:
+        return f"{file}: {error}"
+    return None
+
+
+def stamp(path: Path) -> tuple | None:
+    """Name, size, time and inode of every file: what was verified under a stamp need not be read again under the same one."""
+    try:
+        stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    except OSError:
+        return None
+    return tuple(sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats))
+
+
+# ---- payloads ----
+
+
+class HashedFile:
+    """A new file that hashes what is written to it and is synced to the disk when closed; its OSErrors name the path.
+
+    The first error is what the `with` block raises: torch.save, told of a full disk, raises "unexpected pos 704 vs 598" instead.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.size, self._sha, self._failed = path, 0, hashlib.sha256(), None
+
+    def __enter__(self) -> HashedFile:
+        self._file = open(self.path, "xb")
+        return self
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._fail(error)
+            raise
+        self._sha.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:  # torch.save flushes after every payload; one flush at the end is enough
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with self._file:  # closed whatever fails
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._fail(error)
+        if self._failed:
+            raise self._failed
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = self._failed or OSError(error.errno, error.strerror, str(self.path))
+
+    def entry(self) -> FileEntry:
+        return FileEntry(self.size, self._sha.hexdigest())
+
+
+def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Chunk:
+    """Append `tensor` (any device and strides) as the box at `offset` of its whole."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
+        tensor = tensor.clone()
+    at, digest = file.size, _content_hash(tensor)
+    torch.save(tensor, file)
+    return Chunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
+
+
+def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """The chunk as a CPU tensor, checked against shape, dtype and hash; CheckpointError names file and byte where it differs."""
+    where = f"{folder / chunk.file} at byte {chunk.at}"
+    try:
+        with open(folder / chunk.file, "rb") as file:
+            file.seek(chunk.at)
+            tensor = torch.load(io.BytesIO(file.read(chunk.size)), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises whatever the bytes provoke
+        raise CheckpointError(f"{where}: unreadable: {type(error).__name__}: {error}") from error
+    if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape:
+        raise CheckpointError(f"{where}: holds something else than {dtype} of shape {chunk.shape}")
+    if _content_hash(tensor) != chunk.sha256:
+        raise CheckpointError(f"{where}: damaged: SHA-256 differs from the manifest's")
+    return tensor
+
+
+def _content_hash(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+# ---- folders ----
+
+
+def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
+    """(saved_ns, step folder) of every step whose manifest is undamaged, newest first, and the problems of the others.
+
+    Newest means saved last: after a rollback the lower step number is the one to go on from. The time is taken from its line: parsing
+    the manifests of a large model takes a second each, and in the background of a training run that second is training's.
+    """
+    found, problems = [], []
+    for path in _entries(folder, published=True):
+        try:
+            found.append((int(_SAVED.search(_read_bytes(path / NAME))[1]), path))
+        except (CheckpointError, TypeError) as error:
+            problems.append(
+                str(error) if isinstance(error, CheckpointError) else f"{path / NAME}: malformed: no saved_ns"
+            )
+    return sorted(found, reverse=True), problems
+
+
+def _entries(folder: Path, published: bool) -> list[Path]:
+    """Published step folders (a displaced one too, while its successor is not there), or the others."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    steps = [match for match in map(_STEP.fullmatch, names) if match]
+    present = {match[1] for match in steps if not match[2]}
+    is_published = {match[0]: not match[2] or (match[2] == "old" and match[1] not in present) for match in steps}
+    return [folder / name for name, public in is_published.items() if public == published]
+
+
+def resolve(path: Path) -> Path:
+    """`path`, or where its step lies if a save was killed between the two renames that replace it."""
+    return path if path.exists() else next(iter(path.parent.glob(f"{path.name}.old-*")), path)
+
+
+def beside(path: Path, kind: str) -> Path:
+    """A name for `path` that was never used: kind tmp (being written or removed) or old (displaced)."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex}")
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give the complete folder `temporary` its public name. A step of that name is displaced, and removed once its successor is safe.
+
+    Killed at any point, either the old or the new step is found, never a mixture.
+    """
+    sync_folder(temporary)
+    displaced = beside(final, "old") if final.exists() else None
+    if displaced:
+        os.rename(final, displaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if displaced:
+            os.rename(displaced, final)
+        raise
+    sync_folder(final.parent)
+    if displaced:
+        remove(displaced)
+
+
+def remove(path: Path) -> None:
+    """Delete a step folder; it loses its public name first, so that a kill half way leaves no damaged step behind."""
+    if "." not in path.name:
+        condemned = beside(path, "tmp")
+        os.rename(path, condemned)
+        path = condemned
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Clear what killed saves left in `folder`. Only the writer of a folder may call it: a save in flight looks the same."""
+    for path in _entries(folder, published=True):
+        if ".old-" in path.name:  # killed between the two renames: the old step gets its name back
+            os.rename(path, path.with_name(path.name.split(".")[0]))
+    for path in _entries(folder, published=False):
+        remove(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

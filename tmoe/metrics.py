@@ -1,0 +1,398 @@
+"""Writes a run down: config.json, metrics.jsonl, the progress bar, TensorBoard and wandb; at the end report.png.
+
+next: tmoe/report.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from torch import Tensor
+
+from tmoe.accounting import count_parameters, mfu
+from tmoe.config import Config, require
+from tmoe.progress import make_display
+
+GIB = 2**30
+COMPACT = (",", ":")  # of json: a line holds layers x E counts
+
+
+class RouterStats(Protocol):
+    """Load of the MoE layers, summed over all ranks; a row (L here) for each MoE layer, leading dense ones left out."""
+
+    @property
+    def counts_LE(self) -> Tensor: ...  # routed (token, expert) pairs
+    @property
+    def entropy_L(self) -> Tensor: ...  # mean entropy of the router's softmax over E, nats
+    @property
+    def dropped_L(self) -> Tensor: ...  # pairs that reached no expert
+
+
+class Metrics:
+    """The log of a run, in the folder cfg.out. Made and called on every rank; rank 0 alone reads tensors and writes.
+
+    A line of metrics.jsonl holds `step` (finished ones, so the first is 1, as in checkpoints/step-N), `tokens` and
+    `seconds` since the beginning (restarts included, the time between them not), `loss`, `val_loss`, `grad_norm`, `lr`,
+    `tokens_per_s` (all ranks), `tflops` and `mfu` (of one GPU), `peak_gib` (most memory allocated on rank 0's GPU; on a CPU
+    rank 0's most resident memory), `skipped` and `recompiles` as given, and of each MoE layer `expert_counts`
+    [layers][E], `max_violation`, `entropy`, `dropped`. What is unknown or not finite is null.
+
+    start_step: steps finished before this process; lines of later ones are dropped, as they will be written again.
+    flops_per_token: of accounting.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
+    facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
+    With cfg.eval_only nothing is written: notes are printed.
+    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+        flops_per_token: float,
+        peak: float | None,
+        start_step: int,
+        versions: dict[str, Any],
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        require(
+            cfg.log.wandb is None or importlib.util.find_spec("wandb") is not None,
+            f"--log.wandb={cfg.log.wandb}: the package wandb is missing: pip install wandb, or leave the flag out",
+        )
+        self.cfg, self.world, self.device, self.start_step = cfg, world, device, start_step
+        self.flops_per_token, self.peak = flops_per_token, peak
+        self.clock = Clock()
+        self.lines: TextIO | None = None  # on rank 0 of a run that trains
+        self.display = make_display(cfg, start_step) if rank == 0 else None
+        if rank == 0 and not cfg.eval_only:
+            self.open_files(versions, facts or {})
+
+    def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.run = Path(self.cfg.out)
+        self.run.mkdir(parents=True, exist_ok=True)
+        write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
+        path = self.run / "metrics.jsonl"
+        self.seconds_before, dropped = rewind(path, self.start_step)
+        if dropped:
+            self.note(f"{path}: dropped {dropped} lines that are torn or of steps after {self.start_step}")
+        self.lines = open(path, "a", buffering=1)  # noqa: SIM115 (stays open; each line goes out at once)
+        self.sinks = make_sinks(self.cfg, self.run, self.start_step)
+
+    def due(self, step: int) -> bool:
+        """Whether `step` deserves a line, the same on every rank: the first of this process (throughput counts from its
+        end), every cfg.log.every-th, the last. What only the log needs, the routers' collective say, can wait for it."""
+        return step in (self.start_step + 1, self.cfg.steps) or step % self.cfg.log.every == 0
+
+    def log(
+        self,
+        step: int,
+        *,
+        loss: Tensor | float,
+        grad_norm: Tensor | float,
+        lr: float,
+        tokens: int,
+        router: RouterStats | None,
+        val_loss: Tensor | float | None = None,
+        skipped: int = 0,
+        recompiles: int = 0,
+    ) -> None:
+        """Writes a line, with numbers that hold for all ranks: 0-dim tensors or floats; `tokens` all ranks' since step 0.
+
+        Tensors are read by one copy to the host, on rank 0. router: None for a model without MoE layers.
+        """
+        if self.lines is None:
+            return
+        values: dict[str, Any] = {"loss": loss, "val_loss": val_loss, "grad_norm": grad_norm}
+        if router is not None:
+            values |= {"expert_counts": router.counts_LE, "entropy": router.entropy_L, "dropped": router.dropped_L}
+        values = to_host(values, self.device)
+        rate = self.clock.lap(tokens)  # after the copy: the device has finished the step
+        seconds = self.seconds_before + self.clock.total()
+        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
+        line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
+        line |= values | self.speed(rate)
+        line |= {"peak_gib": peak_gib(self.device), "skipped": skipped, "recompiles": recompiles}
+        if router is not None:
+            line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
+            line["dropped"] = [round(count) for count in line["dropped"]]
+            line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
+        self.write(finite(line))
+
+    def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
+        if tokens_per_s is None:
+            return {"tokens_per_s": None, "tflops": None, "mfu": None}
+        own = tokens_per_s / self.world
+        share = mfu(self.flops_per_token, own, self.peak)
+        return {"tokens_per_s": tokens_per_s, "tflops": own * self.flops_per_token / 1e12, "mfu": share}
+
+    def write(self, line: dict[str, Any]) -> None:
+        assert self.lines is not None and self.display is not None
+        self.lines.write(json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+        for sink in self.sinks:
+            sink.write(scalars(line), line["step"])
+        self.display.show(line)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside (validation) does not count in tokens_per_s."""
+        self.synchronize()  # steps still in the queue belong to the time before
+        with self.clock.paused():
+            yield
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.lines is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the progress bar, on rank 0."""
+        if self.display is not None:
+            self.display.note(text)
+
+    def close(self) -> None:
+        """Ends the bar, closes the files, draws report.png if any step was logged. A second call does nothing."""
+        if self.display is not None:
+            self.display.close()
+        if self.lines is None:
+            return
+        self.lines.close()
+        self.lines = None
+        for sink in self.sinks:
+            sink.close()
+        if (self.run / "metrics.jsonl").stat().st_size:
+            from tmoe.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
+
+            draw(self.run)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Clock:
+    """Tokens a second between laps, without the first lap (compilation) and without pauses. Monotonic."""
+
+    def __init__(self) -> None:
+        self.start = self.mark = time.perf_counter()
+        self.tokens: int | None = None
+        self.idle = 0.0
+
+    def total(self) -> float:
+        return time.perf_counter() - self.start
+
+    def lap(self, tokens: int) -> float | None:
+        """`tokens`: cumulative. None on the first lap."""
+        now = time.perf_counter()
+        busy = now - self.mark - self.idle
+        rate = None if self.tokens is None or busy <= 0 else (tokens - self.tokens) / busy
+        self.mark, self.tokens, self.idle = now, tokens, 0.0
+        return rate
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.idle += time.perf_counter() - begin
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The tensors among `values` as floats or nested lists, by a single device-to-host copy."""
+    tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
+    if not tensors:
+        return values
+    # fp64: a step's counts may pass 2^24, where fp32 no longer counts
+    flat = torch.cat([t.reshape(-1).to(device, torch.float64) for t in tensors.values()]).cpu()
+    parts = flat.split([t.numel() for t in tensors.values()])
+    return values | {name: part.view(t.shape).tolist() for (name, t), part in zip(tensors.items(), parts, strict=True)}
+
+
+def max_violation(counts_E: list[float]) -> float | None:
+    """max_e count_e / mean count - 1: 0 when balanced, E - 1 when one expert has all (Wang et al. 2024, MaxVio).
+    None if nothing was routed."""
+    mean = sum(counts_E) / len(counts_E)
+    return max(counts_E) / mean - 1.0 if mean else None
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities become None: strict JSON has no word for them."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def scalars(line: dict[str, Any]) -> dict[str, float]:
+    """The known numbers of a line under TensorBoard's names; of lists over layers, the mean and the largest."""
+    out = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
+    for name in ("max_violation", "entropy", "dropped"):
+        layers = [value for value in line[name] or [] if value is not None]
+        if layers:
+            out |= {f"router/{name}_mean": sum(layers) / len(layers), f"router/{name}_max": max(layers)}
+    return out
+
+
+def peak_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a metrics.jsonl one by one; None for one that cannot be read, as a kill may tear the last."""
+    if not path.exists():
+        return
+    with open(path, errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+                yield line if isinstance(line["step"], int) and text.endswith("\n") else None
+            except (json.JSONDecodeError, TypeError, KeyError):
+                yield None
+
+
+def rewind(path: Path, start_step: int) -> tuple[float, int]:
+    """Leaves only whole lines of steps up to `start_step` in `path`, atomically. Returns the last one's `seconds` (0 without any) and
+    the number of lines dropped. Line by line: a long run's file may be larger than memory."""
+    seconds, dropped = 0.0, 0
+    if not path.exists():
+        return seconds, dropped
+    with written_whole(path) as file:
+        for line in read_lines(path):
+            if line is None or line["step"] > start_step:
+                dropped += 1
+                continue
+            seconds = line.get("seconds") or seconds
+            file.write(json.dumps(line, separators=COMPACT) + "\n")
+    return seconds, dropped
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[TextIO]:
+    """A file to write that takes the place of `path` at the end: a reader, or a crash, meets the old one or the new one."""
+    aside = path.with_suffix(path.suffix + ".tmp")
+    with open(aside, "w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_config(
+    run: Path, cfg: Config, world: int, start_step: int, versions: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    """config.json: what runs now, and under `starts` every start of this run with its layout and versions."""
+    path = run / "config.json"
+    mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
+    start = {"step": start_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "world": world, "mesh": mesh}
+    starts = json.loads(path.read_text()).get("starts", []) if path.exists() else []
+    starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
+    total, active, _ = count_parameters(cfg.model)
+    resolved = dataclasses.asdict(cfg)
+    content = {"config": resolved, "world": world, "mesh": mesh, "parameters": {"total": total, "active": active}}
+    content |= {"versions": versions, "facts": facts, "starts": starts}
+    with written_whole(path) as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+
+
+def versions() -> dict[str, Any]:
+    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag."""
+    found = {name: package_version(name) for name in ("torch", "triton", "tmoe")}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda, "gpu": gpu, "git": git_state()}
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state() -> dict[str, Any] | None:
+    """{"revision", "dirty"} of the checkout that this file lies in; None if it lies in none of tmoe."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # an environment inside someone else's repository is not tmoe's revision
+        if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[1]:
+            return None
+        return {
+            "revision": git("rev-parse", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+# Where lines go besides the file --------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    def __init__(self, run: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=start_step)
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    def __init__(self, cfg: Config, run: Path, start_step: int) -> None:
+        import wandb  # pyrefly: ignore[missing-import] (an extra)
+
+        name = run / "wandb_id"  # a resumed run goes on in the same place
+        if start_step == 0 or not name.exists():
+            name.write_text(uuid.uuid4().hex)
+        config = dataclasses.asdict(cfg)
+        self.session = wandb.init(
+            project=cfg.log.wandb, name=run.name, id=name.read_text(), resume="allow", dir=str(run), config=config
+        )
+        # steps as a value: wandb refuses its own step to go back, which a resumed run's does
+        self.session.define_metric("*", step_metric="step")
+
+    def write(self, numbers: dict[str, float], step: int) -> None:
+        self.session.log(numbers | {"step": step})
+
+    def close(self) -> None:
+        self.session.finish()
+
+
+def make_sinks(cfg: Config, run: Path, start_step: int) -> list[TensorBoard | Wandb]:
+    boards = [TensorBoard(run, start_step)] if cfg.log.tensorboard else []
+    return [*boards, *([Wandb(cfg, run, start_step)] if cfg.log.wandb is not None else [])]

@@ -1,0 +1,65 @@
+"""The Mixture-of-Experts layer: route, dispatch, experts, combine.
+
+next: router.py
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tmoe.balance import Load, measure
+from tmoe.config import MoEConfig
+from tmoe.experts import Experts, LocalExperts
+from tmoe.init import initialise
+from tmoe.parallel.dispatch import Dispatcher, LocalDispatcher
+from tmoe.router import Router
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x): the dense feed-forward, and the shared experts."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.
+
+    `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type. The router's load for the
+    balancing losses is in `self.load` after a call. Inside a Transformer, a Block calls `route` itself: see there.
+    """
+
+    def __init__(self, dim: int, cfg: MoEConfig):
+        super().__init__()
+        self.router = Router(dim, cfg)
+        self.experts = Experts(dim, cfg)
+        self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
+        self.dispatcher: Dispatcher = LocalDispatcher()
+        initialise(self)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
+        y, self.load = self.experts(self.route, x, padding)
+        return y
+
+    def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
+        """The layer proper, given this rank's experts: y of x's shape, and the load per sequence."""
+        x_TD = x.flatten(0, -2)
+        padding_T = None if padding is None else padding.flatten()
+        routing = self.router(x_TD, padding_T)
+        rows, plan = self.dispatcher.dispatch(x_TD, routing)
+        y_RD = experts(rows)
+        y_TD = self.dispatcher.combine(y_RD, plan) + self.shared_output(x_TD)
+        return y_TD.view_as(x), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T)
+
+    def shared_output(self, x_TD: Tensor) -> Tensor | float:
+        if self.shared is None:
+            return 0.0
+        y_TD = self.shared(x_TD)
+        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()

@@ -1,0 +1,10 @@
+"""The two ops that everything else stands on: `moe_mlp`, a whole layer of SwiGLU experts, and `grouped_mm`.
+
+They know tensors only: no config, no module, no process group. Both run on CPU and GPU, differentiate in all but their
+integer arguments, trace under torch.compile(fullgraph=True), and have their definition in `reference.py`.
+"""
+
+from tmoe.ops.grouped import grouped_mm
+from tmoe.ops.mlp import moe_mlp
+
+__all__ = ["grouped_mm", "moe_mlp"]

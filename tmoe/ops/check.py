@@ -1,0 +1,75 @@
+"""Argument checks of the ops: one ValueError that names the argument, what it got and what is valid."""
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTS = (torch.int32, torch.int64)
+
+
+def require(ok, name, got, valid):
+    """Raise ValueError unless ok."""
+    if not ok:
+        raise ValueError(f"{name}: got {got}, valid is {valid}")
+
+
+def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
+    """Raise ValueError unless the arguments fit moe_mlp's contract."""
+    require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
+    require(down_EDF.dim() == 3, "down", f"shape {tuple(down_EDF.shape)}", "[E, D, F]")
+    (T, D), (E, _, F) = x_TD.shape, down_EDF.shape
+    require(
+        ids_TK.dim() == 2 and ids_TK.shape[0] == T,
+        "ids",
+        f"shape {tuple(ids_TK.shape)}",
+        f"[T={T}, K]",
+    )
+    K = ids_TK.shape[1]
+    shapes = {
+        "gate_up": (gate_up_E2FD, (E, 2 * F, D), "[E, 2F, D]"),
+        "down": (down_EDF, (E, D, F), "[E, D, F]"),
+        "weights": (weights_TK, (T, K), "[T, K]"),
+    }
+    for name, (t, shape, letters) in shapes.items():
+        require(
+            tuple(t.shape) == shape,
+            name,
+            f"shape {tuple(t.shape)}",
+            f"{shape} = {letters}",
+        )
+    _check_types(x_TD, gate_up=gate_up_E2FD, down=down_EDF)
+    require(
+        weights_TK.dtype in (x_TD.dtype, torch.float32),
+        "weights",
+        weights_TK.dtype,
+        f"float32 or {x_TD.dtype}",
+    )
+    require(ids_TK.dtype in INTS, "ids", ids_TK.dtype, "int32 or int64")
+    _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK)
+
+
+def check_grouped_mm(a_ND, b_EFD, ends_E):
+    """Raise ValueError unless the arguments fit grouped_mm's contract."""
+    require(a_ND.dim() == 2, "a", f"shape {tuple(a_ND.shape)}", "[N, D]")
+    D = a_ND.shape[1]
+    require(
+        b_EFD.dim() == 3 and b_EFD.shape[2] == D,
+        "b",
+        f"shape {tuple(b_EFD.shape)}",
+        f"[E, F, D={D}]",
+    )
+    E = b_EFD.shape[0]
+    require(tuple(ends_E.shape) == (E,), "ends", f"shape {tuple(ends_E.shape)}", f"[E={E}]")
+    _check_types(a_ND, b=b_EFD)
+    require(ends_E.dtype == torch.int32, "ends", ends_E.dtype, "int32")
+    _check_device(a_ND, b=b_EFD, ends=ends_E)
+
+
+def _check_types(x, **others):
+    require(x.dtype in FLOATS, "x", x.dtype, f"one of {FLOATS}")
+    for name, t in others.items():
+        require(t.dtype == x.dtype, name, t.dtype, f"the input's {x.dtype}")
+
+
+def _check_device(x, **others):
+    for name, t in others.items():
+        require(t.device == x.device, name, t.device, f"the input's {x.device}")

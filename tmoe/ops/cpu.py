@@ -1,0 +1,112 @@
+"""The ops on the CPU: rows sorted by expert, one matrix product per expert that has rows, gradients written by hand.
+
+Same contract, same saved tensors as the Triton path: between forward and backward live the pre-activations H and the row
+order, nothing else.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def route(ids_TK, E):
+    """Sort rows by expert, stably. Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
+
+    Raises ValueError for an id that is neither -1 nor in [0, E).
+    """
+    flat = ids_TK.reshape(-1)
+    if flat.numel() and (int(flat.min()) < -1 or int(flat.max()) >= E):
+        raise ValueError(f"ids: got {int(flat.min())}..{int(flat.max())}, valid are 0..{E - 1} and -1 for 'not here'")
+    ends = torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()  # ends[0]: slots not here
+    order = torch.argsort(flat, stable=True)[ends[0] :]
+    return order, [end - ends[0] for end in ends[1:]]
+
+
+def spans(ends):
+    """(expert, lo, hi) of every expert that has rows."""
+    return [(e, lo, hi) for e, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False)) if hi > lo]
+
+
+def combine(rows_ND, order, weights_TK, T, K):
+    """Each token's rows, weighted, summed in fp32 in slot order: y[t] = sum_k w[t, k] * rows[row of (t, k)]."""
+    dtype, acc_dtype = rows_ND.dtype, torch.promote_types(rows_ND.dtype, torch.float32)
+    n, D = order.numel(), rows_ND.shape[1]
+    row_TK = torch.full((T * K,), n, dtype=torch.int64)  # rows_ND[n] is the zero row of the slots that are not here
+    row_TK[order] = torch.arange(n)
+    row_TK = row_TK.view(T, K)
+    y_TD = torch.zeros(T, D, dtype=acc_dtype)
+    for k in range(K):
+        rows_TD = rows_ND.index_select(0, row_TK[:, k]).to(acc_dtype)
+        if weights_TK is None:
+            y_TD += rows_TD
+        else:
+            y_TD.addcmul_(
+                rows_TD,
+                weights_TK[:, k, None].to(acc_dtype).masked_fill(row_TK[:, k, None] == n, 0),
+            )
+    return y_TD.to(dtype)
+
+
+def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, h):
+    """Returns y_TD; writes the pre-activations into h [>= rows, 2F]."""
+    T, D = x_TD.shape
+    K = weights_TK.shape[1]
+    tokens = order // max(K, 1)
+    out_ND = x_TD.new_empty(order.numel() + 1, D)
+    out_ND[-1] = 0
+    for e, lo, hi in spans(ends):
+        h_e = torch.mm(x_TD.index_select(0, tokens[lo:hi]), gate_up_E2FD[e].T, out=h[lo:hi])
+        gate, up = h_e.chunk(2, dim=1)
+        torch.mm(F.silu(gate).mul_(up), down_EDF[e].T, out=out_ND[lo:hi])
+    return combine(out_ND, order, weights_TK, T, K)
+
+
+def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, ends):
+    """Returns gradients (x, gate_up, down, weights)."""
+    T, D = x_TD.shape
+    K = weights_TK.shape[1]
+    tokens = order // max(K, 1)
+    s_N = weights_TK.reshape(-1)[order].to(x_TD.dtype)
+    d_gate_up, d_down = torch.zeros_like(gate_up_E2FD), torch.zeros_like(down_EDF)
+    ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)
+    dx_ND = x_TD.new_empty(order.numel() + 1, D)
+    dx_ND[-1] = 0
+    for e, lo, hi in spans(ends):
+        s = s_N[lo:hi, None]
+        gate, up = h[lo:hi].chunk(2, dim=1)
+        dy = dy_TD.index_select(0, tokens[lo:hi])
+        silu = F.silu(gate)
+        act = silu * up
+        d_act = dy @ down_EDF[e]  # before the routing weight: its product with act is the weight's own gradient
+        ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
+        torch.mm(dy.T, act.mul_(s), out=d_down[e])
+        d_act *= s
+        dh = torch.empty_like(h[lo:hi])
+        torch.mul(d_act, silu, out=dh[:, up.shape[1] :])
+        dh[:, : up.shape[1]] = torch.ops.aten.silu_backward(d_act.mul_(up), gate)
+        torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
+        torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
+    ds = weights_TK.new_zeros(T * K).index_copy_(0, order, ds_N).view(T, K)
+    return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds
+
+
+def _acc(t):
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def grouped_mm(a_ND, b_EFD, ends):
+    """c_NF of the definition in reference.py; ends is a list."""
+    c_NF = a_ND.new_empty(a_ND.shape[0], b_EFD.shape[1])
+    for e, lo, hi in spans(ends):
+        torch.mm(a_ND[lo:hi], b_EFD[e].T, out=c_NF[lo:hi])
+    c_NF[ends[-1] if ends else 0 :] = 0
+    return c_NF
+
+
+def grouped_mm_backward(dc_NF, a_ND, b_EFD, ends):
+    """Returns gradients (a, b)."""
+    da_ND, db_EFD = torch.empty_like(a_ND), torch.zeros_like(b_EFD)
+    for e, lo, hi in spans(ends):
+        torch.mm(dc_NF[lo:hi], b_EFD[e], out=da_ND[lo:hi])
+        torch.mm(dc_NF[lo:hi].T, a_ND[lo:hi], out=db_EFD[e])
+    da_ND[ends[-1] if ends else 0 :] = 0
+    return da_ND, db_EFD

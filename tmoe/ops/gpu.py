@@ -1,0 +1,250 @@
+"""moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
+
+Forward: route, up (gathers x, keeps H), down, combine. Backward: dh (gathers dy, recomputes the activation), down's gradient,
+dx, gate_up's gradient, combine. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy
+serves all kernels that read it.
+"""
+
+import torch
+import triton
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tmoe.ops import hopper, kernels
+from tmoe.ops.launch import device_facts, launch
+from tmoe.ops.routing import Metadata, route
+from tmoe.ops.table import pick
+
+
+def has_tma(x, D, F, *tensors):
+    """Whether descriptors can describe the operands: Hopper or later, 16-bit elements, whole 64-wide steps, aligned bases."""
+    return (
+        device_facts(x.device)[2]
+        and x.element_size() == 2
+        and D % 64 == 0
+        and F % 64 == 0
+        and all(t.data_ptr() % 16 == 0 for t in (x, *tensors))
+    )
+
+
+def plain(t, block, tma):
+    """A tensor as kernels take it: a descriptor with this box, or itself."""
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block) if tma else t
+
+
+def ragged(t, block, tma):
+    """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at an expert's last row, or itself."""
+    return create_ragged_descriptor(t, block) if tma else t
+
+
+def halves(h_N2F, F, block, tma):
+    """The gate and up columns of H as two operands, so that a box never reaches from one into the other."""
+    return ragged(h_N2F[:, :F], block, tma), ragged(h_N2F[:, F:], block, tma)
+
+
+class Layer:
+    """One call's shapes and choices, and a method for each kernel launch."""
+
+    def __init__(self, x, gate_up, down, weights, meta):
+        self.x, self.gate_up, self.down, self.weights, self.meta = (
+            x,
+            gate_up,
+            down,
+            weights,
+            meta,
+        )
+        self.E, self.D, self.F = down.shape
+        self.T, self.K = weights.shape
+        self.N = self.T * self.K
+        self.arch, self.sms, _ = device_facts(x.device)
+        self.tma = has_tma(x, self.D, self.F, gate_up, down)
+        self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+    def config(self, kernel):
+        return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
+
+    def grid(self, cfg, tiles):
+        """As many programs as stay resident; tiles is the host's upper bound on the work."""
+        return (max(1, min(self.sms * cfg.ctas, tiles)),)
+
+    def row_tiles(self, cfg, width, columns):
+        return (self.N // cfg.BM + self.E) * triton.cdiv(width, columns)
+
+    def tile_args(self, cfg):
+        return (
+            self.meta.tiles[cfg.BM],
+            Metadata.capacity(self.N, self.E, cfg.BM),
+            self.meta.offsets,
+        )
+
+    def even(self, cfg, length):
+        return length % cfg.BL == 0
+
+    def empty(self, *shape, dtype=None):
+        return torch.empty(*shape, dtype=dtype or self.x.dtype, device=self.x.device)
+
+    def gathered(self, t_TD):
+        """The rows of a [T, D] tensor in expert order."""
+        rows = self.empty(self.N, self.D)
+        R, block = 8, min(1024, triton.next_power_of_2(self.D))
+        grid = triton.cdiv(self.N, R), triton.cdiv(self.D, block)
+        meta = self.meta
+        launch(
+            kernels.gather_kernel,
+            grid,
+            t_TD,
+            meta.order,
+            meta.offsets,
+            rows,
+            self.D,
+            self.E,
+            self.K,
+            R,
+            block,
+            num_warps=4,
+        )
+        return rows
+
+    def ping_pong(self, kind, cfg, a, b, outs, width, b_rows, h=None, ds=None, keep=True):
+        """Launch hopper.ping_pong: outs are three [N, >= width] results (one, thrice, for "rows"), h the halves of H for "dh"."""
+        pair = kind == "up"
+        box = [2, cfg.BN // 2, cfg.BL] if pair else [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
+        columns = cfg.BN // 2 if pair else cfg.BN
+        gate, up = (hopper.describe(t, [cfg.BM, cfg.BN]) for t in (h or (a, a)))
+        launch(
+            hopper.ping_pong, self.grid(cfg, self.row_tiles(cfg, width, columns)),
+            hopper.describe(a, [cfg.BM, cfg.BL]), hopper.describe(b, box), gate, up,
+            *(hopper.describe_ragged(t, [cfg.BM, columns]) for t in outs),
+            self.weights, ds, self.meta.order, *self.tile_args(cfg), self.N, triton.cdiv(width, columns),
+            triton.cdiv(a.shape[1], cfg.BL), cfg.GROUP,
+            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, kind, b_rows, keep, num_warps=4,
+        )  # fmt: skip
+
+    def up(self, h_N2F):
+        """act [N, F]; writes H unless it is None."""
+        cfg = self.config("up")
+        act = self.empty(self.N, self.F)
+        if cfg.ping_pong:
+            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
+            w = self.gate_up.view(2 * self.E, self.F, self.D)
+            self.ping_pong("up", cfg, self.gathered(self.x), w, outs, self.F, True, keep=h_N2F is not None)
+            return act
+        block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
+        h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
+        x = self.x if cfg.gather else plain(self.gathered(self.x), [cfg.BM, cfg.BL], self.tma)
+        w = plain(
+            self.gate_up.view(2 * self.E, self.F, self.D),
+            [2, cfg.BN // 2, cfg.BL],
+            self.tma,
+        )
+        launch(
+            kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
+            x, w, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
+            self.D, self.F, self.D,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, h_N2F is not None, cfg.gather, self.tma,
+            self.even(cfg, self.D), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return act
+
+    def rows(self, kernel, a, b, b_rows):
+        """[N, W] = rows of a times each expert's matrix b, [W, L] rows if b_rows else [L, W]."""
+        cfg = self.config(kernel)
+        (R, C), L = b.shape[1:], a.shape[1]
+        W = R if b_rows else C
+        c = self.empty(self.N, W)
+        if cfg.ping_pong:
+            self.ping_pong("rows", cfg, a, b, (c, c, c), W, b_rows)
+            return c
+        launch(
+            kernels.rows_kernel, self.grid(cfg, self.row_tiles(cfg, W, cfg.BN)),
+            plain(a, [cfg.BM, cfg.BL], self.tma),
+            plain(b, [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN], self.tma),
+            ragged(c, [cfg.BM, cfg.BN // cfg.SUB], self.tma), *self.tile_args(cfg), L, W, R * C,
+            C if b_rows else 1, 1 if b_rows else C,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, b_rows, self.tma, self.even(cfg, L), self.precision,
+            num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return c
+
+    def dh(self, dy, h_N2F):
+        """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
+        cfg = self.config("dh")
+        parts = triton.cdiv(self.F, cfg.BN)
+        dh, act, ds = (
+            self.empty(self.N, 2 * self.F),
+            self.empty(self.N, self.F),
+            self.empty(parts, self.N, dtype=torch.float32),
+        )
+        if cfg.ping_pong:
+            outs = dh[:, : self.F], dh[:, self.F :], act
+            h = h_N2F[:, : self.F], h_N2F[:, self.F :]
+            self.ping_pong("dh", cfg, dy, self.down, outs, self.F, False, h, ds)
+            return dh, act, ds
+        block = [cfg.BM, cfg.BN // cfg.SUB]
+        launch(
+            kernels.dh_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN)),
+            dy if cfg.gather else plain(dy, [cfg.BM, cfg.BL], self.tma),
+            plain(self.down, [1, cfg.BL, cfg.BN], self.tma),
+            *halves(h_N2F, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
+            ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
+            self.N, self.D, self.F, self.D,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, cfg.gather, self.tma, self.even(cfg, self.D),
+            self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return dh, act, ds
+
+    def dw(self, kernel, p, q, gather):
+        """[E, P, Q] = rows of p transposed times rows of q; gather names the operand ("p", "q") that is still [T, D], or ""."""
+        cfg = self.config(kernel)
+        P, Q = p.shape[1], q.shape[1]
+        c = self.empty(self.E, P, Q)
+        launch(
+            kernels.dw_kernel, self.grid(cfg, self.E * triton.cdiv(P, cfg.BM) * triton.cdiv(Q, cfg.BN)),
+            p if gather == "p" else ragged(p, [cfg.BL, cfg.BM], self.tma),
+            q if gather == "q" else ragged(q, [cfg.BL, cfg.BN], self.tma),
+            plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], self.tma),
+            self.meta.order, self.meta.offsets, self.meta.by_size, self.E, P, Q, P, Q,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, self.precision,
+            num_warps=cfg.warps, num_stages=cfg.stages,
+        )  # fmt: skip
+        return c
+
+    def combine(self, rows, weights, ds=None):
+        """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient."""
+        y = self.empty(self.T, self.D)
+        d_weights = torch.empty_like(self.weights) if ds is not None else None
+        block = min(1024, triton.next_power_of_2(self.D))
+        launch(
+            kernels.combine_kernel, (self.T, triton.cdiv(self.D, block)),
+            rows, weights, self.meta.row_of, y, ds, d_weights, self.N, self.D, 0 if ds is None else ds.shape[0],
+            self.K, block, weights is not None, ds is not None, num_warps=4,
+        )  # fmt: skip
+        return y, d_weights
+
+
+def forward(x, gate_up, down, weights, ids, keep):
+    """Returns y, H (empty unless keep) and the packed metadata."""
+    x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
+    layer = Layer(x, gate_up, down, weights, route(ids, down.shape[0]))
+    h = x.new_empty(layer.N if keep else 0, 2 * layer.F)
+    if layer.N == 0:
+        return torch.zeros_like(x), h, layer.meta.packed
+    act = layer.up(h if keep else None)
+    y, _ = layer.combine(layer.rows("down", act, down, True), weights)
+    return y, h, layer.meta.packed
+
+
+def backward(dy, x, gate_up, down, weights, h, packed):
+    """Returns the gradients of x, gate_up, down and weights."""
+    dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
+    layer = Layer(x, gate_up, down, weights, Metadata(packed, weights.numel(), down.shape[0]))
+    if layer.N == 0:
+        return tuple(torch.zeros_like(t) for t in (x, gate_up, down, weights))
+    fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
+    dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
+    dh, act, ds = layer.dh(dy if fused[0] else dy_N, h)
+    d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "p" if fused[1] else "")
+    del dy_N, act
+    dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, ds)
+    d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "q" if fused[2] else "")
+    return dx, d_gate_up, d_down, d_weights

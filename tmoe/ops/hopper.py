@@ -1,0 +1,318 @@
+"""The products for Hopper, warp-specialised (Gluon): a loader keeps the ring of operand tiles full, consumers multiply.
+
+The plain kernels of kernels.py stop loading during a tile's epilogue and wait for each of its stores. Here the loader runs
+ahead through the epilogue, and results leave by the copy engine while the next tile is multiplied. Two arrangements of the
+consumers: one of eight warps on a 128x256 tile (least traffic from L2), or two of four warps that take turns on 128x128 tiles,
+one in its epilogue while the other multiplies (dh, whose epilogue is long). The loader gathers rows itself (GATHER, four warps
+of cp.async), or is one warp that issues bulk copies.
+
+Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
+
+from tmoe.ops.kernels import RAGGED, activate, activate_backward, halves, slices, tile_at, weight_tile_at
+
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def describe(t, block):
+    """A tensor as a Gluon descriptor with this box, laid out for wgmma."""
+    layout = NVMMASharedLayout.get_default_for(block, _ELEMENT[t.dtype])
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def describe_ragged(t, block):
+    """Expert-sorted rows as a Gluon descriptor that clips at an expert's last row."""
+    d = create_ragged_descriptor(t, block)
+    layout = NVMMASharedLayout.get_default_for(d.block_shape, _ELEMENT[t.dtype])
+    return TensorDescriptor(t, d.shape, d.strides, d.block_shape, layout)
+
+
+@gluon.jit
+def tile_count(tiles, E, num_m, num_n, KIND: gl.constexpr):
+    """How many tiles there are: for dw from the shapes, else from the table."""
+    if KIND == "dw":
+        return E * num_m * num_n
+    else:
+        return gl.load(tiles) * num_n
+
+
+@gluon.jit
+def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, KIND: gl.constexpr):
+    """Tile t as (expert, its rows lo..hi, first row of the tile, column tile); tiles is by_size for dw."""
+    if KIND == "dw":
+        e, lo, hi, pm, pn = weight_tile_at(t, tiles, offsets, num_m, num_n, GROUP)
+        return e, lo, hi, pm * BM, pn
+    else:
+        return tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+
+
+@gluon.jit
+def row_layout(W: gl.constexpr):
+    """Four warps over rows of W elements, 16 bytes a thread."""
+    lanes: gl.constexpr = W // 8 if W < 256 else 32
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_tiles(
+    a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+    a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The loader: for each tile of this program, every step's A and B, then (dh) the tile of H that its epilogue reads."""
+    it = 0
+    tile = 0
+    for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
+        e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
+        n_steps = steps
+        if KIND == "dw":
+            n_steps = gl.cdiv(hi - lo, BL)
+        if GATHER == "a" and KIND != "dw":
+            r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+            tok = gl.load(order + r, mask=r < hi, other=0) // K  # rows past the end read token 0 and are never stored
+            cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
+            a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
+        for k in range(n_steps):
+            s = it % S
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            arrived = full.index(s)
+            mbarrier.expect(arrived, ((0 if GATHER == "a" else BM) + (0 if GATHER == "b" else BN)) * BL * 2)
+            if KIND == "dw":
+                if GATHER != "":
+                    r = lo + k * BL + gl.arange(0, BL, layout=gl.SliceLayout(1, LAYOUT))
+                    here = r < hi
+                    tok = (gl.load(order + r, mask=here, other=0) // K).to(gl.int64) * stride
+                    W: gl.constexpr = BM if GATHER == "a" else BN
+                    cols = (row if GATHER == "a" else pn * BN) + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+                    rows = (a if GATHER == "a" else b) + gl.expand_dims(tok, 1) + gl.expand_dims(cols, 0)
+                    bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
+                    async_copy.async_copy_global_to_shared(bufs, rows, mask=gl.expand_dims(here, 1))
+                if GATHER != "a":
+                    tma.async_copy_global_to_shared(a, [RAGGED, hi, RAGGED - (hi - lo) + k * BL, row], arrived, a_bufs.index(s))
+                if GATHER != "b":
+                    at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL, pn * BN]
+                    tma.async_copy_global_to_shared(b, at, arrived, b_bufs.index(s))
+            else:
+                if GATHER == "a":
+                    async_copy.async_copy_global_to_shared(a_bufs.index(s), a_rows + k * BL)
+                else:
+                    tma.async_copy_global_to_shared(a, [row, k * BL], arrived, a_bufs.index(s))
+                if KIND == "up":
+                    tma.async_copy_global_to_shared(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
+                elif B_ROWS:
+                    tma.async_copy_global_to_shared(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
+                else:
+                    tma.async_copy_global_to_shared(b, [e, k * BL, pn * BN], arrived, b_bufs.index(s))
+            if GATHER != "":
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
+            it += 1
+        if KIND == "dh":
+            mbarrier.wait(h_empty, (tile & 1) ^ 1)
+            h_arrived = h_full.index(tile & 1)
+            mbarrier.expect(h_arrived, 2 * BM * BN * 2)
+            tma.async_copy_global_to_shared(h_gate, [row, pn * BN], h_arrived, h_bufs.index(0))
+            tma.async_copy_global_to_shared(h_up, [row, pn * BN], h_arrived, h_bufs.index(1))
+            tile += 1
+
+
+@gluon.jit
+def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
+    """Hand a tile in shared memory to the copy engine; rows from hi on are clipped."""
+    if KIND == "dw":
+        tma.async_copy_shared_to_global(c, [e, row, col], smem)
+    else:
+        tma.async_copy_shared_to_global(c, [RAGGED, hi, RAGGED - (hi - row), col], smem)
+
+
+@gluon.jit
+def stage(out, q: gl.constexpr, OUTS: gl.constexpr, tile):
+    """Write the q-th result tile into its staging buffer, once the store that last used it has read it."""
+    tma.store_wait(pendings=OUTS - 1)
+    buf = out.index(q % OUTS)
+    buf.reshape([tile.shape[0], tile.shape[1]]).store(tile.to(out.dtype))
+    fence_async_shared()
+    return buf
+
+
+@gluon.jit
+def backward_slice(d_act, w, gate_smem, up_smem, act_smem):
+    """Turn a slice of H in shared memory into dH in place, leave w * act beside it; returns this slice's <d_act, act>."""
+    layout: gl.constexpr = d_act.type.layout
+    gate = gate_smem.load(layout).to(gl.float32)
+    up = up_smem.load(layout).to(gl.float32)
+    w = gl.expand_dims(gl.convert_layout(w, gl.SliceLayout(1, layout)), 1)
+    act, d_gate, d_up = activate_backward(gate, up, d_act * w)
+    gate_smem.store(d_gate.to(gate_smem.dtype))
+    up_smem.store(d_up.to(up_smem.dtype))
+    act_smem.store((act * w).to(act_smem.dtype))
+    return gl.sum(d_act * act, 1)
+
+
+@gluon.jit
+def consume_tiles(
+    c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+    a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+    WHO: gl.constexpr,
+):  # fmt: skip
+    """A consumer: the product and the epilogue of every tile of this program, or with two consumers of every second."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8 // CONSUMERS, 1], instr_shape=[16, BN, 16])
+    j = 0
+    it = WHO * steps
+    G = gl.num_programs(0)
+    for t in range(gl.program_id(0) + WHO * G, tile_count(tiles, E, num_m, num_n, KIND), CONSUMERS * G):
+        e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
+        n_steps = steps
+        if KIND == "dw":
+            n_steps = gl.cdiv(hi - lo, BL)
+        acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=mma))
+        if CONSUMERS == 2:
+            # a barrier tells only the parity of its phase, so a consumer a phase ahead reads too early: strictly by turns
+            mbarrier.wait(turn.index(WHO), (j & 1) ^ (1 - WHO))
+        for k in range(n_steps):
+            s = it % S
+            mbarrier.wait(full.index(s), it // S & 1)
+            if GATHER != "":
+                fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+            if KIND == "dw":
+                a_tile = a_bufs.index(s).reshape([BL, BM]).permute((1, 0))
+            else:
+                a_tile = a_bufs.index(s)
+            if B_ROWS:
+                b_tile = b_bufs.index(s).reshape([BN, BL]).permute((1, 0))
+            else:
+                b_tile = b_bufs.index(s).reshape([BL, BN])
+            acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))  # wait returns a plain tensor
+            mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
+            it += 1
+        if CONSUMERS == 2:
+            mbarrier.arrive(turn.index(1 - WHO), count=1)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
+        it += (CONSUMERS - 1) * steps
+        if KIND == "up":
+            gate, up = halves(acc)
+            gates = slices(gate, SUB)
+            ups = slices(up, SUB)
+            W: gl.constexpr = BN // 2 // SUB
+            for i in gl.static_range(SUB):
+                col = pn * (BN // 2) + i * W
+                if KEEP:
+                    store_tile(c, stage(out, 3 * i, OUTS, gates[i]), e, hi, row, col, KIND)
+                    store_tile(c2, stage(out, 3 * i + 1, OUTS, ups[i]), e, hi, row, col, KIND)
+                    store_tile(c3, stage(out, 3 * i + 2, OUTS, activate(gates[i], ups[i])), e, hi, row, col, KIND)
+                else:
+                    store_tile(c3, stage(out, i, OUTS, activate(gates[i], ups[i])), e, hi, row, col, KIND)
+        elif KIND == "dh":
+            r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, mma))
+            slot = gl.load(order + r, mask=r < hi, other=0)
+            w = gl.load(weights + slot, mask=r < hi, other=0.0).to(gl.float32)
+            mbarrier.wait(h_full.index(WHO), j & 1)
+            total = gl.zeros((BM,), gl.float32, layout=gl.SliceLayout(1, mma))
+            parts = slices(acc, SUB)
+            BS: gl.constexpr = BN // SUB
+            for i in gl.static_range(SUB):
+                gate = h_bufs.index(0).slice(i * BS, BS, dim=1)
+                up = h_bufs.index(1).slice(i * BS, BS, dim=1)
+                act = out.index(0).reshape([BM, BN]).slice(i * BS, BS, dim=1)
+                part = backward_slice(parts[i], w, gate, up, act)
+                total += gl.convert_layout(part, gl.SliceLayout(1, mma))
+            gl.store(ds + pn.to(gl.int64) * N + r, total, mask=r < hi)
+            fence_async_shared()
+            store_tile(c, h_bufs.index(0).reshape([1, 1, BM, BN]), e, hi, row, pn * BN, KIND)
+            store_tile(c2, h_bufs.index(1).reshape([1, 1, BM, BN]), e, hi, row, pn * BN, KIND)
+            store_tile(c3, out.index(0), e, hi, row, pn * BN, KIND)
+            tma.store_wait(pendings=0)
+            mbarrier.arrive(h_empty, count=1)
+        else:
+            parts = slices(acc, SUB)
+            for i in gl.static_range(SUB):
+                store_tile(c, stage(out, i, OUTS, parts[i]), e, hi, row, pn * BN + i * (BN // SUB), KIND)
+        j += 1
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
+def specialised(
+    a, b, h_gate, h_up, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP, stride,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
+    CONSUMERS: gl.constexpr, K: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c2, c3 = d_gate, d_up, s * act, and ds partials.
+    "dw": C[e] = A[rows]^T @ B[rows].
+
+    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
+    KEEP false: "up" stores act alone.
+    """
+    A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [BM, BL]
+    B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
+    B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
+    ELEMENT: gl.constexpr = c3.dtype
+    a_bufs = gl.allocate_shared_memory(ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT))
+    b_bufs = gl.allocate_shared_memory(ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT))
+    out0 = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
+    out1 = out0
+    if CONSUMERS == 2 and KIND != "dh":  # dh's epilogues share their buffers: one at a time
+        out1 = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
+    h_bufs = out0
+    if KIND == "dh":
+        h_bufs = gl.allocate_shared_memory(ELEMENT, [2, BM, BN], h_gate.layout)
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    h_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    h_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), count=1 if GATHER == "" else 129)  # one arrival a cp.async thread
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(h_full.index(i), count=1)
+    mbarrier.init(h_empty, count=1)
+    LANES_W: gl.constexpr = BL if KIND != "dw" else BM if GATHER == "a" else BN
+    LANES: gl.constexpr = LANES_W // 8 if LANES_W < 256 else 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    WARPS: gl.constexpr = 1 if GATHER == "" else 4
+    REGS: gl.constexpr = 24 if GATHER == "" else 56 if KIND != "dw" else 88
+    if CONSUMERS == 2:
+        CREGS: gl.constexpr = 240 if GATHER == "" else 224
+        gl.warp_specialize([
+            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out0,
+                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 0)),
+            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out1,
+                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 1)),
+            (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+                          a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
+                          BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+        ], [4, WARPS], [CREGS, REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out0,
+                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 0)),
+            (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+                          a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
+                          BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+        ], [WARPS], [REGS])  # fmt: skip

@@ -1,0 +1,386 @@
+"""The Triton kernels of the expert computation: four products over expert-sorted rows, and the sum over a token's rows.
+
+Every product is persistent (a fixed grid strides over tiles; the number of tiles is read on the device) and exists once. With
+TMA, operands are tensor descriptors and results leave through ragged descriptors, whose hardware clipping keeps a tile from
+writing into the next expert's rows. Without, the same arguments are pointers and masks do the clipping: every other GPU, and
+every shape that descriptors cannot describe. GATHER reads an operand's rows through the routing order, so gathered copies of x
+and dy never exist. SUB slices the accumulator's columns in the epilogue: less shared memory and fewer live registers.
+
+Letters as everywhere: N routed rows, D model width, F expert width, E experts, K experts per token. `e, lo, hi, row` locate a
+tile: expert, the expert's rows lo..hi, the tile's first row.
+"""
+
+import triton
+import triton.language as tl
+
+RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
+
+
+@triton.jit
+def tile_at(t, tiles, capacity, offsets, num_n, GROUP):
+    """Tile t: within GROUP row tiles, rows run fastest, so what is in flight at once shares both operands in L2."""
+    num_m = tl.load(tiles)
+    per_group = GROUP * num_n
+    first = t // per_group * GROUP
+    height = tl.minimum(num_m - first, GROUP)
+    pm = first + t % per_group % height
+    pn = t % per_group // height
+    e = tl.load(tiles + 4 + pm)
+    row = tl.load(tiles + 4 + capacity + pm)
+    return e, tl.load(offsets + e), tl.load(offsets + e + 1), row, pn
+
+
+@triton.jit
+def weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP):
+    """Tile t of the experts' weight gradients: experts by decreasing row count, then as in tile_at."""
+    e = tl.load(by_size + t // (num_m * num_n))
+    u = t % (num_m * num_n)
+    first = u // (GROUP * num_n) * GROUP
+    height = tl.minimum(num_m - first, GROUP)
+    pm = first + u % (GROUP * num_n) % height
+    pn = u % (GROUP * num_n) // height
+    return e, tl.load(offsets + e), tl.load(offsets + e + 1), pm, pn
+
+
+@triton.jit
+def load_tile(desc, lo, count, r, c):
+    """Rows lo+r.. of a ragged descriptor, zeros from row lo+count on. (triton.tools.ragged_tma's own fails in the interpreter.)"""
+    t = desc.load([RAGGED, lo + count, RAGGED - count + r, c])
+    return tl.reshape(t, (t.shape[2], t.shape[3]))
+
+
+@triton.jit
+def store_rows(c, tile, lo, hi, row, col, width, stride, TMA: tl.constexpr):
+    """Store the tile at (row, col) of an [N, width] result, clipped to the expert's rows and to the width."""
+    if TMA:
+        shape: tl.constexpr = (1, 1, tile.shape[0], tile.shape[1])
+        c.store([RAGGED, hi, RAGGED - (hi - row), col], tl.reshape(tile.to(c.dtype), shape))
+    else:
+        r = row + tl.arange(0, tile.shape[0])
+        cols = col + tl.arange(0, tile.shape[1])
+        at = c + r.to(tl.int64)[:, None] * stride + cols[None, :]
+        tl.store(
+            at,
+            tile.to(c.dtype.element_ty),
+            mask=(r < hi)[:, None] & (cols < width)[None, :],
+        )
+
+
+@triton.jit
+def load_rows(
+    a,
+    lo,
+    hi,
+    row,
+    col,
+    width,
+    stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A [BM, BN] tile at (row, col) of an [N, width] operand; rows from hi on are zero."""
+    if TMA:
+        return load_tile(a, lo, hi - lo, row - lo, col)
+    else:
+        r = row + tl.arange(0, BM)
+        cols = col + tl.arange(0, BN)
+        at = a + r.to(tl.int64)[:, None] * stride + cols[None, :]
+        return tl.load(at, mask=(r < hi)[:, None] & (cols < width)[None, :], other=0.0)
+
+
+@triton.jit
+def halves(acc):
+    """The left and right half of the columns, split in registers."""
+    M: tl.constexpr = acc.shape[0]
+    return tl.split(tl.permute(tl.reshape(acc, (M, 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def slices(acc, SUB: tl.constexpr):
+    """The accumulator as SUB column slices, left to right."""
+    if SUB == 1:
+        return (acc,)
+    else:
+        left, right = halves(acc)
+        return slices(left, SUB // 2) + slices(right, SUB // 2)
+
+
+@triton.jit
+def product(
+    a, b, order, e, hi, row, pn, width, L, stride_a, b_e, b_n, b_l,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, PAIR: tl.constexpr, B_ROWS: tl.constexpr,
+    K: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc[BM, BN] = A rows @ B[e] over the length L.
+
+    A's rows are consecutive, or with GATHER those of the tokens order[r] // K. B[e] is [width, L] rows if B_ROWS, else
+    [L, width]; with PAIR it is [2, width, L] and the columns are BN/2 gate columns, then the same BN/2 up columns.
+    """
+    BW: tl.constexpr = BN // 2 if PAIR else BN  # width of B covered by this tile
+    l = tl.arange(0, BL)
+    r = row + tl.arange(0, BM)
+    if GATHER:
+        r = tl.load(order + r, mask=r < hi, other=0) // K  # rows past the end read token 0 and are never stored
+    a_at = a
+    if GATHER or not TMA:
+        a_at = a + r.to(tl.int64)[:, None] * stride_a + l[None, :]
+    b_at = b
+    j = tl.arange(0, BN)
+    n = pn * BW + j % BW
+    if not TMA:
+        b_row = n + j // BW * width if PAIR else n
+        b_at = b + e.to(tl.int64) * b_e + b_row[None, :].to(tl.int64) * b_n + l[:, None] * b_l
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(tl.cdiv(L, BL)):
+        if TMA and not GATHER:
+            x = a.load([row, k * BL])
+        elif EVEN:
+            x = tl.load(
+                a_at + k * BL,
+                mask=None if GATHER else (r < hi)[:, None],
+                other=None if GATHER else 0.0,
+            )
+        else:
+            x = tl.load(
+                a_at + k * BL,
+                mask=(l < L - k * BL)[None, :] & ((r < hi)[:, None] | GATHER),
+                other=0.0,
+            )
+        if TMA:
+            if PAIR:
+                w = tl.reshape(b.load([2 * e, pn * BW, k * BL]), (BN, BL)).T
+            elif B_ROWS:
+                w = tl.reshape(b.load([e, pn * BN, k * BL]), (BN, BL)).T
+            else:
+                w = tl.reshape(b.load([e, k * BL, pn * BN]), (BL, BN))
+        else:
+            w = tl.load(
+                b_at + k * BL * b_l,
+                mask=(n < width)[None, :] & (l < L - k * BL)[:, None],
+                other=0.0,
+            )
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def activate(gate, up):
+    """SwiGLU: silu(gate) * up. The place to add another activation, with its derivative below."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def activate_backward(gate, up, d_act):
+    """Recompute the activation and chain its gradient: (act, d_gate, d_up)."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu * up, d_act * up * (sigmoid + silu * (1 - sigmoid)), d_act * silu
+
+
+@triton.jit(do_not_specialize=["capacity", "GROUP"])
+def up_kernel(
+    x, gate_up, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """H = X[tokens] @ gate_up[e]^T and act = silu(gate) * up, for BN/2 columns of each half at a time."""
+    BF: tl.constexpr = BN // 2
+    num_n = tl.cdiv(F, BF)
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, 2 * F * D, D, 1,
+                      BM, BN, BL, True, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
+        gate, up = halves(acc)
+        gates = slices(gate, SUB)
+        ups = slices(up, SUB)
+        for j in tl.static_range(SUB):
+            col = pn * BF + j * (BF // SUB)
+            if KEEP:
+                store_rows(h_gate, gates[j], lo, hi, row, col, F, 2 * F, TMA)
+                store_rows(h_up, ups[j], lo, hi, row, col, F, 2 * F, TMA)
+            store_rows(act, activate(gates[j], ups[j]), lo, hi, row, col, F, F, TMA)
+
+
+@triton.jit(do_not_specialize=["capacity", "GROUP"])
+def rows_kernel(
+    a, b, c, tiles, capacity, offsets, L, W, b_e, b_n, b_l,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr,
+    B_ROWS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """C[rows of e] = A[rows of e] @ B[e]^T (B_ROWS) or @ B[e]: the down projection, its like in grouped_mm, and every dX."""
+    num_n = tl.cdiv(W, BN)
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = product(a, b, offsets, e, hi, row, pn, W, L, L, b_e, b_n, b_l,
+                      BM, BN, BL, False, B_ROWS, 1, False, TMA, EVEN, PRECISION)  # fmt: skip
+        parts = slices(acc, SUB)
+        for j in tl.static_range(SUB):
+            store_rows(c, parts[j], lo, hi, row, pn * BN + j * (BN // SUB), W, W, TMA)
+
+
+@triton.jit(do_not_specialize=["capacity", "N", "GROUP"])
+def dh_kernel(
+    dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F, stride_dy,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From dA = dY[tokens] @ down[e], with the activation recomputed from H: dH, s * act (for down's gradient), ds partials.
+
+    ds[pn, r] is this column tile's part of <dA, act>, the gradient of row r's routing weight s; the parts are added in fixed
+    order by combine_kernel.
+    """
+    num_n = tl.cdiv(F, BN)
+    BS: tl.constexpr = BN // SUB
+    for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
+        e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        acc = product(dy, down, order, e, hi, row, pn, F, D, stride_dy, D * F, 1, F,
+                      BM, BN, BL, False, False, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
+        r = row + tl.arange(0, BM)
+        s = tl.load(weights + tl.load(order + r, mask=r < hi, other=0), mask=r < hi, other=0.0).to(tl.float32)
+        parts = slices(acc, SUB)
+        total = tl.zeros((BM,), tl.float32)
+        for j in tl.static_range(SUB):
+            col = pn * BN + j * BS
+            gate = load_rows(h_gate, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
+            up = load_rows(h_up, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
+            a, d_gate, d_up = activate_backward(gate, up, parts[j] * s[:, None])
+            total += tl.sum(parts[j] * a, 1)
+            store_rows(act, a * s[:, None], lo, hi, row, col, F, F, TMA)
+            store_rows(dh_gate, d_gate, lo, hi, row, col, F, 2 * F, TMA)
+            store_rows(dh_up, d_up, lo, hi, row, col, F, 2 * F, TMA)
+        tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
+
+
+@triton.jit
+def dw_operand(a, order, tok, lo, hi, k, col, width, stride, BL: tl.constexpr, BW: tl.constexpr,
+               GATHER: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Rows lo+k*BL.. of the expert, BW columns from col; zeros past the expert's end."""
+    if GATHER:
+        live = lo + k * BL + tl.arange(0, BL) < hi
+        cols = col + tl.arange(0, BW)
+        return tl.load(
+            a + tok.to(tl.int64)[:, None] * stride + cols[None, :],
+            mask=live[:, None] & (cols < width)[None, :],
+            other=0.0,
+        )
+    else:
+        return load_rows(a, lo, hi, lo + k * BL, col, width, stride, BL, BW, TMA)
+
+
+@triton.jit(do_not_specialize=["GROUP"])
+def dw_kernel(
+    p, q, c, order, offsets, by_size, E, P, Q, stride_p, stride_q,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """C[e] = p[rows of e]^T @ q[rows of e], [P, Q] for every expert; GATHER is "p", "q" or "".
+
+    Experts come by decreasing row count. An expert without rows stores zeros: no memset. The token index of the next step is
+    loaded a step ahead by hand, since an index load inside the loop halves the depth of the compiler's pipeline.
+    """
+    num_m = tl.cdiv(P, BM)
+    num_n = tl.cdiv(Q, BN)
+    for t in tl.range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0)):
+        e, lo, hi, pm, pn = weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        r = lo + tl.arange(0, BL)
+        tok = tl.load(order + r, mask=r < hi, other=0) // K if GATHER != "" else r
+        for k in range(tl.cdiv(hi - lo, BL)):
+            left = dw_operand(
+                p,
+                order,
+                tok,
+                lo,
+                hi,
+                k,
+                pm * BM,
+                P,
+                stride_p,
+                BL,
+                BM,
+                GATHER == "p",
+                TMA,
+            )
+            right = dw_operand(
+                q,
+                order,
+                tok,
+                lo,
+                hi,
+                k,
+                pn * BN,
+                Q,
+                stride_q,
+                BL,
+                BN,
+                GATHER == "q",
+                TMA,
+            )
+            if GATHER != "":
+                r += BL
+                tok = tl.load(order + r, mask=r < hi, other=0) // K
+            acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        parts = slices(acc, SUB)
+        for j in tl.static_range(SUB):
+            col = pn * BN + j * (BN // SUB)
+            if TMA:
+                c.store(
+                    [e, pm * BM, col],
+                    tl.reshape(parts[j].to(c.dtype), (1, BM, BN // SUB)),
+                )
+            else:
+                store_rows(
+                    c + e.to(tl.int64) * P * Q,
+                    parts[j],
+                    0,
+                    P,
+                    pm * BM,
+                    col,
+                    Q,
+                    Q,
+                    False,
+                )
+
+
+@triton.jit(do_not_specialize=["N"])
+def combine_kernel(
+    rows, weights, row_of, y, ds, d_weights, N, D, num_parts,
+    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+):  # fmt: skip
+    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k]], in float32 in slot order. With DS also d_weights from ds."""
+    t = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(row_of + t * K + k).to(tl.int64)
+        x = tl.load(
+            rows + row * D + cols,
+            mask=(cols < D) & (row >= 0),
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        if WEIGHTED:
+            # a slot that is not here may carry any weight, NaN too
+            x = x.to(tl.float32) * tl.load(weights + t * K + k, mask=row >= 0, other=0.0).to(tl.float32)
+        acc += x.to(tl.float32)
+        if DS and tl.program_id(1) == 0:
+            total = 0.0
+            at = ds + row
+            for _ in range(num_parts):
+                total += tl.load(at, mask=row >= 0, other=0.0)
+                at += N
+            tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty))
+    tl.store(y + t * D + cols, acc.to(y.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit(do_not_specialize=["E"])
+def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    """rows[r] = x[order[r] // K] for the rows that are here; R rows a program keep enough loads in flight."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = r < tl.load(offsets + E)
+    t = tl.load(order + r, mask=here, other=0) // K
+    mask = here[:, None] & (cols < D)[None, :]
+    tile = tl.load(x + t.to(tl.int64)[:, None] * D + cols[None, :], mask=mask)
+    tl.store(rows + r.to(tl.int64)[:, None] * D + cols[None, :], tile, mask=mask)

@@ -1,0 +1,179 @@
+"""Routing metadata: which row of the expert-sorted order belongs to which slot of ids, in one packed int32 tensor.
+
+Row r of expert e, offsets[e] <= r < offsets[e + 1], is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is
+not here. Inside an expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
+
+On the GPU three kernels compute it without a sort, an atomic or the host: histogram of each block of slots, scan along the
+blocks of each expert, stable rank of each slot inside its block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tmoe.ops.launch import launch
+
+TILES = (
+    64,
+    128,
+)  # row tile heights that the kernels use; each has its table of (expert, first row)
+BLOCK = 512  # slots a program counts and ranks
+
+
+def _pad(n):
+    """Sections start on 16 bytes, so that the kernels' pointer specialisation never depends on T."""
+    return (n + 3) // 4 * 4
+
+
+class Metadata:
+    """Views into the packed tensor.
+
+    offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); order [N]; row_of [N];
+    tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    """
+
+    def __init__(self, packed, N, E):
+        self.packed, self.N, self.E = packed, N, E
+        sections = self.sections(N, E)
+        starts = [sum(sections[:i]) for i in range(len(sections))]
+        self.offsets = packed[: E + 1]
+        self.by_size = packed[starts[1] : starts[1] + E]
+        self.order = packed[starts[2] : starts[2] + N]
+        self.row_of = packed[starts[3] : starts[3] + N]
+        self.tiles = {bm: packed[starts[4 + i] :] for i, bm in enumerate(TILES)}
+
+    @staticmethod
+    def sections(N, E):
+        """Entries of each section. A table of BM-row tiles has at most N // BM + E entries: known to the host."""
+        return [
+            _pad(E + 1),
+            _pad(E),
+            _pad(N),
+            _pad(N),
+            *(4 + 2 * Metadata.capacity(N, E, bm) for bm in TILES),
+        ]
+
+    @staticmethod
+    def capacity(N, E, bm):
+        return _pad(N // bm + E)
+
+    @staticmethod
+    def size(N, E):
+        return sum(Metadata.sections(N, E))
+
+    @classmethod
+    def fake(cls, N, E, like):
+        return like.new_empty(cls.size(N, E), dtype=torch.int32)
+
+
+@triton.jit(do_not_specialize=["N", "NB"])
+def histogram(ids, counts, N, NB, E: tl.constexpr, BINS: tl.constexpr, B: tl.constexpr):
+    """counts[e, b] = slots of block b that go to expert e."""
+    b = tl.program_id(0)
+    i = b * B + tl.arange(0, B)
+    x = tl.load(ids + i, mask=i < N, other=-1).to(tl.int32)
+    here = (x >= 0) & (x < E)
+    counted = tl.histogram(tl.where(here, x, E), BINS)  # bin E takes what is not here
+    e = tl.arange(0, BINS)
+    tl.store(counts + e * NB + b, counted, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["NB"])
+def scan(counts, totals, NB, CHUNK: tl.constexpr):
+    """counts[e, :] becomes its own exclusive prefix sum, totals[e] its sum."""
+    e = tl.program_id(0)
+    run = tl.zeros((), tl.int32)
+    for s in range(tl.cdiv(NB, CHUNK)):
+        j = s * CHUNK + tl.arange(0, CHUNK)
+        c = tl.load(counts + e * NB + j, mask=j < NB, other=0)
+        tl.store(counts + e * NB + j, run + tl.cumsum(c, 0) - c, mask=j < NB)
+        run += tl.sum(c)
+    tl.store(totals + e, run)
+
+
+@triton.jit
+def write_tiles(
+    table,
+    capacity,
+    e,
+    tot,
+    lo,
+    count,
+    ee,
+    BM: tl.constexpr,
+    LAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """This expert's part of the table of BM-row tiles; the last expert also writes how many there are."""
+    tiles = (tot + BM - 1) // BM
+    first = tl.sum(tl.where(ee < e, tiles, 0))
+    mine = (count + BM - 1) // BM
+    for s in range(tl.cdiv(mine, CHUNK)):
+        q = s * CHUNK + tl.arange(0, CHUNK)
+        tl.store(table + 4 + first + q, e + 0 * q, mask=q < mine)
+        tl.store(table + 4 + capacity + first + q, lo + q * BM, mask=q < mine)
+    if e == LAST:
+        tl.store(table, first + mine)
+
+
+@triton.jit(do_not_specialize=["N", "NB", "cap0", "cap1"])
+def place(
+    ids, base, totals, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, NB,
+    E: tl.constexpr, EP: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
+):  # fmt: skip
+    """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB)."""
+    p = tl.program_id(0)
+    ee = tl.arange(0, EP)
+    tot = tl.load(totals + ee, mask=ee < E, other=0)
+    if p < E:
+        lo = tl.sum(tl.where(ee < p, tot, 0))
+        count = tl.sum(tl.where(ee == p, tot, 0))
+        tl.store(offsets + p, lo)
+        if p == E - 1:
+            tl.store(offsets + E, lo + count)
+        larger = (tot > count) | ((tot == count) & (ee < p))
+        tl.store(by_size + tl.sum((larger & (ee < E)).to(tl.int32)), p)
+        write_tiles(tiles0, cap0, p, tot, lo, count, ee, BM0, E - 1, 64)
+        write_tiles(tiles1, cap1, p, tot, lo, count, ee, BM1, E - 1, 64)
+    if p < NB:
+        run = tl.cumsum(tot, 0) - tot + tl.load(base + ee * NB + p, mask=ee < E, other=0)
+        for c in range(B // C):
+            i = p * B + c * C + tl.arange(0, C)
+            x = tl.load(ids + i, mask=i < N, other=-1).to(tl.int32)
+            here = (x >= 0) & (x < E)
+            hot = ((x[:, None] == ee[None, :]) & (ee < E)[None, :]).to(tl.int32)  # [C, EP]
+            row = tl.sum(hot * (run[None, :] + tl.cumsum(hot, 0) - 1), 1)  # earlier slots of the same expert come first
+            run += tl.sum(hot, 0)
+            tl.store(order + row, i, mask=here)
+            tl.store(row_of + i, tl.where(here, row, -1), mask=i < N)
+
+
+def route(ids_TK, E):
+    """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync."""
+    N = ids_TK.numel()
+    meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32, device=ids_TK.device), N, E)
+    NB = triton.cdiv(N, BLOCK)
+    scratch = torch.empty(E * (NB + 1), dtype=torch.int32, device=ids_TK.device)
+    counts, totals = scratch[E:], scratch[:E]
+    EP = triton.next_power_of_2(E)
+    if NB:
+        launch(
+            histogram,
+            (NB,),
+            ids_TK,
+            counts,
+            N,
+            NB,
+            E,
+            triton.next_power_of_2(E + 1),
+            BLOCK,
+            num_warps=4,
+        )
+    launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
+    caps = [Metadata.capacity(N, E, bm) for bm in TILES]
+    launch(
+            place, (max(NB, E),),
+        ids_TK, counts, totals, meta.offsets, meta.by_size, meta.order, meta.row_of, *meta.tiles.values(), *caps, N, NB,
+        E, EP, BLOCK, 32, *TILES, num_warps=4,
+    )  # fmt: skip
+    return meta

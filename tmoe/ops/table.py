@@ -1,0 +1,80 @@
+"""Which configuration a kernel launches with: the tuned table, and the rule between its entries.
+
+Nothing is benchmarked in training. `table.json` is filled offline by benchmarks/tune.py, keyed by architecture, kernel, D, F
+and rows per expert; a shape that it lacks takes the entry nearest in the logarithms of these numbers, which on all ranks of a
+job is the same one. Kernels without tensor descriptors (other GPUs, other dtypes, odd widths) take fixed portable tiles.
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Config(NamedTuple):
+    """How one kernel is cut and launched."""
+
+    BM: int  # tile rows (of C; routed rows, or P in dw)
+    BN: int  # tile columns
+    BL: int  # step along the summed length
+    GROUP: int  # row tiles that share a sweep over the columns (L2)
+    SUB: int  # column slices of the epilogue
+    warps: int
+    stages: int
+    ctas: int  # programs an SM
+    gather: bool  # read routed rows inside the kernel, instead of from a gathered copy
+    ping_pong: bool = False  # the warp-specialised kernel of hopper.py
+
+
+KERNELS = ("up", "down", "dh", "dx", "dw_down", "dw_up")
+PATH = Path(__file__).with_name("table.json")
+
+
+@functools.cache
+def entries(arch):
+    """[(kernel, D, F, rows per expert, Config)] of this architecture."""
+    table = json.loads(PATH.read_text()).get(arch, [])
+    return [(e["kernel"], e["D"], e["F"], e["rows"], Config(*e["config"])) for e in table]
+
+
+@functools.cache
+def tuned(kernel, arch, D, F, bucket):
+    """The nearest entry: rows per expert count most, since they decide the tile height."""
+    key = (math.log2(D), math.log2(F), bucket)
+
+    def distance(entry):
+        return sum(w * abs(math.log2(v) - k) for w, v, k in zip((1, 1, 0.75), entry[1:4], key, strict=True))
+
+    mine = [e for e in entries(arch) if e[0] == kernel]
+    return min(mine, key=distance)[4] if mine else DESCRIPTOR[kernel]
+
+
+def pick(kernel, arch, dtype, D, F, rows_per_expert, tma):
+    """Configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
+    if tma:
+        return tuned(kernel, arch, D, F, round(math.log2(max(rows_per_expert, 1))))
+    return portable(kernel, arch, dtype)
+
+
+# Hopper, before tuning: the tiles that compile without spills into one CTA's shared memory.
+DESCRIPTOR = {
+    "up": Config(128, 256, 64, 16, 1, 8, 4, 1, True),
+    "down": Config(128, 256, 64, 16, 2, 8, 4, 1, False),
+    "dh": Config(128, 128, 64, 16, 4, 8, 4, 1, True),
+    "dx": Config(128, 256, 64, 16, 2, 8, 4, 1, False),
+    "dw_down": Config(128, 256, 64, 8, 2, 8, 4, 1, True),
+    "dw_up": Config(128, 256, 64, 8, 2, 8, 4, 1, True),
+}
+
+
+def portable(kernel, arch, dtype):
+    """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles."""
+    if dtype == torch.float32:
+        return Config(64, 64, 16, 8, 1, 4, 2, 2, True)
+    BN = 64 if kernel == "dh" else 128
+    if arch.startswith("hip"):
+        return Config(128, BN, 32, 8, 1, 8, 2, 1, True)
+    return Config(64, BN, 32, 8, 1, 4, 3, 2, True)

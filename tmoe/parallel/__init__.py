@@ -1,0 +1,15 @@
+"""Meshes, sharding, collectives and the gradient norm: what a training loop needs to run on many ranks."""
+
+from tmoe.parallel.grad_norm import clip_grad_norm_
+from tmoe.parallel.mesh import Mesh, build_mesh
+
+__all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize"]
+
+
+def __getattr__(name: str):
+    # late, because apply.py stands above the model, and the model's dispatch.py lives in this package
+    if name == "parallelize":
+        from tmoe.parallel.apply import parallelize
+
+        return parallelize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,60 @@
+"""The dry run: what a rank will hold, for any world, before a GPU is rented.
+
+The model is built on the meta device and laid out over a fake process group by the very code that trains, so
+placements and local shapes are the real ones; only activations are a closed form (accounting.py).
+"""
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Column, Table
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the only door to the "fake" backend
+
+from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
+from tmoe.config import Config
+from tmoe.model import Transformer
+from tmoe.parallel.apply import parallelize
+from tmoe.parallel.mesh import build_mesh, local_part
+
+
+def dry_run(cfg: Config) -> None:
+    """Prints parameters, the placement of each group of parameters, and bytes on rank 0 of `cfg.world` ranks."""
+    world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep)
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    parallelize(model, mesh, cfg)
+    dp, ep = mesh.grid.shape
+    counts = count_parameters(cfg.model)
+    console = Console(width=140)
+    console.print(f"{world} ranks: dp {dp} x ep {ep}")
+    console.print(
+        f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
+        f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
+    )
+    console.print(placements(model))
+    console.print(memory(memory_per_rank(cfg, dp, ep)))
+    dist.destroy_process_group()
+
+
+def placements(model: Transformer) -> Table:
+    groups: dict[tuple, list] = defaultdict(list)
+    for name, p in model.named_parameters():
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        groups[kind, tuple(p.shape), str(p.placements), str(p.device_mesh.mesh_dim_names)].append(local_part(p))
+    table = Table(Column("parameter", no_wrap=True), "copies", "shape", "mesh", "placement", "on rank 0", title="placement", title_justify="left")
+    for (kind, shape, placed, axes), parts in groups.items():
+        table.add_row(kind, str(len(parts)), str(list(shape)), axes, placed, str(list(parts[0].shape)))
+    return table
+
+
+def memory(parts: dict[str, int]) -> Table:
+    table = Table("held by a rank", "GiB", title="memory", title_justify="left")
+    for name, size in parts.items():
+        table.add_row(name, f"{size / 2**30:.3f}")
+    table.add_section()
+    table.add_row("most at one time", f"{peak_bytes(parts) / 2**30:.3f}")
+    return table

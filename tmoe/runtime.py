@@ -1,0 +1,107 @@
+"""The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
+
+import os
+import random
+import signal
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+
+@dataclass
+class Runtime:
+    """One process of the run. `control` is a gloo group: small facts travel between CPUs and no GPU waits for them."""
+
+    rank: int
+    world: int
+    device: torch.device
+    control: dist.ProcessGroup
+    stop: bool = field(default=False)  # SIGTERM arrived here
+
+    def sums(self, *values: float) -> list[float]:
+        """Sum of each value over all ranks."""
+        t = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(t, group=self.control)
+        return t.tolist()
+
+    def close(self) -> None:
+        dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it
+        dist.destroy_process_group()
+
+
+def launched() -> tuple[int, int]:
+    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(seed: int) -> Runtime:
+    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears SIGTERM."""
+    rank, world = launched()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timedelta(minutes=10), **where)
+    random.seed(seed + rank)
+    np.random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    runtime = Runtime(rank, world, device, dist.new_group(backend="gloo"))
+
+    def hear(signum, frame):
+        runtime.stop = True
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, hear)
+    return runtime
+
+
+def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """State of torch's generators, CPU and this device: what dropout and jitter draw from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds the C++ compiler that it needs on the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+
+
+class Graphs:
+    """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+        self.recompiles = 0
+
+    def passed(self, phase: str) -> None:
+        """Call after each pass of a phase ("train", "validate")."""
+        total = counters["stats"]["unique_graphs"]
+        new = total - sum(self.known.values())
+        if phase in self.known:
+            self.recompiles += new
+        self.known[phase] = self.known.get(phase, 0) + new

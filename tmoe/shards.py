@@ -1,0 +1,220 @@
+"""Shards between DCP and the disk: the planner, storage writer and storage reader that checkpoint.py hands to DCP.
+
+DCP knows which rank holds which box of which tensor and who reads what; these classes write and read the boxes. DCP's own file
+system classes are not used: the writer loses the errors of its helper threads (pytorch#191391) and does not hash, the reader
+unpickles `.metadata`. The files stay readable to them.
+
+next: manifest.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+# The one name that DCP does not export: stock FileSystemReader finds payloads in .metadata by it (the same in torch 2.11 and 2.13).
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+
+from tmoe import manifest as files
+from tmoe.manifest import Chunk, FileEntry, Manifest, TensorEntry
+
+WRITERS = 8  # shard files that a rank writes at once, each hashed by its own thread
+READERS = 8
+SMALL = 64 << 20  # bytes below which another shard file is not worth its fsync
+RNG = "rng."  # names of generator states: rng.RANK.NAME
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank reports about one chunk that it wrote."""
+
+    chunk: Chunk
+    file: FileEntry
+    placement: str
+
+
+class Planner(DefaultSavePlanner):
+    """Plans with the live tensors (their layout alone is read, maybe while training changes them), writes the staged parts."""
+
+    def __init__(self, local: dict[str, Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # names are flat already
+        self.local = local
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.local[index.fqn]
+
+    def placement(self, name: str) -> str:
+        tensor = self.state_dict[name]
+        if not isinstance(tensor, DTensor):
+            return f"rank {name.split('.')[1]}" if name.startswith(RNG) else "replicated"
+        mesh = tensor.device_mesh
+        axes = mesh.mesh_dim_names or range(mesh.ndim)
+        return ", ".join(f"{axis}={mesh.size(i)}: {tensor.placements[i]!r}" for i, axis in enumerate(axes))
+
+
+class Writer(StorageWriter):
+    """Writes a rank's items in parallel files; on rank 0, hands what all ranks wrote to `publish(tensors, files)`.
+
+    DCP shares an error on any rank, in write_data or in publish, with all of them.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, publish: Callable[[dict[str, TensorEntry], dict[str, FileEntry]], None]
+    ):
+        self.folder, self.rank, self.publish = folder, rank, publish
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        with ThreadPoolExecutor(WRITERS) as pool:
+            parts = list(pool.map(lambda part: self._write_file(*part, planner), enumerate(_split(plan.items))))
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result([result for part in parts for result in part])
+        return done
+
+    def _write_file(self, number: int, items: list[WriteItem], planner: Planner) -> list[WriteResult]:
+        boxes = [(planner.resolve_data(item), item.tensor_data.chunk.offsets) for item in items]
+        with files.HashedFile(self.folder / f"__{self.rank}_{number}.distcp") as file:
+            chunks = [files.write_chunk(file, tensor, offset) for tensor, offset in boxes]
+        entry = file.entry()
+        return [
+            WriteResult(item.index, chunk.size, Record(chunk, entry, planner.placement(item.index.fqn)))
+            for item, chunk in zip(items, chunks, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        records: dict[str, list[Record]] = {}
+        for result in itertools.chain(*results):
+            records.setdefault(result.index.fqn, []).append(result.storage_data)
+        entries = {r.chunk.file: r.file for r in itertools.chain(*records.values())}
+        self.publish({n: _tensor_entry(metadata.state_dict_metadata[n], records[n]) for n in sorted(records)}, entries)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _split(items: list[WriteItem]) -> list[list[WriteItem]]:
+    """Items in at most WRITERS lists of about equal bytes: the largest first, each to the list that holds least."""
+
+    def size(item: WriteItem) -> int:
+        return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+    count = min(WRITERS, 1 + sum(map(size, items)) // SMALL)
+    parts: list[list[WriteItem]] = [[] for _ in range(count)]
+    held = [0] * count
+    for item in sorted(items, key=size, reverse=True):
+        least = held.index(min(held))
+        parts[least].append(item)
+        held[least] += size(item)
+    return [part for part in parts if part]
+
+
+def _tensor_entry(planned: TensorStorageMetadata, records: list[Record]) -> TensorEntry:
+    chunks = [record.chunk for record in records]
+    return files.tensor_entry(planned.size, planned.properties.dtype, records[0].placement, chunks)
+
+
+def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
+    """What DCP wants to know of a folder, from its manifest."""
+    layout = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=files.dtype_of(entry.dtype)),
+            torch.Size(entry.shape),
+            [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in entry.chunks],
+        )
+        for name, entry in tensors.items()
+    }
+    places = {
+        MetadataIndex(name, c.offset): _StorageInfo(c.file, c.at, c.size)
+        for name, entry in tensors.items()
+        for c in entry.chunks
+    }
+    return Metadata(layout, storage_data=places)
+
+
+def write_stock_metadata(folder: Path, tensors: dict[str, TensorEntry]) -> FileEntry:
+    """`.metadata`, with which torch.distributed.checkpoint.load and its converters read the folder; tmoe never opens it."""
+    with files.HashedFile(folder / ".metadata") as file:
+        pickle.dump(dcp_metadata(tensors), file)
+    return file.entry()
+
+
+class Reader(StorageReader):
+    """Serves DCP's load plans from the manifest: no metadata file is opened and no bytes entry exists, so nothing is unpickled."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self.chunks = {(name, c.offset): c for name, entry in manifest.tensors.items() for c in entry.chunks}
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:
+        return dcp_metadata(self.manifest.tensors)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(lambda pair: self._read_chunk(*pair, planner), wanted.items()))
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    @torch.no_grad()
+    def _read_chunk(self, key: tuple[str, tuple[int, ...]], items: list[ReadItem], planner: LoadPlanner) -> None:
+        dtype = files.dtype_of(self.manifest.tensors[key[0]].dtype)
+        whole = files.read_chunk(self.folder, self.chunks[key], dtype)
+        for item in items:
+            part = whole
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True

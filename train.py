@@ -1,0 +1,245 @@
+"""Trains a Mixture-of-Experts language model.
+
+    python train.py tiny --steps 20                                               one process
+    torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2                     two, the experts spread between them
+    torchrun --nproc-per-node 8 train.py qwen3-30b-a3b --parallel.ep 8 --data.path shards/
+    python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8            what each of 64 GPUs would hold
+    python train.py --help                                                        every field
+
+next: tmoe/data.py, tmoe/model.py
+"""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction
+
+from tmoe import runtime
+from tmoe.accounting import count_parameters, flops_per_token, peak_flops
+from tmoe.balance import Totals
+from tmoe.checkpoint import Checkpoints
+from tmoe.cli import parse
+from tmoe.config import Config
+from tmoe.data import Batch, Loader, open_data, unigram_entropy
+from tmoe.loss import IGNORE
+from tmoe.metrics import Metrics, versions
+from tmoe.model import Transformer
+from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, set_lr
+from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
+from tmoe.runtime import Runtime
+
+
+def main(argv: list[str]) -> None:
+    rank, world = runtime.launched()
+    cfg = parse(argv, __doc__ or "", rank=rank, world=world)
+    if cfg.dry_run:
+        from tmoe.planning import dry_run  # its fake process group is of no use to a run
+
+        return dry_run(cfg)
+    if cfg.compile and not runtime.has_compiler():
+        cfg = replace(cfg, compile=False)
+        if rank == 0:
+            print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
+    run = runtime.start(cfg.seed)
+    Trainer(cfg, run).train()
+    run.close()
+
+
+class Trainer:
+    """Everything that a run owns, built in the order in which it is needed; `train` is the loop."""
+
+    def __init__(self, cfg: Config, run: Runtime):
+        self.cfg, self.run = cfg, run
+        self.data = open_data(cfg.data, cfg.train.seq, cfg.model.vocab, "train")
+        self.val_data = open_data(cfg.data, cfg.train.seq, cfg.model.vocab, "val")
+        self.entropy = unigram_entropy(self.val_data) if cfg.data.tokenizer == "bytes" else None
+        self.mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep)
+        self.model = build_model(cfg, self.mesh, run.device)
+        self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
+        init_state(self.optimizer)
+        self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
+        self.guard = SkipGuard(cfg.optim.max_skips)
+        self.graphs = runtime.Graphs()
+        self.step, self.tokens = 0, 0
+        self.checkpoints = Checkpoints(
+            Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=cfg.checkpoint.mode, info=dict(config=asdict(cfg), versions=versions())
+        )
+        self.restore()
+        self.metrics = Metrics(
+            cfg,
+            rank=run.rank,
+            world=run.world,
+            device=run.device,
+            flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
+            peak=peak_flops(torch.cuda.get_device_name()) if run.device.type == "cuda" else None,
+            start_step=self.step,
+            versions=versions(),
+            facts=dict(data=self.data.describe(), unigram_entropy=self.entropy),
+        )
+        self.announce()
+
+    def train(self) -> None:
+        cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
+        if cfg.eval_only:
+            self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
+            return self.metrics.close()
+        data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
+        with data, profiler(cfg, run, self.step) as profile:
+            for step in range(self.step, cfg.steps):
+                batch = next(data)
+                totals, stop = self.agree(batch)
+                lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
+                set_lr(optimizer, lr)
+                loss = self.forward_backward(batch, totals)
+                norm = clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
+                if finite := all_finite(loss, norm):
+                    optimizer.step()
+                    if self.ema:
+                        self.ema.update()
+                optimizer.zero_grad()
+                self.guard.check(finite, step)
+                self.step, self.tokens = step + 1, self.tokens + int(totals.tokens)
+                last = stop or self.step == cfg.steps
+                self.log(step, loss, norm, lr, last)
+                if profile:
+                    profile.step()
+                self.checkpoints.poll()
+                if last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0):
+                    self.save()
+                if last:
+                    break
+        self.checkpoints.finish()
+        self.metrics.close()
+
+    def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
+        """Gradients of the step's loss; returns the mean cross-entropy of the global batch. Gradients of all
+        micro-batches but the last stay on their rank."""
+        model, device = self.model, self.run.device
+        model.balancer.start_step()
+        loss = torch.zeros((), device=device)
+        totals = Totals(*(t.to(device) for t in totals))
+        for i, micro in enumerate(zip(*batch, strict=True)):
+            tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
+            model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
+            documents_BS = documents_BS if self.cfg.train.isolate_documents else None
+            model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
+            loss += model.cross_entropy
+        return model.balancer.all_reduce(loss)
+
+    def agree(self, batch: Batch) -> tuple[Totals, bool]:
+        """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
+        targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
+        sequences = batch.tokens_ABS.shape[0] * batch.tokens_ABS.shape[1] * self.run.world
+        totals = (max(targets, 1.0), float(sequences * self.cfg.train.seq), float(sequences))
+        return Totals(*(torch.tensor(v) for v in totals)), stops > 0
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean cross-entropy over the first eval_batches validation batches, with the averaged weights if there are any."""
+        model, cfg, one = self.model, self.cfg, torch.ones((), device=self.run.device)
+        total, targets = torch.zeros((), device=self.run.device), 0
+        model.eval()
+        with self.ema.swapped() if self.ema else nullcontext():
+            for i in range(cfg.train.eval_batches):
+                batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
+                tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
+                model(tokens, labels, documents_BS=documents if cfg.train.isolate_documents else None, totals=Totals(one, one, one))
+                total += model.cross_entropy
+                targets += (batch.targets_ABS != IGNORE).sum().item()
+            model.reshard()  # no backward follows to free what the root gathered
+        model.train()
+        return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
+
+    def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, last: bool) -> None:
+        every = self.cfg.train.eval_every
+        val_loss = router = None
+        if last or (every and self.step % every == 0):
+            with self.metrics.paused():
+                val_loss = self.validate()
+        if self.metrics.due(step) or val_loss is not None:
+            router = self.model.balancer.read_log()
+        self.metrics.log(
+            step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=self.tokens,
+            router=router,
+            val_loss=val_loss,
+            skipped=self.guard.total,
+            recompiles=self.graphs.recompiles,
+        )
+
+    def save(self) -> None:
+        """Everything that the next step depends on; the data's position is the step itself."""
+        state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
+        self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
+
+    def restore(self) -> None:
+        cfg = self.cfg
+        if path := self.checkpoints.find(cfg.resume):
+            state, rng = self.checkpoints.load(path, self.tensors())
+            self.step, self.tokens = state["step"], state["tokens"]
+            self.guard.load_state_dict(state["guard"])
+            if rng is not None:  # another number of ranks draws other numbers
+                runtime.set_rng_states(rng, self.run.device)
+        elif cfg.init:
+            self.checkpoints.load(self.checkpoints.find(cfg.init), self.tensors(), only="model.")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name to tensor of all that a checkpoint holds."""
+        model = dict(self.model.named_parameters())
+        parts = dict(model=model, optim=optimizer_tensors(self.optimizer, model))
+        if self.ema:
+            parts["ema"] = self.ema.tensors()
+        return {f"{part}.{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+
+    def announce(self) -> None:
+        cfg, note = self.cfg, self.metrics.note
+        counts = count_parameters(cfg.model)
+        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}")
+        note(f"training data: {self.data.describe()}")
+        if self.entropy:
+            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, what a model without context can reach")
+        if self.step:
+            note(f"resumed after step {self.step}")
+
+    def shape(self) -> dict[str, int]:
+        train, run = self.cfg.train, self.run
+        return dict(batch=train.batch, accumulate=train.accumulate, rank=run.rank, world=run.world)
+
+
+def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
+    """Meta first, so that no rank ever holds the whole model; then its own shards, filled from the seed."""
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    parallelize(model, mesh, cfg)
+    model.to_empty(device=device)
+    model.init_weights(cfg.seed)
+    return model
+
+
+def all_finite(*values: torch.Tensor) -> bool:
+    """The step's one host sync. The values are global, so every rank decides alike."""
+    return bool(torch.stack([v.isfinite() for v in values]).all())
+
+
+def profiler(cfg: Config, run: Runtime, start: int) -> AbstractContextManager:
+    """Traces the steps of --profile (numbered as in metrics.jsonl) into the run folder; `.step()` after each step."""
+    none, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "RECORD", "RECORD_AND_SAVE"))
+
+    def action(i: int) -> ProfilerAction:
+        step = start + i
+        return none if step not in cfg.profile else record if step + 1 in cfg.profile else save
+
+    def write(p: torch.profiler.profile) -> None:
+        p.export_chrome_trace(f"{cfg.out}/trace-step{start + p.step_num - 1}-rank{run.rank}.json.gz")
+
+    return torch.profiler.profile(schedule=action, on_trace_ready=write) if cfg.profile else nullcontext()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
