@@ -10,12 +10,11 @@ next: tmoe/data.py, tmoe/model.py
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction
 
 from tmoe import runtime
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops
@@ -44,7 +43,9 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     run = runtime.start(cfg.seed)
-    Trainer(cfg, run).train()
+    trainer = Trainer(cfg, run)
+    with trainer.metrics:
+        trainer.train()
     run.close()
 
 
@@ -65,7 +66,10 @@ class Trainer:
         self.graphs = runtime.Graphs()
         self.step, self.tokens = 0, 0
         self.checkpoints = Checkpoints(
-            Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=cfg.checkpoint.mode, info=dict(config=asdict(cfg), versions=versions())
+            Path(cfg.out) / "checkpoints",
+            keep=cfg.checkpoint.keep,
+            mode=cfg.checkpoint.mode,
+            info=dict(config=asdict(cfg), versions=versions()),
         )
         self.restore()
         self.metrics = Metrics(
@@ -74,7 +78,9 @@ class Trainer:
             world=run.world,
             device=run.device,
             flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
-            peak=peak_flops(torch.cuda.get_device_name()) if run.device.type == "cuda" else None,
+            peak=peak_flops(torch.cuda.get_device_name())
+            if run.device.type == "cuda" and cfg.train.dtype == "bf16"
+            else None,
             start_step=self.step,
             versions=versions(),
             facts=dict(data=self.data.describe(), unigram_entropy=self.entropy),
@@ -84,10 +90,9 @@ class Trainer:
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
         if cfg.eval_only:
-            self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
-            return self.metrics.close()
+            return self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
-        with data, profiler(cfg, run, self.step) as profile:
+        with data, runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in range(self.step, cfg.steps):
                 batch = next(data)
                 totals, stop = self.agree(batch)
@@ -112,7 +117,6 @@ class Trainer:
                 if last:
                     break
         self.checkpoints.finish()
-        self.metrics.close()
 
     def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
         """Gradients of the step's loss; returns the mean cross-entropy of the global batch. Gradients of all
@@ -146,7 +150,12 @@ class Trainer:
             for i in range(cfg.train.eval_batches):
                 batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
                 tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
-                model(tokens, labels, documents_BS=documents if cfg.train.isolate_documents else None, totals=Totals(one, one, one))
+                model(
+                    tokens,
+                    labels,
+                    documents_BS=documents if cfg.train.isolate_documents else None,
+                    totals=Totals(one, one, one),
+                )
                 total += model.cross_entropy
                 targets += (batch.targets_ABS != IGNORE).sum().item()
             model.reshard()  # no backward follows to free what the root gathered
@@ -187,23 +196,27 @@ class Trainer:
             if rng is not None:  # another number of ranks draws other numbers
                 runtime.set_rng_states(rng, self.run.device)
         elif cfg.init:
-            self.checkpoints.load(self.checkpoints.find(cfg.init), self.tensors(), only="model.")
+            self.checkpoints.load(Path(cfg.init), self.tensors(("model",)), only="model.")
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name to tensor of all that a checkpoint holds."""
+    def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, torch.Tensor]:
+        """Name to tensor of what a checkpoint holds."""
         model = dict(self.model.named_parameters())
         parts = dict(model=model, optim=optimizer_tensors(self.optimizer, model))
         if self.ema:
             parts["ema"] = self.ema.tensors()
-        return {f"{part}.{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+        return {f"{part}.{name}": t for part in wanted for name, t in parts.get(part, {}).items()}
 
     def announce(self) -> None:
         cfg, note = self.cfg, self.metrics.note
         counts = count_parameters(cfg.model)
-        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}")
+        note(
+            f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}"
+        )
         note(f"training data: {self.data.describe()}")
         if self.entropy:
-            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, what a model without context can reach")
+            note(
+                f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, what a model without context can reach"
+            )
         if self.step:
             note(f"resumed after step {self.step}")
 
@@ -225,20 +238,6 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
 def all_finite(*values: torch.Tensor) -> bool:
     """The step's one host sync. The values are global, so every rank decides alike."""
     return bool(torch.stack([v.isfinite() for v in values]).all())
-
-
-def profiler(cfg: Config, run: Runtime, start: int) -> AbstractContextManager:
-    """Traces the steps of --profile (numbered as in metrics.jsonl) into the run folder; `.step()` after each step."""
-    none, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "RECORD", "RECORD_AND_SAVE"))
-
-    def action(i: int) -> ProfilerAction:
-        step = start + i
-        return none if step not in cfg.profile else record if step + 1 in cfg.profile else save
-
-    def write(p: torch.profiler.profile) -> None:
-        p.export_chrome_trace(f"{cfg.out}/trace-step{start + p.step_num - 1}-rank{run.rank}.json.gz")
-
-    return torch.profiler.profile(schedule=action, on_trace_ready=write) if cfg.profile else nullcontext()
 
 
 if __name__ == "__main__":

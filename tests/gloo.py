@@ -141,7 +141,7 @@ def _first(errors: list[tuple[float, int, tuple[bytes | None, str]]]) -> BaseExc
     _, rank, (pickled, trace) = min(errors, key=lambda error: error[:2])
     try:
         error = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - not picklable, or one way only (exceptions with arguments of their own)
+    except Exception:
         return WorkerError(f"rank {rank}:\n{trace}")
     error.add_note(f"raised on rank {rank}:\n{trace}")
     return error
@@ -180,7 +180,7 @@ def _work(outbox: Connection, rank: int, world: int, port: int, key: str, job: b
         )
         fn, args = pickle.loads(job)
         report = pickle.dumps((True, time.monotonic(), fn(rank, world, *args)))
-    except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's own outcomes derive from BaseException
+    except BaseException as error:
         report = pickle.dumps((False, time.monotonic(), (_pickled(error), traceback.format_exc())))
     sys.stdout.flush()
     outbox.send_bytes(report)
@@ -190,7 +190,7 @@ def _work(outbox: Connection, rank: int, world: int, port: int, key: str, job: b
 def _pickled(error: BaseException) -> bytes | None:
     try:
         return pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - __reduce__ may raise anything
+    except Exception:
         return None
 
 

@@ -70,7 +70,7 @@ def test_error_keeps_type_and_names_rank(gloo):
 
 
 def test_unpicklable_error_arrives_as_text(gloo):
-    with pytest.raises(gloo_module.WorkerError, match="(?s)rank .*cannot travel"):
+    with pytest.raises(gloo_module.WorkerError, match=r"(?s)rank .*cannot travel"):
         gloo(2, unpicklable)
 
 

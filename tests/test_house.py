@@ -23,6 +23,7 @@ FLOORS = [
         "tmoe.manifest",
         "tmoe.checkpoint",
         "tmoe.report",
+        "tmoe.progress",
         "tmoe.metrics",
         "tmoe.init",
     ),

@@ -63,8 +63,9 @@ def routers(seed: int, layers=3, experts=6) -> Stats:
 
 
 def step(log: Metrics, number: int, **values) -> None:
-    loss, norm = torch.tensor(10.0 / number), torch.tensor(1.5)
-    log.log(number, **(dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * number, router=routers(number)) | values))
+    loss, norm = torch.tensor(10.0 / (number + 1)), torch.tensor(1.5)
+    given = dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * (number + 1), router=routers(number))
+    log.log(number, **(given | values))
 
 
 def lines(path) -> list[dict]:
@@ -76,10 +77,10 @@ def lines(path) -> list[dict]:
 
 def test_a_line_holds_every_key_and_the_given_values(tmp_path):
     with start(config(tmp_path), peak=1e12) as log:
-        step(log, 1, val_loss=2.5, skipped=3, recompiles=2)
+        step(log, 0, val_loss=2.5, skipped=3, recompiles=2)
     (line,) = lines(tmp_path)
     assert set(line) == KEYS
-    want = routers(1)
+    want = routers(0)
     assert line["expert_counts"] == want.counts_LE.int().tolist()
     assert all(isinstance(count, int) for row in line["expert_counts"] for count in row)
     fullest = want.counts_LE.double().max(1).values / want.counts_LE.double().mean(1) - 1
@@ -94,7 +95,7 @@ def test_a_line_holds_every_key_and_the_given_values(tmp_path):
 def test_what_is_not_finite_is_null_and_the_file_strict_json(tmp_path):
     stats = Stats(torch.zeros(3, 6), torch.tensor([1.0, float("nan"), float("inf")]), torch.zeros(3))
     with start(config(tmp_path)) as log:
-        step(log, 1, loss=torch.tensor(float("nan")), grad_norm=float("inf"), router=stats)
+        step(log, 0, loss=torch.tensor(float("nan")), grad_norm=float("inf"), router=stats)
     (line,) = lines(tmp_path)
     assert line["loss"] is None and line["grad_norm"] is None
     assert line["entropy"] == [1.0, None, None]
@@ -110,16 +111,16 @@ def test_max_violation_by_hand():
 def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
     with start(config(tmp_path), peak=8e12) as log:
         clock.time += 60  # compilation
-        step(log, 1, tokens=4000)
+        step(log, 0, tokens=4000)
         clock.time += 2
-        step(log, 2, tokens=8000)
+        step(log, 1, tokens=8000)
         clock.time += 1
         with log.paused():
             clock.time += 30
         clock.time += 3
-        step(log, 4, tokens=16000, val_loss=1.0)
+        step(log, 3, tokens=16000, val_loss=1.0)
         clock.time += 4
-        step(log, 5, tokens=20000)
+        step(log, 4, tokens=20000)
     first, second, validated, last = lines(tmp_path)
     assert (first["tokens_per_s"], first["tflops"], first["mfu"]) == (None, None, None)
     assert second["tokens_per_s"] == 2000  # 4000 tokens in 2 s
@@ -132,9 +133,9 @@ def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
 
 def test_no_peak_no_mfu(tmp_path, clock):
     with start(config(tmp_path)) as log:
-        step(log, 1)
+        step(log, 0)
         clock.time += 1
-        step(log, 2)
+        step(log, 1)
     assert lines(tmp_path)[1]["mfu"] is None and lines(tmp_path)[1]["tflops"] > 0
 
 
@@ -145,7 +146,7 @@ def test_a_line_costs_one_copy_to_the_host(monkeypatch, tmp_path):
     for name in ("item", "__float__", "__int__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, lambda t: pytest.fail("a second host sync"))
     with start(config(tmp_path)) as log:
-        step(log, 1, val_loss=torch.tensor(3.0))
+        step(log, 0, val_loss=torch.tensor(3.0))
     assert copies == [3 + 3 * 6 + 3 + 3]
 
 
@@ -164,7 +165,7 @@ def test_other_ranks_write_and_read_nothing(tmp_path):
 
     path = tmp_path / "run"
     with start(config(path), rank=1) as log:
-        step(log, 1, loss=Untouchable(), router=Untouchable())
+        step(log, 0, loss=Untouchable(), router=Untouchable())
         with log.paused():
             log.note("unseen")
     assert not path.exists()
@@ -181,28 +182,33 @@ def test_evaluation_alone_leaves_the_run_folder_as_it_was(tmp_path, capsys):
     assert capsys.readouterr().out == "validation loss 1.0\n"
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_due_on_the_first_every_nth_and_the_last_step(tmp_path, every):
-    log = start(config(tmp_path, steps=11, every=every), rank=1, start_step=2)
-    want = range(3, 12) if every == 1 else [3, 4, 8, 11]
-    assert [number for number in range(3, 12) if log.due(number)] == list(want)
+def test_lines_for_the_first_every_nth_the_last_and_validated_steps(tmp_path, monkeypatch):
+    copies = []
+    monkeypatch.setattr(module, "to_host", lambda values, device: copies.append(1) or to_host(values, device))
+    with start(config(tmp_path, steps=12, every=4), start_step=2) as log:
+        for number in range(2, 12):
+            step(log, number, val_loss=1.0 if number == 6 else None)
+    assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6, 8, 11]
+    assert len(copies) == 5  # no tensor is read for the others
+    other = start(config(tmp_path, steps=12, every=4), rank=1, start_step=2)
+    assert [number for number in range(2, 12) if other.due(number)] == [2, 4, 8, 11]
 
 
 def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
     with start(config(tmp_path)) as log:
-        for number in range(1, 7):
+        for number in range(6):
             clock.time += 5
             step(log, number)
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step":7,"loss":1.')  # the kill came in the middle of a line
+        file.write('{"step":6,"loss":1.')  # the kill came in the middle of a line
     clock.time += 10_000  # the time between does not count
     with start(config(tmp_path), start_step=4) as log:
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]  # before anything is written
-        for number in range(5, 9):
+        assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]  # before anything is written
+        for number in range(4, 8):
             clock.time += 5
             step(log, number, lr=2e-3)
     written = lines(tmp_path)
-    assert [line["step"] for line in written] == list(range(1, 9))
+    assert [line["step"] for line in written] == list(range(8))
     assert [line["lr"] for line in written] == [1e-3] * 4 + [2e-3] * 4
     assert [line["seconds"] for line in written] == [5.0 * number for number in range(1, 9)]
     assert written[4]["tokens_per_s"] is None  # a new process compiles anew
@@ -234,7 +240,7 @@ def test_config_json_resolves_the_run_and_lists_its_starts(tmp_path):
     assert kept["config"] == json.loads(json.dumps(dataclasses.asdict(cfg)))
     assert kept["mesh"] == {"dp": 2, "ep": 2} and kept["world"] == 4
     assert kept["versions"] == {"torch": "x"}
-    # the second start did nothing before the third, at the same step, took its place
+    # the second start finished no step before the third took its place
     assert [(start["step"], start["mesh"]["ep"]) for start in kept["starts"]] == [(0, 2), (5, 2)]
     assert not (tmp_path / "report.png").exists()  # nothing was logged
 
@@ -272,11 +278,11 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with start(config(tmp_path, tensorboard=True)) as log:
-        step(log, 1)
-        step(log, 2, val_loss=0.5, loss=torch.tensor(float("nan")))
+        step(log, 0)
+        step(log, 1, val_loss=0.5, loss=torch.tensor(float("nan")))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 10.0)]
-    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 10.0)]
+    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(1, 0.5)]
     worst = max(lines(tmp_path)[1]["max_violation"])
     assert events.Scalars("router/max_violation_max")[1].value == pytest.approx(worst)
 
@@ -301,18 +307,18 @@ def test_wandb_goes_on_under_the_same_id_when_resumed(tmp_path, monkeypatch):
     cfg = config(tmp_path, wandb="mine")
     for first in (0, 1, 0):
         with start(cfg, start_step=first) as log:
-            step(log, first + 1)
+            step(log, first)
     opened = [call for call in calls if isinstance(call, dict) and "project" in call]
     assert opened[0]["project"] == "mine" and opened[0]["config"]["steps"] == 10
     assert opened[0]["id"] == opened[1]["id"] != opened[2]["id"]
-    assert calls[1]["step"] == 1 and calls[1]["loss"] == 10.0 and calls[2] == "end"
+    assert calls[1]["step"] == 0 and calls[1]["loss"] == 10.0 and calls[2] == "end"
 
 
 def test_without_a_terminal_lines_come_now_and_then(tmp_path, clock, capsys):
     with start(config(tmp_path, steps=1000, progress=True)) as log:
-        for number in range(1, 101):
+        for number in range(100):
             clock.time += 0.5
-            step(log, number, val_loss=1.25 if number == 30 else None)
+            step(log, number, val_loss=1.25 if number == 29 else None)
     out = capsys.readouterr().out.splitlines()
     assert [int(re.match(r"step (\d+)/1000  loss ", line)[1]) for line in out] == [1, 21, 30, 50, 70, 90]
     assert "val 1.2500" in out[2]
@@ -321,7 +327,7 @@ def test_without_a_terminal_lines_come_now_and_then(tmp_path, clock, capsys):
 
 def test_progress_off_prints_notes_alone(tmp_path, capsys):
     with start(config(tmp_path)) as log:
-        step(log, 1)
+        step(log, 0)
         log.note("[saved] checkpoint")
     assert capsys.readouterr().out == "[saved] checkpoint\n"
 
@@ -345,9 +351,9 @@ def test_a_terminal_gets_one_bar_with_notes_above(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stdout", terminal)
     with start(config(tmp_path, progress=True)) as log:
-        step(log, 1)
+        step(log, 0)
         log.note("[saved] checkpoint")
-        step(log, 2)
+        step(log, 1)
     terminal.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", read_all(master).decode())
     assert "[saved] checkpoint" in shown
@@ -356,7 +362,7 @@ def test_a_terminal_gets_one_bar_with_notes_above(tmp_path, monkeypatch):
 
 def test_an_exception_still_ends_the_bar_and_draws(tmp_path, pictures):
     with pytest.raises(KeyboardInterrupt), start(config(tmp_path)) as log:
-        step(log, 1)
+        step(log, 0)
         raise KeyboardInterrupt
     assert (tmp_path / "report.png").exists()
     log.close()  # again: nothing
@@ -371,13 +377,13 @@ def is_picture(path) -> bool:
 
 def test_load_gathers_series_and_the_last_window(tmp_path):
     with start(config(tmp_path, steps=70)) as log:
-        for number in range(1, 71):
-            step(log, number, val_loss=0.1 if number == 70 else None, lr=number / 100)
+        for number in range(70):
+            step(log, number, val_loss=0.1 if number == 69 else None, lr=number / 100)
     run = report.load(tmp_path)
-    assert run.steps.tolist() == list(range(1, 71))
-    assert run.series["lr"].tolist() == [number / 100 for number in range(1, 71)]
+    assert run.steps.tolist() == list(range(70))
+    assert run.series["lr"].tolist() == [number / 100 for number in range(70)]
     assert np.isfinite(run.series["val_loss"]).sum() == 1
-    want = sum(routers(number).counts_LE for number in range(21, 71))
+    want = sum(routers(number).counts_LE for number in range(20, 70))
     assert np.array_equal(run.counts, want.numpy())
     assert run.violation.shape == (70, 3)
 
@@ -394,15 +400,15 @@ def test_every_kind_of_run_draws_without_warnings(tmp_path, pictures, kind):
     }.get(kind, {})
     for first, last in {"one line": [(0, 1)], "resumed": [(0, 8), (6, 12)]}.get(kind, [(0, 12)]):
         with start(cfg, start_step=first, peak=8e12) as log:
-            for number in range(first + 1, last + 1):
+            for number in range(first, last):
                 step(log, number, **changes)
     assert is_picture(tmp_path / "report.png")
 
 
 def test_command_line_draws_a_bare_metrics_file(tmp_path, pictures, capsys):
     with start(config(tmp_path)) as log:
+        step(log, 0)
         step(log, 1)
-        step(log, 2)
     (tmp_path / "report.png").unlink()
     (tmp_path / "config.json").unlink()
     with open(tmp_path / "metrics.jsonl", "a") as file:

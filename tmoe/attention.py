@@ -43,6 +43,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # the cache outlives the caller's mode, and autograd refuses inference tensors
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [S, C] in fp32; the two halves of C repeat (pairs are (i, i + C/2), as in Hugging Face's models)."""
     freq, factor = rope_frequencies(rope, head_dim)
@@ -87,12 +88,14 @@ class Attention(nn.Module):
         if cfg.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC)
+        if mask is not None and x_BSD.is_cuda:  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
+            k, v = (t.repeat_interleave(cfg.heads // cfg.kv_heads, 2) for t in (k, v))
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=cfg.kv_heads != cfg.heads,
+            enable_gqa=k.shape[2] != cfg.heads,
         )
         return self.o(y.transpose(1, 2).flatten(-2))

@@ -48,7 +48,7 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None) -> Load:
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
 
     def per_sequence(v_T: Tensor) -> Tensor:
-        return v_T.unflatten(0, (sequences, -1)).sum(1)
+        return v_T.unflatten(0, (sequences, v_T.shape[0] // max(sequences, 1))).sum(1)  # -1 fails for B = 0
 
     return Load(
         per_sequence(probs_TE * keep_T[:, None]),
@@ -81,7 +81,10 @@ class Balancer:
         ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all."""
         cfg = self.cfg
         if totals is None:
-            totals = Totals(load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_tensor(load.tokens_B.shape[1]))
+            self.start_step()
+            totals = Totals(
+                load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_tensor(load.tokens_B.shape[1])
+            )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":
             loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals)

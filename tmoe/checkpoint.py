@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe import manifest as files
 from tmoe.manifest import CheckpointError, Manifest, read_manifest, verify
-from tmoe.shards import RNG, Planner, Reader, Writer, write_stock_metadata
+from tmoe.shards import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 
 __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
 
@@ -116,7 +117,7 @@ class Checkpoints:
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
         """This rank's part of every tensor; async: copied into buffers that are kept, for pinning memory is slow."""
-        local = {name: t.detach().to_local() if isinstance(t, DTensor) else t.detach() for name, t in tensors.items()}
+        local = {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
         if self.mode == "sync":
             return local
         kept = self._staging
@@ -130,10 +131,11 @@ class Checkpoints:
     @torch.no_grad()
     def _write(self, step: int, tensors: dict[str, Tensor], local: dict[str, Tensor], state: str) -> None:
         final = self.folder / f"step-{step}"
-        temporary = self._together(f"saving {final}", lambda: self._make_temporary(final))[0]
-        writer = Writer(temporary, self._rank, lambda *written: self._publish(final, temporary, step, state, *written))
+        temporary = Path(self._together(f"saving {final}", lambda: self._make_temporary(final))[0])
+        planner = Planner(local)
+        writer = Writer(temporary, self._rank, planner, partial(self._publish, final, temporary, step, state))
         try:
-            self._dcp(f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), Planner(local))
+            self._dcp(f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), planner)
         except BaseException:
             if self._rank == 0:
                 files.remove(temporary)
@@ -142,27 +144,26 @@ class Checkpoints:
             self._whole[final] = stamp
         self._retain()
 
-    def _make_temporary(self, final: Path) -> Path | None:
+    def _make_temporary(self, final: Path) -> str:
         """Rank 0 clears what killed saves left and makes the folder that all ranks write into."""
         if self._rank:
-            return None
+            return ""
         self.folder.mkdir(parents=True, exist_ok=True)
         files.sweep(self.folder)
         temporary = files.beside(final, "tmp")
         temporary.mkdir()
-        return temporary
+        return str(temporary)
 
-    def _publish(self, final: Path, temporary: Path, step: int, state: str, tensors: dict, entries: dict) -> None:
+    def _publish(self, final: Path, temporary: Path, step: int, state: str, tensors: Tensors, entries: Files) -> None:
         """Rank 0, when every shard is on the disk: DCP's metadata, the manifest, the rename."""
         fields = json.loads(state)
-        earlier, _ = files.published(self.folder)
+        # Later than every other step, also when the clock was set back.
+        saved_ns = max([time.time_ns(), *(earlier + 1 for earlier, _ in files.published(self.folder)[0])])
         manifest = Manifest(
             step=step,
             tokens=fields.get("tokens"),
             world=self._world,
-            saved_ns=max(
-                [time.time_ns(), *(saved_ns + 1 for saved_ns, _ in earlier)]
-            ),  # also when the clock was set back
+            saved_ns=saved_ns,
             info=self.info,
             state=fields,
             files=entries | {".metadata": write_stock_metadata(temporary, tensors)},
@@ -170,9 +171,7 @@ class Checkpoints:
         )
         files.write_manifest(temporary, manifest)
         if problems := verify(temporary, share=None):
-            raise CheckpointError(
-                f"rank 0 does not see all that was written; is the folder shared? {'; '.join(problems)}"
-            )
+            raise CheckpointError(f"rank 0 misses what others wrote; is the folder shared? {'; '.join(problems)}")
         files.publish(temporary, final)
 
     def _retain(self) -> None:
@@ -282,8 +281,8 @@ class Checkpoints:
         problems = list(dict.fromkeys(problem for _, _, found in votes for problem in found))
         if not problems and len({digest for _, digest, _ in votes}) > 1:
             problems = [f"{path / files.NAME}: ranks see different contents; is the folder shared by all of them?"]
-        if not problems and votes[self._rank][0]:
-            self._whole[path] = votes[self._rank][0]
+        if not problems and (stamp := votes[self._rank][0]):
+            self._whole[path] = stamp
         return problems
 
     def _warn(self, problems: list[str]) -> None:
@@ -297,10 +296,9 @@ class Checkpoints:
             result = work()
         except Exception as caught:  # whatever it is, the other ranks are waiting
             error = caught
-        votes: list[Any] = [(result, error and _describe(error))]
+        votes: list[Any] = [(result, error and _describe(error))] * self._world
         if self._group:
-            mine, votes = votes[0], [None] * self._world
-            dist.all_gather_object(votes, mine, group=self._group)
+            dist.all_gather_object(votes, votes[0], group=self._group)
         if failures := {rank: why for rank, (_, why) in enumerate(votes) if why}:
             raise CheckpointError(_report(doing, failures)) from error
         return [value for value, _ in votes]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
-
 class ConfigError(ValueError):
     """A setting that cannot work, with the flag to change and what would be valid."""
 

@@ -37,10 +37,8 @@ from tmoe.corpus import (
     text_files,
     write_shards,
 )
+from tmoe.loss import IGNORE
 from tmoe.tokenizer import DataError, load_tokenizer
-
-IGNORE = -100
-"""target that no loss counts, torch's ignore_index"""
 
 
 class Batch(NamedTuple):

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in fp32, enough rows to fill a GPU's matrix units at any V
 IGNORE = -100  # target that counts in no loss
@@ -21,7 +22,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h_TD) if needs_h else None
         grad_w = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_w else None
         loss = torch.zeros((), device=h_TD.device)
-        for h, targets, i in zip(h_TD.split(rows), targets_T.split(rows), range(0, h_TD.shape[0], rows), strict=True):
+        for i in range(0, h_TD.shape[0], rows):
+            h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
             logits = (h @ weight_VD.t()).float()
             keep = targets != IGNORE
             index = targets.where(keep, 0)[:, None]
@@ -41,6 +43,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_h, grad_w = ctx.saved_tensors
         if grad_h is not None:
@@ -56,5 +59,9 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
     Differentiable in h and weight (once: the gradient is made in forward).
     """
     if targets_T.shape != h_TD.shape[:1]:
-        raise ValueError(f"targets: shape {tuple(targets_T.shape)} must be {tuple(h_TD.shape[:1])}, one for each row of h")
+        raise ValueError(
+            f"targets: shape {tuple(targets_T.shape)} must be {tuple(h_TD.shape[:1])}, one for each row of h"
+        )
+    if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad: validation would make gradients
+        h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
     return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T)

@@ -23,7 +23,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and sync `folder/manifest.json`: one line a field, file and tensor, so that grep and diff work on it."""
-    fields = {"format": FORMAT, **vars(manifest)}
+    fields: dict[str, Any] = {"format": FORMAT, **vars(manifest)}
     lines = [f'"{key}": ' + (_table(v) if key in ("files", "tensors") else json.dumps(v)) for key, v in fields.items()]
     body = b'",\n' + ",\n".join(lines).encode() + b"\n}\n"
     digest = hashlib.sha256(_HEAD + _BLANK + body).hexdigest().encode()
@@ -149,8 +149,12 @@ def _parse(fields: dict[str, Any]) -> Manifest:
 
 
 def _parse_tensor(entry: dict[str, Any]) -> TensorEntry:
-    chunks = [Chunk(**{**c, "offset": tuple(c["offset"]), "shape": tuple(c["shape"])}) for c in entry.pop("chunks")]
-    return TensorEntry(**{**entry, "shape": tuple(entry["shape"])}, chunks=tuple(chunks))
+    chunks = tuple(Chunk(**_tuples(chunk)) for chunk in entry["chunks"])
+    return TensorEntry(**_tuples(entry) | {"chunks": chunks})
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
@@ -238,7 +242,8 @@ class HashedFile:
     """
 
     def __init__(self, path: Path):
-        self.path, self.size, self._sha, self._failed = path, 0, hashlib.sha256(), None
+        self.path, self.size, self._sha = path, 0, hashlib.sha256()
+        self._failed: OSError | None = None
 
     def __enter__(self) -> HashedFile:
         self._file = open(self.path, "xb")
@@ -280,7 +285,7 @@ def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Ch
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
         tensor = tensor.clone()
     at, digest = file.size, _content_hash(tensor)
-    torch.save(tensor, file)
+    torch.save(tensor, cast(IO[bytes], file))
     return Chunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
 
 
@@ -301,7 +306,8 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 
 
 def _content_hash(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(array).hexdigest()
 
 
 # ---- folders ----
@@ -316,11 +322,11 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
     found, problems = [], []
     for path in _entries(folder, published=True):
         try:
-            found.append((int(_SAVED.search(_read_bytes(path / NAME))[1]), path))
-        except (CheckpointError, TypeError) as error:
-            problems.append(
-                str(error) if isinstance(error, CheckpointError) else f"{path / NAME}: malformed: no saved_ns"
-            )
+            if not (line := _SAVED.search(_read_bytes(path / NAME))):
+                raise CheckpointError(f"{path / NAME}: malformed: no saved_ns")
+            found.append((int(line[1]), path))
+        except CheckpointError as error:
+            problems.append(str(error))
     return sorted(found, reverse=True), problems
 
 

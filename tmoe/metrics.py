@@ -47,13 +47,13 @@ class RouterStats(Protocol):
 class Metrics:
     """The log of a run, in the folder cfg.out. Made and called on every rank; rank 0 alone reads tensors and writes.
 
-    A line of metrics.jsonl holds `step` (finished ones, so the first is 1, as in checkpoints/step-N), `tokens` and
-    `seconds` since the beginning (restarts included, the time between them not), `loss`, `val_loss`, `grad_norm`, `lr`,
+    A line of metrics.jsonl holds `step` (from 0: the last before checkpoints/step-N is N - 1), `tokens` and `seconds`
+    since the beginning (restarts included, the time between them not), `loss`, `val_loss`, `grad_norm`, `lr`,
     `tokens_per_s` (all ranks), `tflops` and `mfu` (of one GPU), `peak_gib` (most memory allocated on rank 0's GPU; on a CPU
     rank 0's most resident memory), `skipped` and `recompiles` as given, and of each MoE layer `expert_counts`
     [layers][E], `max_violation`, `entropy`, `dropped`. What is unknown or not finite is null.
 
-    start_step: steps finished before this process; lines of later ones are dropped, as they will be written again.
+    start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
     flops_per_token: of accounting.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
     With cfg.eval_only nothing is written: notes are printed.
@@ -92,14 +92,14 @@ class Metrics:
         path = self.run / "metrics.jsonl"
         self.seconds_before, dropped = rewind(path, self.start_step)
         if dropped:
-            self.note(f"{path}: dropped {dropped} lines that are torn or of steps after {self.start_step}")
+            self.note(f"{path}: dropped {dropped} lines, torn or of steps from {self.start_step} on")
         self.lines = open(path, "a", buffering=1)  # noqa: SIM115 (stays open; each line goes out at once)
         self.sinks = make_sinks(self.cfg, self.run, self.start_step)
 
     def due(self, step: int) -> bool:
         """Whether `step` deserves a line, the same on every rank: the first of this process (throughput counts from its
         end), every cfg.log.every-th, the last. What only the log needs, the routers' collective say, can wait for it."""
-        return step in (self.start_step + 1, self.cfg.steps) or step % self.cfg.log.every == 0
+        return step in (self.start_step, self.cfg.steps - 1) or step % self.cfg.log.every == 0
 
     def log(
         self,
@@ -114,12 +114,15 @@ class Metrics:
         skipped: int = 0,
         recompiles: int = 0,
     ) -> None:
-        """Writes a line, with numbers that hold for all ranks: 0-dim tensors or floats; `tokens` all ranks' since step 0.
+        """Called after every step; writes a line if the step is `due` or validated, else only moves the progress bar.
 
-        Tensors are read by one copy to the host, on rank 0. router: None for a model without MoE layers.
+        Numbers hold for all ranks, as 0-dim tensors or floats; `tokens`: all ranks' since step 0. Tensors are read only for
+        a line, by one copy to the host, on rank 0. router: None if not due, or without MoE layers.
         """
-        if self.lines is None:
+        if self.lines is None or self.display is None:
             return
+        if not self.due(step) and val_loss is None:
+            return self.display.advance(step)
         values: dict[str, Any] = {"loss": loss, "val_loss": val_loss, "grad_norm": grad_norm}
         if router is not None:
             values |= {"expert_counts": router.counts_LE, "entropy": router.entropy_L, "dropped": router.dropped_L}
@@ -134,7 +137,11 @@ class Metrics:
             line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
-        self.write(finite(line))
+        line = finite(line)
+        self.lines.write(json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+        for sink in self.sinks:
+            sink.write(scalars(line), step)
+        self.display.show(line)
 
     def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
         if tokens_per_s is None:
@@ -142,13 +149,6 @@ class Metrics:
         own = tokens_per_s / self.world
         share = mfu(self.flops_per_token, own, self.peak)
         return {"tokens_per_s": tokens_per_s, "tflops": own * self.flops_per_token / 1e12, "mfu": share}
-
-    def write(self, line: dict[str, Any]) -> None:
-        assert self.lines is not None and self.display is not None
-        self.lines.write(json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
-        for sink in self.sinks:
-            sink.write(scalars(line), line["step"])
-        self.display.show(line)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -279,14 +279,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def rewind(path: Path, start_step: int) -> tuple[float, int]:
-    """Leaves only whole lines of steps up to `start_step` in `path`, atomically. Returns the last one's `seconds` (0 without any) and
+    """Leaves only whole lines of steps before `start_step` in `path`, atomically. Returns the last one's `seconds` (0 without any) and
     the number of lines dropped. Line by line: a long run's file may be larger than memory."""
     seconds, dropped = 0.0, 0
     if not path.exists():
         return seconds, dropped
     with written_whole(path) as file:
         for line in read_lines(path):
-            if line is None or line["step"] > start_step:
+            if line is None or line["step"] >= start_step:
                 dropped += 1
                 continue
             seconds = line.get("seconds") or seconds

@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.attention = Attention(cfg)
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.moe = MoE(cfg.dim, cfg.moe) if cfg.is_moe(layer) else None
-        self.ffn = None if cfg.is_moe(layer) else SwiGLU(cfg.dim, cfg.ffn_dim)
+        self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
 
     def forward(self, x: Tensor, *context) -> tuple[Tensor, Load | None]:
@@ -35,12 +35,15 @@ class Block(nn.Module):
             return self.compute(x, *context)
         return self.moe.experts(self.compute, x, *context)
 
-    def compute(self, x, cos_SC, sin_SC, mask, padding, experts: LocalExperts | None = None) -> tuple[Tensor, Load | None]:
+    def compute(
+        self, x, cos_SC, sin_SC, mask, padding, experts: LocalExperts | None = None
+    ) -> tuple[Tensor, Load | None]:
         if self.must_compile and not torch.compiler.is_compiling():  # traced once, so it costs nothing when compiled
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
         x = x + self.drop(self.attention(self.attention_norm(x), cos_SC, sin_SC, mask))
-        if self.moe is None:
+        if self.ffn is not None:
             return x + self.drop(self.ffn(self.ffn_norm(x))), None
+        assert self.moe is not None and experts is not None
         y, load = self.moe.route(self.ffn_norm(x), padding, experts)
         return x + self.drop(y), load
 

@@ -29,7 +29,7 @@ def dry_run(cfg: Config) -> None:
     parallelize(model, mesh, cfg)
     dp, ep = mesh.grid.shape
     counts = count_parameters(cfg.model)
-    console = Console(width=140)
+    console = Console(width=150)
     console.print(f"{world} ranks: dp {dp} x ep {ep}")
     console.print(
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
@@ -45,7 +45,16 @@ def placements(model: Transformer) -> Table:
     for name, p in model.named_parameters():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         groups[kind, tuple(p.shape), str(p.placements), str(p.device_mesh.mesh_dim_names)].append(local_part(p))
-    table = Table(Column("parameter", no_wrap=True), "copies", "shape", "mesh", "placement", "on rank 0", title="placement", title_justify="left")
+    table = Table(
+        Column("parameter", no_wrap=True),
+        "copies",
+        "shape",
+        "mesh",
+        "placement",
+        "on rank 0",
+        title="placement",
+        title_justify="left",
+    )
     for (kind, shape, placed, axes), parts in groups.items():
         table.add_row(kind, str(len(parts)), str(list(shape)), axes, placed, str(list(parts[0].shape)))
     return table

@@ -29,8 +29,11 @@ class Bar:
         self.task = self.bar.add_task("", total=cfg.steps, completed=start_step, numbers="first step: compiling")
         self.bar.start()
 
+    def advance(self, step: int) -> None:
+        self.bar.update(self.task, completed=step + 1)
+
     def show(self, line: dict[str, Any]) -> None:
-        self.bar.update(self.task, completed=line["step"], numbers=summary(line))
+        self.bar.update(self.task, completed=line["step"] + 1, numbers=summary(line))
 
     def note(self, text: str) -> None:
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -44,22 +47,25 @@ class Lines:
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         self.steps = cfg.steps
-        self.first, self.since = 0, 0.0  # step and time of the first line, which compilation precedes
+        self.first, self.since = start_step, 0.0  # the first step and when it ended: compilation lies before
         self.last = -math.inf
+
+    def advance(self, step: int) -> None:
+        pass
 
     def show(self, line: dict[str, Any]) -> None:
         now, step = time.perf_counter(), line["step"]
-        if now - self.last < PLAIN_SECONDS and step != self.steps and line["val_loss"] is None:
+        if now - self.last < PLAIN_SECONDS and step != self.steps - 1 and line["val_loss"] is None:
             return
-        if self.first == 0:
-            self.first, self.since = step, now
+        if step == self.first:
+            self.since = now
         self.last = now
-        self.note(f"step {step}/{self.steps}  {summary(line)}{self.left(step, now)}")
+        self.note(f"step {step + 1}/{self.steps}  {summary(line)}{self.left(step, now)}")
 
     def left(self, step: int, now: float) -> str:
-        if step in (self.first, self.steps):
+        if step in (self.first, self.steps - 1):
             return ""
-        seconds = (now - self.since) / (step - self.first) * (self.steps - step)
+        seconds = (now - self.since) / (step - self.first) * (self.steps - 1 - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def note(self, text: str) -> None:

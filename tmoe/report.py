@@ -89,8 +89,8 @@ def draw(path: Path) -> Path:
 
 
 def title(run: Run) -> str:
-    last = int(run.steps[-1])
-    parts = [run.name, f"{last:,} step{'s' * (last != 1)}"]
+    done = int(run.steps[-1]) + 1
+    parts = [run.name, f"{done:,} step{'s' * (done != 1)}"]
     if "parameters" in run.config:
         counts, mesh = run.config["parameters"], run.config["mesh"]
         parts.append(f"{short(counts['total'])} parameters, {short(counts['active'])} active")

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerAction
 
 
 @dataclass
@@ -51,12 +53,16 @@ def start(seed: int) -> Runtime:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        where = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10), **where)
+        if "RANK" not in os.environ:  # no launcher: a group of one needs no address to meet at
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
     random.seed(seed + rank)
     np.random.seed(seed + rank)
     torch.manual_seed(seed + rank)
-    runtime = Runtime(rank, world, device, dist.new_group(backend="gloo"))
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    runtime = Runtime(rank, world, device, control)
 
     def hear(signum, frame):
         runtime.stop = True
@@ -105,3 +111,17 @@ class Graphs:
         if phase in self.known:
             self.recompiles += new
         self.known[phase] = self.known.get(phase, 0) + new
+
+
+def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
+    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start` on."""
+    none, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "RECORD", "RECORD_AND_SAVE"))
+
+    def action(i: int) -> ProfilerAction:
+        step = start + i
+        return none if step not in steps else record if step + 1 in steps else save
+
+    def write(p: torch.profiler.profile) -> None:
+        p.export_chrome_trace(f"{out}/trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
+
+    return torch.profiler.profile(schedule=action, on_trace_ready=write) if steps else nullcontext()

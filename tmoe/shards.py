@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,13 +26,22 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 # The one name that DCP does not export: stock FileSystemReader finds payloads in .metadata by it (the same in torch 2.11 and 2.13).
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -42,6 +51,8 @@ from tmoe.manifest import Chunk, FileEntry, Manifest, TensorEntry
 WRITERS = 8  # shard files that a rank writes at once, each hashed by its own thread
 READERS = 8
 SMALL = 64 << 20  # bytes below which another shard file is not worth its fsync
+Tensors = dict[str, TensorEntry]
+Files = dict[str, FileEntry]
 RNG = "rng."  # names of generator states: rng.RANK.NAME
 
 
@@ -61,9 +72,6 @@ class Planner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # names are flat already
         self.local = local
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.local[index.fqn]
-
     def placement(self, name: str) -> str:
         tensor = self.state_dict[name]
         if not isinstance(tensor, DTensor):
@@ -79,10 +87,8 @@ class Writer(StorageWriter):
     DCP shares an error on any rank, in write_data or in publish, with all of them.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, publish: Callable[[dict[str, TensorEntry], dict[str, FileEntry]], None]
-    ):
-        self.folder, self.rank, self.publish = folder, rank, publish
+    def __init__(self, folder: Path, rank: int, planner: Planner, publish: Callable[[Tensors, Files], None]):
+        self.folder, self.rank, self.planner, self.publish = folder, rank, planner, publish
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         pass
@@ -98,18 +104,18 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         with ThreadPoolExecutor(WRITERS) as pool:
-            parts = list(pool.map(lambda part: self._write_file(*part, planner), enumerate(_split(plan.items))))
+            parts = list(pool.map(self._write_file, itertools.count(), _split(plan.items)))
         done: torch.futures.Future = torch.futures.Future()
         done.set_result([result for part in parts for result in part])
         return done
 
-    def _write_file(self, number: int, items: list[WriteItem], planner: Planner) -> list[WriteResult]:
-        boxes = [(planner.resolve_data(item), item.tensor_data.chunk.offsets) for item in items]
+    def _write_file(self, number: int, items: list[WriteItem]) -> list[WriteResult]:
+        boxes = [(self.planner.local[item.index.fqn], _box(item).offsets) for item in items]
         with files.HashedFile(self.folder / f"__{self.rank}_{number}.distcp") as file:
             chunks = [files.write_chunk(file, tensor, offset) for tensor, offset in boxes]
         entry = file.entry()
         return [
-            WriteResult(item.index, chunk.size, Record(chunk, entry, planner.placement(item.index.fqn)))
+            WriteResult(item.index, chunk.size, Record(chunk, entry, self.planner.placement(item.index.fqn)))
             for item, chunk in zip(items, chunks, strict=True)
         ]
 
@@ -118,18 +124,29 @@ class Writer(StorageWriter):
         for result in itertools.chain(*results):
             records.setdefault(result.index.fqn, []).append(result.storage_data)
         entries = {r.chunk.file: r.file for r in itertools.chain(*records.values())}
-        self.publish({n: _tensor_entry(metadata.state_dict_metadata[n], records[n]) for n in sorted(records)}, entries)
+        planned = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
+        self.publish({name: _tensor_entry(planned[name], records[name]) for name in sorted(records)}, entries)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
 
 
+def _planned(item: WriteItem) -> TensorWriteData:
+    if item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor; everything else belongs into the state")
+    return item.tensor_data
+
+
+def _box(item: WriteItem) -> ChunkStorageMetadata:
+    return _planned(item).chunk
+
+
 def _split(items: list[WriteItem]) -> list[list[WriteItem]]:
     """Items in at most WRITERS lists of about equal bytes: the largest first, each to the list that holds least."""
 
     def size(item: WriteItem) -> int:
-        return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        return math.prod(_box(item).sizes) * _planned(item).properties.dtype.itemsize
 
     count = min(WRITERS, 1 + sum(map(size, items)) // SMALL)
     parts: list[list[WriteItem]] = [[] for _ in range(count)]
@@ -148,7 +165,7 @@ def _tensor_entry(planned: TensorStorageMetadata, records: list[Record]) -> Tens
 
 def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
     """What DCP wants to know of a folder, from its manifest."""
-    layout = {
+    layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=files.dtype_of(entry.dtype)),
             torch.Size(entry.shape),
@@ -196,9 +213,9 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
-            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(item)
         with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(lambda pair: self._read_chunk(*pair, planner), wanted.items()))
+            list(pool.map(lambda pair: self._read_chunk(pair[0], pair[1], planner), wanted.items()))
         done: torch.futures.Future = torch.futures.Future()
         done.set_result(None)
         return done

@@ -105,33 +105,48 @@ class Layer:
         )
         return rows
 
-    def ping_pong(self, kind, cfg, a, b, outs, width, b_rows, h=None, ds=None, keep=True):
-        """Launch hopper.ping_pong: outs are three [N, >= width] results (one, thrice, for "rows"), h the halves of H for "dh"."""
-        pair = kind == "up"
-        box = [2, cfg.BN // 2, cfg.BL] if pair else [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
+    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", keep=True, h=None, ds=None):
+        """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
+
+        outs are its c, c2, c3; h the halves of H for "dh". See there for kind and gather.
+        """
+        dw, pair = kind == "dw", kind == "up"
         columns = cfg.BN // 2 if pair else cfg.BN
-        gate, up = (hopper.describe(t, [cfg.BM, cfg.BN]) for t in (h or (a, a)))
+        a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
+        b_box = [cfg.BL, cfg.BN] if dw else [2, columns, cfg.BL] if pair else [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
+        rows = hopper.describe_ragged if dw else hopper.describe
+        a_arg = a if gather == "a" else rows(a, a_box)
+        b_arg = b if gather == "b" else rows(b, b_box)
+        out_width = columns // cfg.SUB
+        h_args = [hopper.describe(t, [cfg.BM, out_width]) for t in h] if h else [None, None]
+        num_m, num_n = triton.cdiv(a.shape[1], cfg.BM) if dw else 0, triton.cdiv(width, columns)
+        if dw:
+            c_args = [hopper.describe(t, [1, cfg.BM, out_width]) for t in outs]
+            tiles, tile_args = self.E * num_m * num_n, (self.meta.by_size, 0, self.meta.offsets)
+        else:
+            c_args = [hopper.describe_ragged(t, [cfg.BM, out_width]) for t in outs]
+            tiles, tile_args = self.row_tiles(cfg, width, columns), self.tile_args(cfg)
         launch(
-            hopper.ping_pong, self.grid(cfg, self.row_tiles(cfg, width, columns)),
-            hopper.describe(a, [cfg.BM, cfg.BL]), hopper.describe(b, box), gate, up,
-            *(hopper.describe_ragged(t, [cfg.BM, columns]) for t in outs),
-            self.weights, ds, self.meta.order, *self.tile_args(cfg), self.N, triton.cdiv(width, columns),
-            triton.cdiv(a.shape[1], cfg.BL), cfg.GROUP,
-            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, kind, b_rows, keep, num_warps=4,
+            hopper.specialised, self.grid(cfg, tiles),
+            a_arg, b_arg, *h_args, *c_args, self.weights, ds, self.meta.order, *tile_args,
+            self.N, self.E, num_m, num_n, triton.cdiv(length, cfg.BL), cfg.GROUP, self.D,
+            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, b_rows, keep, gather, num_warps=8,
         )  # fmt: skip
 
     def up(self, h_N2F):
         """act [N, F]; writes H unless it is None."""
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
-        if cfg.ping_pong:
-            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
+        x = self.x if cfg.gather else self.gathered(self.x)
+        if cfg.outs:
             w = self.gate_up.view(2 * self.E, self.F, self.D)
-            self.ping_pong("up", cfg, self.gathered(self.x), w, outs, self.F, True, keep=h_N2F is not None)
+            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
+            gather = "a" if cfg.gather else ""
+            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, gather, keep=h_N2F is not None)
             return act
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
-        x = self.x if cfg.gather else plain(self.gathered(self.x), [cfg.BM, cfg.BL], self.tma)
+        x = x if cfg.gather else plain(x, [cfg.BM, cfg.BL], self.tma)
         w = plain(
             self.gate_up.view(2 * self.E, self.F, self.D),
             [2, cfg.BN // 2, cfg.BL],
@@ -152,8 +167,8 @@ class Layer:
         (R, C), L = b.shape[1:], a.shape[1]
         W = R if b_rows else C
         c = self.empty(self.N, W)
-        if cfg.ping_pong:
-            self.ping_pong("rows", cfg, a, b, (c, c, c), W, b_rows)
+        if cfg.outs:
+            self.specialised("rows", cfg, a, b, (c, c, c), W, L, b_rows)
             return c
         launch(
             kernels.rows_kernel, self.grid(cfg, self.row_tiles(cfg, W, cfg.BN)),
@@ -175,10 +190,10 @@ class Layer:
             self.empty(self.N, self.F),
             self.empty(parts, self.N, dtype=torch.float32),
         )
-        if cfg.ping_pong:
+        if cfg.outs:
             outs = dh[:, : self.F], dh[:, self.F :], act
             h = h_N2F[:, : self.F], h_N2F[:, self.F :]
-            self.ping_pong("dh", cfg, dy, self.down, outs, self.F, False, h, ds)
+            self.specialised("dh", cfg, dy, self.down, outs, self.F, self.D, False, "a" if cfg.gather else "", h=h, ds=ds)
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
@@ -193,17 +208,20 @@ class Layer:
         )  # fmt: skip
         return dh, act, ds
 
-    def dw(self, kernel, p, q, gather):
-        """[E, P, Q] = rows of p transposed times rows of q; gather names the operand ("p", "q") that is still [T, D], or ""."""
+    def dw(self, kernel, a, b, gather):
+        """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or ""."""
         cfg = self.config(kernel)
-        P, Q = p.shape[1], q.shape[1]
+        P, Q = a.shape[1], b.shape[1]
         c = self.empty(self.E, P, Q)
+        if cfg.outs:
+            self.specialised("dw", cfg, a, b, (c, c, c), Q, gather=gather)
+            return c
         launch(
             kernels.dw_kernel, self.grid(cfg, self.E * triton.cdiv(P, cfg.BM) * triton.cdiv(Q, cfg.BN)),
-            p if gather == "p" else ragged(p, [cfg.BL, cfg.BM], self.tma),
-            q if gather == "q" else ragged(q, [cfg.BL, cfg.BN], self.tma),
+            a if gather == "a" else ragged(a, [cfg.BL, cfg.BM], self.tma),
+            b if gather == "b" else ragged(b, [cfg.BL, cfg.BN], self.tma),
             plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], self.tma),
-            self.meta.order, self.meta.offsets, self.meta.by_size, self.E, P, Q, P, Q,
+            self.meta.order, self.meta.offsets, self.meta.by_size, self.E, P, Q,
             cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, self.precision,
             num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
@@ -243,8 +261,8 @@ def backward(dy, x, gate_up, down, weights, h, packed):
     fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
     dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
     dh, act, ds = layer.dh(dy if fused[0] else dy_N, h)
-    d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "p" if fused[1] else "")
+    d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "")
     del dy_N, act
     dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, ds)
-    d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "q" if fused[2] else "")
+    d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "")
     return dx, d_gate_up, d_down, d_weights

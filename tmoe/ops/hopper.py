@@ -63,22 +63,32 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
 
 
 @gluon.jit
-def row_layout(W: gl.constexpr):
-    """Four warps over rows of W elements, 16 bytes a thread."""
-    lanes: gl.constexpr = W // 8 if W < 256 else 32
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+def load_h(h_gate, h_up, h_bufs, h_full, h_empty, i, row, col, BM: gl.constexpr, BS: gl.constexpr, HS: gl.constexpr):
+    """Load the i-th slice of H that this program needs into its place in the ring of HS slices."""
+    s = i % HS
+    mbarrier.wait(h_empty.index(s), (i // HS & 1) ^ 1)
+    mbarrier.expect(h_full.index(s), 2 * BM * BS * 2)
+    tma.async_copy_global_to_shared(h_gate, [row, col], h_full.index(s), h_bufs.index(2 * s))
+    tma.async_copy_global_to_shared(h_up, [row, col], h_full.index(s), h_bufs.index(2 * s + 1))
 
 
 @gluon.jit
 def load_tiles(
     a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
     a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, HS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The loader: for each tile of this program, every step's A and B, then (dh) the tile of H that its epilogue reads."""
+    """The loader: every step's A and B of every tile of this program, and for dh the slices of H that its epilogue reads.
+
+    A tile's first HS slices of H are loaded once its first S steps fill the ring (the epilogue before is over by the time they
+    have room), the other slices then too, while the next tile's steps wait for this one's epilogue.
+    """
+    BS: gl.constexpr = BN // SUB
     it = 0
     tile = 0
+    last_row = 0
+    last_pn = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
         n_steps = steps
@@ -89,6 +99,11 @@ def load_tiles(
             tok = gl.load(order + r, mask=r < hi, other=0) // K  # rows past the end read token 0 and are never stored
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
+        if GATHER != "" and KIND == "dw":
+            r = lo + gl.arange(0, BL, layout=gl.SliceLayout(1, LAYOUT))
+            tok = gl.load(order + r, mask=r < hi, other=0) // K
+            W: gl.constexpr = BM if GATHER == "a" else BN
+            cols = (row if GATHER == "a" else pn * BN) + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
         for k in range(n_steps):
             s = it % S
             mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
@@ -96,14 +111,11 @@ def load_tiles(
             mbarrier.expect(arrived, ((0 if GATHER == "a" else BM) + (0 if GATHER == "b" else BN)) * BL * 2)
             if KIND == "dw":
                 if GATHER != "":
-                    r = lo + k * BL + gl.arange(0, BL, layout=gl.SliceLayout(1, LAYOUT))
-                    here = r < hi
-                    tok = (gl.load(order + r, mask=here, other=0) // K).to(gl.int64) * stride
-                    W: gl.constexpr = BM if GATHER == "a" else BN
-                    cols = (row if GATHER == "a" else pn * BN) + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
-                    rows = (a if GATHER == "a" else b) + gl.expand_dims(tok, 1) + gl.expand_dims(cols, 0)
+                    rows = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
                     bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
-                    async_copy.async_copy_global_to_shared(bufs, rows, mask=gl.expand_dims(here, 1))
+                    async_copy.async_copy_global_to_shared(bufs, rows, mask=gl.expand_dims(r < hi, 1))  # zeros past the end
+                    r += BL
+                    tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
                 if GATHER != "a":
                     tma.async_copy_global_to_shared(a, [RAGGED, hi, RAGGED - (hi - lo) + k * BL, row], arrived, a_bufs.index(s))
                 if GATHER != "b":
@@ -123,13 +135,20 @@ def load_tiles(
             if GATHER != "":
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
-        if KIND == "dh":
-            mbarrier.wait(h_empty, (tile & 1) ^ 1)
-            h_arrived = h_full.index(tile & 1)
-            mbarrier.expect(h_arrived, 2 * BM * BN * 2)
-            tma.async_copy_global_to_shared(h_gate, [row, pn * BN], h_arrived, h_bufs.index(0))
-            tma.async_copy_global_to_shared(h_up, [row, pn * BN], h_arrived, h_bufs.index(1))
-            tile += 1
+            if KIND == "dh":
+                if k == gl.minimum(S, n_steps) - 1:
+                    if tile > 0:
+                        for j in gl.static_range(HS, SUB):
+                            load_h(h_gate, h_up, h_bufs, h_full, h_empty, (tile - 1) * SUB + j, last_row, last_pn * BN + j * BS, BM, BS, HS)
+                    for j in gl.static_range(HS):
+                        load_h(h_gate, h_up, h_bufs, h_full, h_empty, tile * SUB + j, row, pn * BN + j * BS, BM, BS, HS)
+        last_row = row
+        last_pn = pn
+        tile += 1
+    if KIND == "dh":
+        if tile > 0:
+            for j in gl.static_range(HS, SUB):
+                load_h(h_gate, h_up, h_bufs, h_full, h_empty, (tile - 1) * SUB + j, last_row, last_pn * BN + j * BS, BM, BS, HS)
 
 
 @gluon.jit
@@ -142,60 +161,54 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
 
 
 @gluon.jit
-def stage(out, q: gl.constexpr, OUTS: gl.constexpr, tile):
-    """Write the q-th result tile into its staging buffer, once the store that last used it has read it."""
-    tma.store_wait(pendings=OUTS - 1)
-    buf = out.index(q % OUTS)
-    buf.reshape([tile.shape[0], tile.shape[1]]).store(tile.to(out.dtype))
-    fence_async_shared()
-    return buf
+def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred):
+    """Turn a slice of H in shared memory into dH in place, leave w * act beside it; returns this slice's <d_act, act>.
 
-
-@gluon.jit
-def backward_slice(d_act, w, gate_smem, up_smem, act_smem):
-    """Turn a slice of H in shared memory into dH in place, leave w * act beside it; returns this slice's <d_act, act>."""
+    The slice before has left shared memory by the time this one has been computed: its buffers are then handed back (freed).
+    """
     layout: gl.constexpr = d_act.type.layout
     gate = gate_smem.load(layout).to(gl.float32)
     up = up_smem.load(layout).to(gl.float32)
     w = gl.expand_dims(gl.convert_layout(w, gl.SliceLayout(1, layout)), 1)
     act, d_gate, d_up = activate_backward(gate, up, d_act * w)
+    tma.store_wait(pendings=0)
+    mbarrier.arrive(freed, count=1, pred=pred)
     gate_smem.store(d_gate.to(gate_smem.dtype))
     up_smem.store(d_up.to(up_smem.dtype))
     act_smem.store((act * w).to(act_smem.dtype))
+    fence_async_shared()
     return gl.sum(d_act * act, 1)
 
 
 @gluon.jit
 def consume_tiles(
     c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-    a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out,
+    a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
-    CONSUMERS: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
-    WHO: gl.constexpr,
+    HS: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: the product and the epilogue of every tile of this program, or with two consumers of every second."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8 // CONSUMERS, 1], instr_shape=[16, BN, 16])
-    j = 0
-    it = WHO * steps
-    G = gl.num_programs(0)
-    for t in range(gl.program_id(0) + WHO * G, tile_count(tiles, E, num_m, num_n, KIND), CONSUMERS * G):
+    """The consumer: the product and the epilogue of every tile of this program."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
+    it = 0
+    i = 0  # slices of H
+    for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
         n_steps = steps
         if KIND == "dw":
             n_steps = gl.cdiv(hi - lo, BL)
+        if KIND == "dh":
+            r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, mma))
+            slot = gl.load(order + r, mask=r < hi, other=0)
+            w = gl.load(weights + slot, mask=r < hi, other=0.0).to(gl.float32)
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=mma))
-        if CONSUMERS == 2:
-            # a barrier tells only the parity of its phase, so a consumer a phase ahead reads too early: strictly by turns
-            mbarrier.wait(turn.index(WHO), (j & 1) ^ (1 - WHO))
         for k in range(n_steps):
             s = it % S
             mbarrier.wait(full.index(s), it // S & 1)
             if GATHER != "":
                 fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+            a_tile = a_bufs.index(s)
             if KIND == "dw":
-                a_tile = a_bufs.index(s).reshape([BL, BM]).permute((1, 0))
-            else:
-                a_tile = a_bufs.index(s)
+                a_tile = a_tile.reshape([BL, BM]).permute((1, 0))
             if B_ROWS:
                 b_tile = b_bufs.index(s).reshape([BN, BL]).permute((1, 0))
             else:
@@ -204,50 +217,55 @@ def consume_tiles(
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))  # wait returns a plain tensor
             mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
             it += 1
-        if CONSUMERS == 2:
-            mbarrier.arrive(turn.index(1 - WHO), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
-        it += (CONSUMERS - 1) * steps
         if KIND == "up":
             gate, up = halves(acc)
             gates = slices(gate, SUB)
             ups = slices(up, SUB)
             W: gl.constexpr = BN // 2 // SUB
-            for i in gl.static_range(SUB):
-                col = pn * (BN // 2) + i * W
+            ROUNDS: gl.constexpr = OUTS // 3
+            for j in gl.static_range(SUB):
+                col = pn * (BN // 2) + j * W
+                base = j % ROUNDS * 3
                 if KEEP:
-                    store_tile(c, stage(out, 3 * i, OUTS, gates[i]), e, hi, row, col, KIND)
-                    store_tile(c2, stage(out, 3 * i + 1, OUTS, ups[i]), e, hi, row, col, KIND)
-                    store_tile(c3, stage(out, 3 * i + 2, OUTS, activate(gates[i], ups[i])), e, hi, row, col, KIND)
+                    tma.store_wait(pendings=OUTS - 3)  # the stores that last used these buffers have read them
+                    out.index(base).reshape([BM, W]).store(gates[j].to(out.dtype))
+                    out.index(base + 1).reshape([BM, W]).store(ups[j].to(out.dtype))
                 else:
-                    store_tile(c3, stage(out, i, OUTS, activate(gates[i], ups[i])), e, hi, row, col, KIND)
+                    tma.store_wait(pendings=ROUNDS - 1)
+                out.index(base + 2).reshape([BM, W]).store(activate(gates[j], ups[j]).to(out.dtype))
+                fence_async_shared()
+                if KEEP:
+                    store_tile(c, out.index(base), e, hi, row, col, KIND)
+                    store_tile(c2, out.index(base + 1), e, hi, row, col, KIND)
+                store_tile(c3, out.index(base + 2), e, hi, row, col, KIND)
         elif KIND == "dh":
-            r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, mma))
-            slot = gl.load(order + r, mask=r < hi, other=0)
-            w = gl.load(weights + slot, mask=r < hi, other=0.0).to(gl.float32)
-            mbarrier.wait(h_full.index(WHO), j & 1)
             total = gl.zeros((BM,), gl.float32, layout=gl.SliceLayout(1, mma))
             parts = slices(acc, SUB)
             BS: gl.constexpr = BN // SUB
-            for i in gl.static_range(SUB):
-                gate = h_bufs.index(0).slice(i * BS, BS, dim=1)
-                up = h_bufs.index(1).slice(i * BS, BS, dim=1)
-                act = out.index(0).reshape([BM, BN]).slice(i * BS, BS, dim=1)
-                part = backward_slice(parts[i], w, gate, up, act)
+            for j in gl.static_range(SUB):
+                s = i % HS
+                mbarrier.wait(h_full.index(s), i // HS & 1)
+                gate = h_bufs.index(2 * s)
+                up = h_bufs.index(2 * s + 1)
+                part = backward_slice(parts[j], w, gate, up, out.index(0).reshape([BM, BS]), h_empty.index((i + HS - 1) % HS), j > 0)
                 total += gl.convert_layout(part, gl.SliceLayout(1, mma))
+                store_tile(c, gate.reshape([1, 1, BM, BS]), e, hi, row, pn * BN + j * BS, KIND)
+                store_tile(c2, up.reshape([1, 1, BM, BS]), e, hi, row, pn * BN + j * BS, KIND)
+                store_tile(c3, out.index(0), e, hi, row, pn * BN + j * BS, KIND)
+                i += 1
             gl.store(ds + pn.to(gl.int64) * N + r, total, mask=r < hi)
-            fence_async_shared()
-            store_tile(c, h_bufs.index(0).reshape([1, 1, BM, BN]), e, hi, row, pn * BN, KIND)
-            store_tile(c2, h_bufs.index(1).reshape([1, 1, BM, BN]), e, hi, row, pn * BN, KIND)
-            store_tile(c3, out.index(0), e, hi, row, pn * BN, KIND)
             tma.store_wait(pendings=0)
-            mbarrier.arrive(h_empty, count=1)
+            mbarrier.arrive(h_empty.index((i + HS - 1) % HS), count=1)
         else:
             parts = slices(acc, SUB)
-            for i in gl.static_range(SUB):
-                store_tile(c, stage(out, i, OUTS, parts[i]), e, hi, row, pn * BN + i * (BN // SUB), KIND)
-        j += 1
+            for j in gl.static_range(SUB):
+                tma.store_wait(pendings=OUTS - 1)
+                buf = out.index(j % OUTS)
+                buf.reshape([BM, BN // SUB]).store(parts[j].to(out.dtype))
+                fence_async_shared()
+                store_tile(c, buf, e, hi, row, pn * BN + j * (BN // SUB), KIND)
     tma.store_wait(pendings=0)
 
 
@@ -255,7 +273,7 @@ def consume_tiles(
 def specialised(
     a, b, h_gate, h_up, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP, stride,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
-    CONSUMERS: gl.constexpr, K: gl.constexpr,
+    HS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c2, c3 = d_gate, d_up, s * act, and ds partials.
@@ -270,49 +288,30 @@ def specialised(
     ELEMENT: gl.constexpr = c3.dtype
     a_bufs = gl.allocate_shared_memory(ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT))
     b_bufs = gl.allocate_shared_memory(ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT))
-    out0 = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
-    out1 = out0
-    if CONSUMERS == 2 and KIND != "dh":  # dh's epilogues share their buffers: one at a time
-        out1 = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
-    h_bufs = out0
+    out = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
+    h_bufs = out
     if KIND == "dh":
-        h_bufs = gl.allocate_shared_memory(ELEMENT, [2, BM, BN], h_gate.layout)
+        h_bufs = gl.allocate_shared_memory(ELEMENT, [2 * HS, BM, BN // SUB], h_gate.layout)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    h_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    h_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    h_full = gl.allocate_shared_memory(gl.int64, [HS, 1], mbarrier.MBarrierLayout())
+    h_empty = gl.allocate_shared_memory(gl.int64, [HS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), count=1 if GATHER == "" else 129)  # one arrival a cp.async thread
         mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(HS):
         mbarrier.init(h_full.index(i), count=1)
-    mbarrier.init(h_empty, count=1)
+        mbarrier.init(h_empty.index(i), count=1)
     LANES_W: gl.constexpr = BL if KIND != "dw" else BM if GATHER == "a" else BN
     LANES: gl.constexpr = LANES_W // 8 if LANES_W < 256 else 32
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     WARPS: gl.constexpr = 1 if GATHER == "" else 4
     REGS: gl.constexpr = 24 if GATHER == "" else 56 if KIND != "dw" else 88
-    if CONSUMERS == 2:
-        CREGS: gl.constexpr = 240 if GATHER == "" else 224
-        gl.warp_specialize([
-            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out0,
-                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 0)),
-            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out1,
-                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 1)),
-            (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
-                          BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
-        ], [4, WARPS], [CREGS, REGS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-                             a_bufs, b_bufs, full, empty, turn, h_bufs, h_full, h_empty, out0,
-                             BM, BN, BL, S, SUB, OUTS, CONSUMERS, KIND, B_ROWS, KEEP, GATHER, 0)),
-            (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
-                          BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
-        ], [WARPS], [REGS])  # fmt: skip
+    gl.warp_specialize([
+        (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+                         a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
+                         BM, BN, BL, S, SUB, OUTS, HS, KIND, B_ROWS, KEEP, GATHER)),
+        (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+                      a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
+                      BM, BN, BL, S, SUB, HS, K, KIND, B_ROWS, GATHER, LAYOUT)),
+    ], [WARPS], [REGS])  # fmt: skip

@@ -253,28 +253,26 @@ def dh_kernel(
 
 
 @triton.jit
-def dw_operand(a, order, tok, lo, hi, k, col, width, stride, BL: tl.constexpr, BW: tl.constexpr,
-               GATHER: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def dw_operand(
+    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Rows lo+k*BL.. of the expert, BW columns from col; zeros past the expert's end."""
     if GATHER:
-        live = lo + k * BL + tl.arange(0, BL) < hi
+        here = lo + k * BL + tl.arange(0, BL) < hi
         cols = col + tl.arange(0, BW)
-        return tl.load(
-            a + tok.to(tl.int64)[:, None] * stride + cols[None, :],
-            mask=live[:, None] & (cols < width)[None, :],
-            other=0.0,
-        )
+        at = a + tok.to(tl.int64)[:, None] * width + cols[None, :]
+        return tl.load(at, mask=here[:, None] & (cols < width)[None, :], other=0.0)
     else:
-        return load_rows(a, lo, hi, lo + k * BL, col, width, stride, BL, BW, TMA)
+        return load_rows(a, lo, hi, lo + k * BL, col, width, width, BL, BW, TMA)
 
 
-@triton.jit(do_not_specialize=["GROUP"])
+@triton.jit(do_not_specialize=["GROUP", "E"])
 def dw_kernel(
-    p, q, c, order, offsets, by_size, E, P, Q, stride_p, stride_q,
+    a, b, c, order, offsets, by_size, E, P, Q,
     BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """C[e] = p[rows of e]^T @ q[rows of e], [P, Q] for every expert; GATHER is "p", "q" or "".
+    """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
 
     Experts come by decreasing row count. An expert without rows stores zeros: no memset. The token index of the next step is
     loaded a step ahead by hand, since an index load inside the loop halves the depth of the compiler's pipeline.
@@ -287,36 +285,8 @@ def dw_kernel(
         r = lo + tl.arange(0, BL)
         tok = tl.load(order + r, mask=r < hi, other=0) // K if GATHER != "" else r
         for k in range(tl.cdiv(hi - lo, BL)):
-            left = dw_operand(
-                p,
-                order,
-                tok,
-                lo,
-                hi,
-                k,
-                pm * BM,
-                P,
-                stride_p,
-                BL,
-                BM,
-                GATHER == "p",
-                TMA,
-            )
-            right = dw_operand(
-                q,
-                order,
-                tok,
-                lo,
-                hi,
-                k,
-                pn * BN,
-                Q,
-                stride_q,
-                BL,
-                BN,
-                GATHER == "q",
-                TMA,
-            )
+            left = dw_operand(a, order, tok, lo, hi, k, pm * BM, P, BL, BM, GATHER == "a", TMA)
+            right = dw_operand(b, order, tok, lo, hi, k, pn * BN, Q, BL, BN, GATHER == "b", TMA)
             if GATHER != "":
                 r += BL
                 tok = tl.load(order + r, mask=r < hi, other=0) // K

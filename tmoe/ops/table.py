@@ -26,7 +26,7 @@ class Config(NamedTuple):
     stages: int
     ctas: int  # programs an SM
     gather: bool  # read routed rows inside the kernel, instead of from a gathered copy
-    ping_pong: bool = False  # the warp-specialised kernel of hopper.py
+    outs: int = 0  # staging buffers of the warp-specialised kernel of hopper.py; 0: the kernel of kernels.py
 
 
 KERNELS = ("up", "down", "dh", "dx", "dw_down", "dw_up")

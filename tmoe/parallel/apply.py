@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tmoe.config import Config
+from tmoe.config import Config, TrainConfig
 from tmoe.experts import Experts
-from tmoe.model import Transformer
+from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
 from tmoe.parallel.dispatch import AllToAllDispatcher
 from tmoe.parallel.mesh import Mesh
@@ -32,7 +32,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.M
     rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
     `parallel.dispatch` and `compile` are read; None: fp32, auto, eager.
     """
-    cfg = cfg or Config(compile=False, train=Config().train.__class__(dtype="fp32"))
+    cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch)
@@ -68,6 +68,7 @@ def apply_compile(model: Transformer) -> None:
     """Each block's compute as one graph. Identical blocks share it, and so does every routing: sizes that depend on the
     routing are unbacked. A block that runs eager after this raises."""
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False)
         block.must_compile = True
 
@@ -80,9 +81,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
     )
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
     for experts in scopes:
-        rows = experts.gate_up.to_local().shape[0]
-        # dim 0 unless dp does not divide the experts: FSDP2 would leave ranks with nothing, so cut 2F and D instead
-        dim = 0 if rows % mesh.dp.size() == 0 else 1
+        dim = shard_dim([p.to_local().shape for p in experts.parameters()], mesh.dp.size())
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
     blocks = list(model.blocks) if isinstance(model, Transformer) else []
     for module in (*blocks, model):
@@ -91,3 +90,10 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo lacks
+
+
+def shard_dim(shapes: list[torch.Size], dp: int) -> int:
+    """Dimension along which FSDP2 cuts experts: the experts, or 2F and D where dp divides those only. FSDP2 cuts dim 0
+    unevenly, some ranks then hold less or nothing, and no other dimension."""
+    even = [all(shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
+    return 1 if even == [False, True] else 0

@@ -17,10 +17,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # how functional collectives find a group by name
 
 
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Forward: block p of the rows goes to rank p. Its transpose swaps send and receive."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=_resolve_process_group(group))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=_group(group))
     return out
 
 
@@ -32,15 +36,17 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
     Returns: ids_RK int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert; order_S int64,
     token of each sent row, by rank, then token; splits_2P int64 on the CPU, rows sent to and received from each rank.
     """
-    ranks = dist.get_world_size(_resolve_process_group(group))
+    ranks = dist.get_world_size(_group(group))
     ranks_P = torch.arange(ranks, device=ids_TK.device)
     owner_TK = torch.where(ids_TK >= 0, ids_TK // local_experts, -1)
     goes_PT = (owner_TK[None] == ranks_P[:, None, None]).any(-1)
     send_P = goes_PT.sum(1)
     receive_P = torch.empty_like(send_P)
-    dist.all_to_all_single(receive_P, send_P, group=_resolve_process_group(group))
+    dist.all_to_all_single(receive_P, send_P, group=_group(group))
     rank_S, order_S = goes_PT.nonzero(as_tuple=True)
-    ids_SK = torch.where(owner_TK[order_S] == rank_S[:, None], ids_TK[order_S] - rank_S[:, None].int() * local_experts, -1)
+    ids_SK = torch.where(
+        owner_TK[order_S] == rank_S[:, None], ids_TK[order_S] - rank_S[:, None].int() * local_experts, -1
+    )
     splits_2P = torch.stack([send_P, receive_P]).cpu()
     send, receive = splits_2P.tolist()
     # clone: nonzero returns views into one buffer, and compiled callers assert 16-byte alignment
@@ -50,7 +56,7 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
 @plan.register_fake
 def _(ids_TK, local_experts, group):
     ctx = torch.library.get_ctx()
-    ranks = dist.get_world_size(_resolve_process_group(group))
+    ranks = dist.get_world_size(_group(group))
     return (
         ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
         ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),

@@ -56,10 +56,11 @@ class AllToAllDispatcher:
         self.local_experts = local_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
-        how = collectives.plan(routing.ids_TK, self.local_experts, self.group)
-        x_RD = collectives.push(x_TD, *how, self.group)
-        weights_RK = collectives.push(routing.weights_TK, *how, self.group)
-        return Rows(x_RD, weights_RK, how[0]), Plan(*how, x_TD.shape[0])
+        ids_RK, order_S, splits_2P = collectives.plan(routing.ids_TK, self.local_experts, self.group)
+        x_RD, weights_RK = (
+            collectives.push(t, ids_RK, order_S, splits_2P, self.group) for t in (x_TD, routing.weights_TK)
+        )
+        return Rows(x_RD, weights_RK, ids_RK), Plan(ids_RK, order_S, splits_2P, x_TD.shape[0])
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
         assert plan is not None

@@ -68,7 +68,9 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
         dp = world // ep
     if dp * ep != world:
         hint = f"--parallel.dp {world // ep}" if world % ep == 0 else f"torchrun with {dp * ep} processes"
-        raise ValueError(f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; use {hint}")
+        raise ValueError(
+            f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; use {hint}"
+        )
     return dp, ep
 
 

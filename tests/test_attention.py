@@ -1,0 +1,283 @@
+"""Attention and RoPE against explicit softmax, complex rotation, and Hugging Face's modules.
+
+next: test_model.py
+"""
+
+import cmath
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tmoe.attention import Attention, document_mask, rope_frequencies, rope_table, rotate
+from tmoe.config import ModelConfig, RopeConfig
+
+CPU = torch.device("cpu")
+
+
+def config(**kw) -> ModelConfig:
+    return replace(ModelConfig(dim=12, heads=6, kv_heads=2, head_dim=8), **kw)
+
+
+def attention(cfg: ModelConfig) -> Attention:
+    a = Attention(cfg)
+    with torch.no_grad():
+        for p in a.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+    return a
+
+
+def tables(cfg: ModelConfig, seq: int):
+    return rope_table(cfg.rope, cfg.head_dim, seq, CPU)
+
+
+# ---- rotary positions ----
+
+
+def hf_rope(rope: RopeConfig, head_dim: int):
+    """transformers' inverse frequencies and attention factor for the same settings."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    settings = {
+        "rope_type": {"none": "default"}.get(rope.scaling, rope.scaling),
+        "rope_theta": rope.theta,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_seq,
+    }
+    if rope.scaling == "llama3":
+        settings |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.scaling == "yarn":
+        settings |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        settings |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+    cfg = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=rope.max_seq,
+        rope_parameters=settings,
+    )
+    if rope.scaling == "none":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(cfg)
+    return ROPE_INIT_FUNCTIONS[rope.scaling](cfg)
+
+
+ROPES = [
+    RopeConfig(),
+    RopeConfig(theta=1e6),
+    RopeConfig(scaling="linear", factor=4),
+    RopeConfig(scaling="linear", theta=5e5, factor=2.5),
+    RopeConfig(scaling="llama3", theta=5e5, factor=8, original_max_seq=8192, max_seq=131072),  # Llama 3.1
+    RopeConfig(scaling="llama3", theta=5e5, factor=32, original_max_seq=8192, max_seq=131072),  # Llama 3.2
+    RopeConfig(scaling="llama3", factor=4, original_max_seq=512, low_freq_factor=2, high_freq_factor=16),
+    RopeConfig(scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072),  # Qwen3's long range
+    RopeConfig(scaling="yarn", factor=40, original_max_seq=4096, max_seq=163840),
+    RopeConfig(scaling="yarn", factor=16, original_max_seq=2048, beta_fast=20, beta_slow=3),
+    RopeConfig(scaling="yarn", factor=8, original_max_seq=4096, attention_factor=1.3),
+    RopeConfig(scaling="yarn", factor=1, original_max_seq=4096),
+]
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}")
+def test_frequencies_equal_hugging_faces(rope, head_dim):
+    freq, factor = rope_frequencies(rope, head_dim)
+    theirs, their_factor = hf_rope(rope, head_dim)
+    assert freq.shape == (head_dim // 2,)
+    # theirs is fp32: theta ** x costs ln(theta) ulps, and a blend of two frequencies a few more
+    torch.testing.assert_close(freq, theirs.double(), rtol=5e-6, atol=0)
+    assert factor == pytest.approx(their_factor, rel=1e-12)
+
+
+def test_scalings_do_something():
+    """Each of them, and the settings that only one of them reads."""
+    base = RopeConfig(factor=8, original_max_seq=1024)
+    kinds = [
+        base,
+        replace(base, scaling="linear"),
+        replace(base, scaling="llama3"),
+        replace(base, scaling="llama3", low_freq_factor=2),
+        replace(base, scaling="yarn"),
+        replace(base, scaling="yarn", beta_fast=16),
+    ]
+    seen = {tuple(rope_frequencies(r, 128)[0].tolist()) for r in kinds}
+    assert len(seen) == len(kinds)
+
+
+def test_table_is_exact_far_out():
+    """cos and sin at 100,000 positions to fp32's last place: the angle is taken in fp64 (in fp32 it is off by 4e-3)."""
+    rope = RopeConfig(max_seq=100_001, scaling="yarn", factor=4, attention_factor=1.2)
+    cos, sin = rope_table(rope, 16, 100_001, CPU)
+    freq = rope_frequencies(rope, 16)[0].tolist()
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (100_001, 16)
+    for position in (0, 1, 4095, 99_999, 100_000):
+        for i in range(16):
+            angle = position * freq[i % 8]
+            assert cos[position, i].item() == pytest.approx(1.2 * math.cos(angle), abs=1.2e-7)
+            assert sin[position, i].item() == pytest.approx(1.2 * math.sin(angle), abs=1.2e-7)
+
+
+def test_table_made_in_inference_mode_serves_training():
+    cfg = config(rope=RopeConfig(theta=12345.0))
+    a, x = attention(cfg), torch.randn(1, 7, 12)
+    with torch.inference_mode():
+        want = a(x, *tables(cfg, 7), None)
+    got = a(x, *tables(cfg, 7), None)
+    got.sum().backward()
+    assert torch.equal(got, want)
+
+
+def test_rotation_is_complex_multiplication():
+    C, S = 8, 13
+    x = torch.randn(2, S, 3, C)
+    got = rotate(x, *rope_table(RopeConfig(), C, S, CPU))
+    for s in range(S):
+        for i in range(C // 2):
+            turn = cmath.exp(1j * s * 10000 ** (-2 * i / C))
+            for b, h in ((0, 0), (1, 2)):
+                want = complex(x[b, s, h, i], x[b, s, h, i + C // 2]) * turn
+                assert got[b, s, h, i].item() == pytest.approx(want.real, abs=1e-6)
+                assert got[b, s, h, i + C // 2].item() == pytest.approx(want.imag, abs=1e-6)
+
+
+def test_rotation_keeps_the_type():
+    cos, sin = rope_table(RopeConfig(), 8, 5, CPU)
+    x = torch.randn(1, 5, 2, 8, dtype=torch.bfloat16)
+    got = rotate(x, cos, sin)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, rotate(x.float(), cos, sin).bfloat16())  # one rounding, at the end
+
+
+# ---- attention ----
+
+
+def naive(a: Attention, x_BSD, cos, sin, allowed):
+    """A query and a head at a time, in fp64; allowed(b, i, j): may i look at j."""
+    cfg = a.cfg
+    H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
+    x, qkv, o = x_BSD.double(), a.qkv.weight.double(), a.o.weight.double()
+    out = torch.zeros(*x.shape[:2], H * C, dtype=torch.float64)
+
+    def head(b, s, row):
+        v = qkv[row * C : (row + 1) * C] @ x[b, s]
+        return v
+
+    def turned(b, s, row):
+        v = head(b, s, row)
+        flipped = torch.cat([-v[C // 2 :], v[: C // 2]])
+        return v * cos[s].double() + flipped * sin[s].double()
+
+    for b in range(x.shape[0]):
+        for h in range(H):
+            g = h // (H // G)
+            for i in range(x.shape[1]):
+                js = [j for j in range(x.shape[1]) if allowed(b, i, j)]
+                q = turned(b, i, h)
+                scores = torch.stack([q @ turned(b, j, H + g) / math.sqrt(C) for j in js]).softmax(0)
+                out[b, i, h * C : (h + 1) * C] = sum(p * head(b, j, H + G + g) for p, j in zip(scores, js, strict=True))
+    return out @ o.T
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (3, 1)])
+def test_grouped_causal_attention_equals_softmax(heads, kv_heads):
+    cfg = config(heads=heads, kv_heads=kv_heads)
+    a, x = attention(cfg), torch.randn(2, 6, 12)
+    cos, sin = tables(cfg, 6)
+    want = naive(a, x, cos, sin, lambda b, i, j: j <= i)
+    torch.testing.assert_close(a(x, cos, sin, None).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_document_mask_equals_softmax_over_allowed_keys():
+    cfg = config()
+    a, x = attention(cfg), torch.randn(2, 7, 12)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]])
+    cos, sin = tables(cfg, 7)
+    want = naive(a, x, cos, sin, lambda b, i, j: j <= i and bool(documents[b, i] == documents[b, j]))
+    got = a(x, cos, sin, document_mask(documents))
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_document_mask_by_hand():
+    mask = document_mask(torch.tensor([[3, 3, 8, 3]]))
+    want = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 1, 0, 1]]
+    assert mask.dtype == torch.bool and mask.shape == (1, 1, 4, 4)
+    assert mask[0, 0].int().tolist() == want
+
+
+def test_one_document_is_plain_causal_attention():
+    cfg = config()
+    a, x = attention(cfg), torch.randn(2, 9, 12)
+    masked = a(x, *tables(cfg, 9), document_mask(torch.full((2, 9), 4)))
+    torch.testing.assert_close(masked, a(x, *tables(cfg, 9), None), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_documents_equal_each_alone():
+    """Positions run on through the row: attention sees their differences only."""
+    cfg = config(qk_norm="head", rope=RopeConfig(scaling="yarn", factor=4, original_max_seq=16))
+    a, x = attention(cfg), torch.randn(1, 20, 12)
+    lengths = [5, 1, 11, 3]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    packed = a(x, *tables(cfg, 20), document_mask(documents))
+    alone = [a(part, *tables(cfg, part.shape[1]), None) for part in x.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_comes_from_later_tokens():
+    cfg = config()
+    a, x = attention(cfg), torch.randn(2, 9, 12)
+    other = torch.cat([x[:, :5], torch.randn(2, 4, 12)], 1)
+    y, z = (a(v, *tables(cfg, 9), None) for v in (x, other))
+    torch.testing.assert_close(y[:, :5], z[:, :5])
+    assert not torch.allclose(y[:, 5:], z[:, 5:])
+
+
+# ---- whole modules of Hugging Face ----
+
+
+def hf_attention(kind: str, cfg: ModelConfig):
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+    from transformers.models.olmoe.modeling_olmoe import OlmoeAttention
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+    classes = {
+        "none": (transformers.LlamaConfig, LlamaAttention),
+        "head": (transformers.Qwen3MoeConfig, Qwen3MoeAttention),
+        "full": (transformers.OlmoeConfig, OlmoeAttention),
+    }
+    config_class, attention_class = classes[kind]
+    hf_cfg = config_class(
+        hidden_size=cfg.dim,
+        num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads,
+        head_dim=cfg.head_dim,
+        rms_norm_eps=cfg.norm_eps,
+        attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope.theta},
+        attn_implementation="eager",
+    )
+    return attention_class(hf_cfg, layer_idx=0), LlamaRotaryEmbedding(hf_cfg)
+
+
+@pytest.mark.parametrize("kind", ["none", "head", "full"])  # Llama, Qwen3, OLMoE
+def test_qk_norm_equals_hugging_faces(kind):
+    # OLMoE's head width is D / H
+    cfg = config(dim=48, qk_norm=kind, norm_eps=1e-5)
+    ours = attention(cfg)
+    theirs, rotary = hf_attention(kind, cfg)
+    q, k, v = ours.qkv.weight.split([48, 16, 16])
+    weights = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": ours.o.weight}
+    if kind != "none":
+        weights |= {"q_norm.weight": ours.q_norm.weight, "k_norm.weight": ours.k_norm.weight}
+    theirs.load_state_dict(weights)
+    x = torch.randn(2, 11, 48)
+    x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = ours(x_ours, *tables(cfg, 11), None)
+    causal = torch.full((11, 11), -torch.inf).triu(1)[None, None]
+    want = theirs(x_theirs, rotary(x, torch.arange(11)[None]), causal)[0]
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    c = torch.randn_like(y)
+    grads = (torch.autograd.grad((a * c).sum(), b)[0] for a, b in ((y, x_ours), (want, x_theirs)))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

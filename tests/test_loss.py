@@ -1,0 +1,169 @@
+"""The chunked cross-entropy against F.cross_entropy, and what it never allocates.
+
+next: test_router.py
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tmoe import loss as loss_module
+from tmoe.loss import cross_entropy_sum
+
+
+def batch(T, D, V, dtype=torch.float64, ignored=0.2):
+    h = torch.randn(T, D, dtype=dtype)
+    weight = torch.randn(V, D, dtype=dtype) / D**0.5
+    targets = torch.randint(V, (T,))
+    targets[torch.rand(T) < ignored] = -100
+    return h, weight, targets
+
+
+def reference(h, weight, targets, scale):
+    """fp64 value and gradients of scale * sum of losses."""
+    h, weight = (t.detach().double().requires_grad_() for t in (h, weight))
+    loss = F.cross_entropy(h @ weight.T, targets, reduction="sum")
+    return loss, *torch.autograd.grad(scale * loss, (h, weight))
+
+
+def far(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
+
+
+class LargestOutput(TorchDispatchMode):
+    """Remembers the most elements that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 23, 100])  # borders inside, at the end of and beyond T = 23
+def test_value_and_gradients_at_any_chunk_border(monkeypatch, rows):
+    h, weight, targets = batch(T=23, D=8, V=17)
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", rows * 17 + 5)
+    h.requires_grad_(), weight.requires_grad_()
+    loss = cross_entropy_sum(h, weight, targets)
+    assert loss.dtype == torch.float32 and loss.dim() == 0
+    grad_h, grad_w = torch.autograd.grad(0.37 * loss, (h, weight))
+    want, want_h, want_w = reference(h, weight, targets, 0.37)
+    # softmax is fp32 by contract: 6e-8 a logit, whatever the type of h
+    assert far(loss, want) < 1e-6 and far(grad_h, want_h) < 1e-6 and far(grad_w, want_w) < 1e-6
+    assert (grad_h[targets == -100] == 0).all()
+
+
+def test_large_logits_stay_finite():
+    h, weight, targets = batch(T=11, D=4, V=9, ignored=0)
+    h = (h * 1e3).float().requires_grad_()
+    loss = cross_entropy_sum(h, weight.float(), targets)
+    loss.backward()
+    want, want_h, _ = reference(h, weight.float(), targets, 1.0)
+    assert far(loss, want) < 1e-5 and far(h.grad, want_h) < 1e-4
+
+
+def test_bf16_inputs(monkeypatch):
+    """bf16 h and W: logits are rounded once (2^-9 relative), so the loss is off by far less than a logit's rounding."""
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 512 * 100)
+    h, weight, targets = batch(T=700, D=64, V=512, dtype=torch.bfloat16)
+    h.requires_grad_(), weight.requires_grad_()
+    loss = cross_entropy_sum(h, weight, targets)
+    grad_h, grad_w = torch.autograd.grad(loss / 700, (h, weight))
+    assert grad_h.dtype == grad_w.dtype == torch.bfloat16
+    want, want_h, want_w = reference(h, weight, targets, 1 / 700)
+    assert far(loss, want) < 2e-4
+    # three roundings of 2^-9 at most on the way to a gradient, none of them repeated over the seven chunks
+    assert far(grad_h, want_h) < 6e-3 and far(grad_w, want_w) < 6e-3
+
+
+def test_head_gradient_accumulates_in_fp32(monkeypatch):
+    """512 chunks of one row that each add about the same: a bf16 sum would stop growing at 256 times a term."""
+    h = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(4, 1, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 4)
+    cross_entropy_sum(h, weight, torch.zeros(512, dtype=torch.long)).backward()
+    torch.testing.assert_close(weight.grad.float().flatten(), 512 * torch.tensor([-0.75, 0.25, 0.25, 0.25]))
+
+
+@pytest.mark.parametrize("T", [0, 5])
+def test_nothing_to_predict(T):
+    h, weight, _ = batch(T, D=3, V=6, dtype=torch.float32)
+    h.requires_grad_(), weight.requires_grad_()
+    loss = cross_entropy_sum(h, weight, torch.full((T,), -100))
+    loss.backward()
+    assert loss.item() == 0 and h.grad.shape == (T, 3)
+    assert h.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
+
+
+def test_one_side_alone():
+    h, weight, targets = batch(T=9, D=4, V=7)
+    _, want_h, want_w = reference(h, weight, targets, 1.0)
+    assert far(torch.autograd.grad(cross_entropy_sum(h.requires_grad_(), weight, targets), h)[0], want_h) < 1e-6
+    h = h.detach()
+    assert far(torch.autograd.grad(cross_entropy_sum(h, weight.requires_grad_(), targets), weight)[0], want_w) < 1e-6
+    assert not cross_entropy_sum(h, weight.detach(), targets).requires_grad
+
+
+def test_logits_of_all_tokens_never_exist():
+    """At the real chunk size: T x V is 39M, the limit 33.5M; forward and backward both."""
+    T, D, V = 600, 2, 65536
+    h, weight, targets = batch(T, D, V, dtype=torch.float32)
+    h.requires_grad_(), weight.requires_grad_()
+    with LargestOutput() as seen:
+        cross_entropy_sum(h, weight, targets).backward()
+    assert V * D < seen.numel <= loss_module.CHUNK_LOGITS < T * V
+
+
+def test_without_gradients_none_are_made(monkeypatch):
+    """Validation holds no fp32 gradient of the head: nothing larger than a chunk of logits."""
+    T, D, V = 6, 50, 40
+    h, weight, targets = batch(T, D, V, dtype=torch.float32)
+    want = cross_entropy_sum(h, weight, targets)
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 2 * V)
+    for t in (h, weight):
+        t.requires_grad_()
+    with torch.no_grad(), LargestOutput() as seen:
+        loss = cross_entropy_sum(h, weight, targets)
+    torch.testing.assert_close(loss, want)
+    # transposing or detaching the head returns the head itself, already there
+    assert seen.numel <= max(2 * V, V * D) and not loss.requires_grad
+    calls = count_products(h, weight, targets)
+    assert calls == {False: 3, True: 9}  # a product a chunk, against three with both gradients
+
+
+def count_products(h, weight, targets):
+    class Products(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    calls = {}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), Products() as products:
+            cross_entropy_sum(h, weight, targets)
+        calls[grad] = products.seen
+    return calls
+
+
+def test_second_derivative_is_refused():
+    h, weight, targets = batch(T=4, D=3, V=5)
+    scale = torch.ones((), requires_grad=True)
+    loss = scale * cross_entropy_sum(h.requires_grad_(), weight, targets)
+    (grad,) = torch.autograd.grad(loss, h, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_wrong_shapes_are_named():
+    h, weight, targets = batch(T=4, D=3, V=5)
+    with pytest.raises(ValueError, match=r"targets: shape \(3,\) must be \(4,\)"):
+        cross_entropy_sum(h, weight, targets[:3])

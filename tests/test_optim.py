@@ -1,0 +1,288 @@
+"""AdamW on two meshes, its state, the schedule, the average of the weights, and steps that are not taken."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tmoe.config import OptimConfig
+from tmoe.optim import (
+    Ema,
+    SkipGuard,
+    build_optimizer,
+    init_state,
+    lr_factor,
+    optimizer_tensors,
+    parameter_groups,
+    set_lr,
+)
+from tmoe.parallel.grad_norm import clip_grad_norm_
+
+CPU = torch.device("cpu")
+CFG = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1)
+SHAPES = dict(embedding=(10, 6), router=(8, 6), router_bias=(8,), norm=(6,), gate_up=(8, 6, 4), frozen=(3, 3))
+
+
+def draw(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+
+
+def parameters(world: int, seed: int = 0) -> dict[str, nn.Parameter]:
+    """`gate_up` on a (dp, ep) grid, matrices on all ranks in a row, the rest plain; all plain in one process."""
+    values = draw(seed)
+    if world > 1:
+        grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
+        flat = init_device_mesh("cpu", (world,))
+        values["gate_up"] = distribute_tensor(values["gate_up"], grid, [Shard(1), Shard(0)])
+        for name in ("embedding", "router"):
+            values[name] = distribute_tensor(values[name], flat, [Shard(0)])
+    return {name: nn.Parameter(v, requires_grad=name != "frozen") for name, v in values.items()}
+
+
+def set_gradients(params: dict[str, nn.Parameter], seed: int) -> None:
+    for name, grad in draw(seed).items():
+        p = params[name]
+        if p.requires_grad:
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def whole(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t.detach().clone()
+
+
+def snapshot(tensors):
+    return {name: local(t.detach()).clone() for name, t in tensors.items()}
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].equal(b[name]), name
+
+
+def test_only_matrices_decay_and_frozen_parameters_stay_out():
+    params = parameters(1)
+    groups = parameter_groups(params.items(), 0.3)
+    names = {id(p): name for name, p in params.items()}
+    decay = {frozenset(names[id(p)] for p in g["params"]): g["weight_decay"] for g in groups}
+    assert decay == {frozenset({"embedding", "router", "gate_up"}): 0.3, frozenset({"router_bias", "norm"}): 0.0}
+
+
+def train(rank, world, steps):
+    params = parameters(world)
+    optimizer = build_optimizer(params.items(), CFG, CPU)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    init_state(optimizer)
+    for step in range(steps):
+        set_gradients(params, 100 + step)
+        set_lr(optimizer, CFG.lr / (step + 1))
+        optimizer.step()
+    tensors = optimizer_tensors(optimizer, params)
+    return {n: whole(t) for n, t in params.items()}, {n: whole(t) for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fused_adamw_on_two_meshes_equals_one_process(gloo, world):
+    params, state = train(0, 1, 4)
+    for got_params, got_state in gloo(world, train, 4):
+        for got, expected in ((got_params, params), (got_state, state)):
+            assert got.keys() == expected.keys()
+            for name in expected:
+                torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_fused_adamw_is_the_published_rule():
+    """Loshchilov & Hutter 2017, algorithm 2, in fp64."""
+    params, _ = train(0, 1, 3)
+    start, (beta1, beta2) = draw(0), CFG.betas
+    for name in ("gate_up", "norm"):
+        w, m, v = start[name].double(), 0.0, 0.0
+        for t in range(1, 4):
+            g, lr = draw(99 + t)[name].double(), CFG.lr / t
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            w = w * (1 - lr * CFG.weight_decay * (w.ndim >= 2))
+            w = w - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + CFG.eps)
+        torch.testing.assert_close(params[name].double(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_explicit_state_changes_nothing():
+    runs = []
+    for explicit in (False, True):
+        params = parameters(1)
+        optimizer = build_optimizer(params.items(), CFG, CPU)
+        if explicit:
+            init_state(optimizer)
+        set_gradients(params, 1)
+        optimizer.step()
+        runs.append(snapshot(params) | snapshot(optimizer_tensors(optimizer, params)))
+    assert_same_bits(*runs)
+
+
+def resume(rank, world):
+    """Three steps straight, and two, then the state loaded in place into a new optimizer, then the third."""
+    ends = []
+    for stop in (False, True):
+        params = parameters(world)
+        optimizer = build_optimizer(params.items(), CFG, CPU)
+        init_state(optimizer)
+        for step in range(3):
+            if stop and step == 2:
+                saved = snapshot(params), snapshot(optimizer_tensors(optimizer, params))
+                params = parameters(world, seed=77)
+                optimizer = build_optimizer(params.items(), CFG, CPU)
+                init_state(optimizer)
+                for values, tensors in zip(saved, (params, optimizer_tensors(optimizer, params)), strict=True):
+                    assert values.keys() == tensors.keys()
+                    for name, value in values.items():
+                        local(tensors[name].detach()).copy_(value)
+            set_gradients(params, 100 + step)
+            optimizer.step()
+        ends.append(snapshot(params) | snapshot(optimizer_tensors(optimizer, params)))
+    return ends
+
+
+def test_state_loaded_in_place_before_the_first_step_continues_bit_for_bit(gloo):
+    for straight, resumed in gloo(2, resume):
+        assert_same_bits(straight, resumed)
+        assert {"exp_avg.gate_up", "exp_avg_sq.norm", "step.router"} <= resumed.keys()
+        assert "exp_avg.frozen" not in resumed and resumed["step.router"] == 3
+
+
+def poisoned_step(rank, world, poison):
+    """Three steps; with `poison`, a NaN in one rank's shard asks for a skip between the first and the second."""
+    params = parameters(world)
+    optimizer = build_optimizer(params.items(), CFG, CPU)
+    init_state(optimizer)
+    skipped = 0
+    for seed in [1, "bad", 2, 3] if poison else [1, 2, 3]:
+        set_gradients(params, 9 if seed == "bad" else seed)
+        if seed == "bad" and rank == world - 1:
+            local(params["gate_up"].grad).view(-1)[0] = math.nan
+        before = snapshot(params) | snapshot(optimizer_tensors(optimizer, params))
+        if clip_grad_norm_(params.values(), 1.0).isfinite():
+            optimizer.step()
+        else:
+            skipped += 1
+            assert_same_bits(before, snapshot(params) | snapshot(optimizer_tensors(optimizer, params)))
+        optimizer.zero_grad()
+    return skipped, snapshot(params) | snapshot(optimizer_tensors(optimizer, params))
+
+
+def test_skipped_step_leaves_no_trace(gloo):
+    for (zero, clean), (one, skipped) in zip(gloo(4, poisoned_step, False), gloo(4, poisoned_step, True), strict=True):
+        assert (zero, one) == (0, 1)
+        assert_same_bits(clean, skipped)
+
+
+def test_skip_guard_counts_resumes_and_ends_the_run():
+    guard = SkipGuard(3)
+    for step, finite in enumerate([False, False, True, False, False]):
+        guard.check(finite, step)
+    other = SkipGuard(3)
+    other.load_state_dict(guard.state_dict())
+    assert (other.total, other.in_a_row) == (4, 2)
+    with pytest.raises(RuntimeError, match=r"step 5: .*3 times in a row .*--optim\.max-skips=3"):
+        other.check(False, 5)
+
+
+def factors(**settings):
+    cfg = OptimConfig(**settings)
+    return [lr_factor(step, 100, cfg) for step in range(101)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_warmup_is_linear_and_ends_at_the_peak(schedule):
+    got = factors(schedule=schedule, warmup=10)
+    assert got[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert got[10] == 1.0
+
+
+@pytest.mark.parametrize("m", [0.0, 0.1])
+def test_schedules_at_their_corners(m):
+    cosine, linear = (factors(schedule=s, warmup=20, min_lr=m) for s in ("cosine", "linear"))
+    wsd = factors(schedule="wsd", warmup=20, min_lr=m, decay_fraction=0.4)
+    # quarter, half and end of the 80 steps after the warm-up
+    assert [cosine[i] for i in (40, 60, 100)] == pytest.approx([m + (1 - m) * (2 + 2**0.5) / 4, (1 + m) / 2, m])
+    assert [linear[i] for i in (40, 60, 100)] == pytest.approx([m + (1 - m) * 0.75, (1 + m) / 2, m])
+    assert wsd[20:61] == [1.0] * 41
+    assert [wsd[i] for i in (80, 90, 100)] == pytest.approx([(1 + m) / 2, m + (1 - m) / 4, m])
+    assert factors(schedule="constant", min_lr=m) == [1.0] * 101
+    for curve in (cosine, linear, wsd):
+        assert all(a >= b for a, b in itertools.pairwise(curve[20:])) and curve[99] > m
+
+
+def test_schedule_of_degenerate_runs():
+    for schedule in ("cosine", "linear", "wsd"):
+        assert lr_factor(0, 1, OptimConfig(schedule=schedule)) == 1.0
+        assert lr_factor(6, 7, OptimConfig(schedule=schedule, warmup=7)) == 1.0, "all warm-up"
+        assert lr_factor(500, 100, OptimConfig(schedule=schedule, min_lr=0.25)) == pytest.approx(0.25)
+    # a warm-up that reaches into wsd's decay shortens it
+    assert lr_factor(95, 100, OptimConfig(schedule="wsd", warmup=90, min_lr=0.0)) == pytest.approx(0.5)
+
+
+def averaged(rank, world):
+    params = parameters(world)
+    ema = Ema(params.items(), 0.9)
+    values = {name: whole(p.detach()).double() for name, p in params.items()}
+    for seed in range(1, 5):
+        for (name, p), new in zip(params.items(), parameters(world, seed).values(), strict=True):
+            p.data.copy_(new.data)
+            values[name] = 0.9 * values[name] + 0.1 * whole(new.detach()).double()
+        ema.update()
+    before, inside = snapshot(params), {}
+    try:
+        with ema.swapped():
+            inside = {name: whole(p.detach()) for name, p in params.items()}
+            raise KeyError("in validation")
+    except KeyError:
+        assert_same_bits(before, snapshot(params))
+    averages = ema.tensors()
+    assert averages["gate_up"].placements == params["gate_up"].placements if world > 1 else True
+    return values, inside, {name: whole(t) for name, t in averages.items()}
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_ema_follows_its_formula_and_swaps_back(gloo, world):
+    for values, inside, averages in gloo(world, averaged):
+        assert values.keys() == averages.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(averages[name].double(), value, rtol=1e-5, atol=1e-6)
+            assert inside[name].equal(averages[name])
+
+
+def test_ema_of_bf16_weights_is_kept_in_fp32():
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    ema = Ema([("w", p)], 0.999)
+    p.data.fill_(2.0)
+    ema.update()
+    with ema.swapped():
+        assert p.eq(1.0).all(), "1.001 rounded to bf16"
+    assert p.eq(2.0).all()
+    torch.testing.assert_close(ema.tensors()["w"], torch.full((4,), 1.001))
+
+
+@pytest.mark.gpu
+def test_fused_on_a_gpu_with_explicit_state():
+    runs = []
+    for device in ("cpu", "cuda"):
+        params = {name: nn.Parameter(p.detach().to(device)) for name, p in parameters(1).items()}
+        optimizer = build_optimizer(params.items(), CFG, torch.device(device))
+        init_state(optimizer)
+        for seed in range(3):
+            for name, grad in draw(seed).items():
+                params[name].grad = grad.to(device)
+            optimizer.step()
+        runs.append({name: p.detach().cpu() for name, p in params.items()})
+    for name in runs[0]:
+        torch.testing.assert_close(runs[0][name], runs[1][name], rtol=1e-5, atol=1e-6)
