@@ -68,7 +68,7 @@ class Trainer:
         self.checkpoints = Checkpoints(
             Path(cfg.out) / "checkpoints",
             keep=cfg.checkpoint.keep,
-            mode=cfg.checkpoint.mode,
+            mode="sync" if cfg.checkpoint.mode == "sync" else "async",
             info=dict(config=asdict(cfg), versions=versions()),
         )
         self.restore()
@@ -105,6 +105,7 @@ class Trainer:
                     if self.ema:
                         self.ema.update()
                 optimizer.zero_grad()
+                self.graphs.passed("train")
                 self.guard.check(finite, step)
                 self.step, self.tokens = step + 1, self.tokens + int(totals.tokens)
                 last = stop or self.step == cfg.steps
@@ -160,6 +161,7 @@ class Trainer:
                 targets += (batch.targets_ABS != IGNORE).sum().item()
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
+        self.graphs.passed("validate")
         return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
 
     def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, last: bool) -> None:
@@ -184,6 +186,8 @@ class Trainer:
 
     def save(self) -> None:
         """Everything that the next step depends on; the data's position is the step itself."""
+        if self.cfg.checkpoint.mode == "off":
+            return
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
         self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 def measure(gpus: int, steps: int, words: list[str], out: Path, timeout: float) -> dict:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "train.py"]
-    flags = ["--steps", str(steps), "--out", str(out), "--optim.warmup", "0", "--train.eval-batches", "1"]
+    flags = ["--steps", str(steps), "--out", str(out), "--optim.warmup", "0", "--checkpoint.mode", "off"]
     command = [*launch, *words, *flags, "--resume", "none"]
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1])

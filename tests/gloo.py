@@ -36,6 +36,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -68,14 +69,17 @@ class WorkerError(AssertionError):
 def start_server() -> None:
     """Starts the process that workers are forked from, if it does not run; returns before its imports are done."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+    # Without a GPU in sight: importing torch's compiler touches the CUDA driver, which a forked process cannot use again
+    # (seen on 2.11: "CUDA error: initialization error" from AdamW.step on CPU tensors).
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """`[fn(rank, world, *args) for rank in range(world)]`, each in its own process inside one gloo process group.
 
     fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors). A rank
-    starts with seed 1234, one thread, and nothing left over from earlier calls. No process outlives the call.
+    starts with seed 1234, one thread, no GPU, and nothing left over from earlier calls. No process outlives the call.
 
     Raises: what the first failing rank raised, with its traceback in a note; WorkerError naming the ranks that died or
     did not return within `timeout` seconds (their stacks are then in the captured stderr).

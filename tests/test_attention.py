@@ -161,8 +161,7 @@ def naive(a: Attention, x_BSD, cos, sin, allowed):
     out = torch.zeros(*x.shape[:2], H * C, dtype=torch.float64)
 
     def head(b, s, row):
-        v = qkv[row * C : (row + 1) * C] @ x[b, s]
-        return v
+        return qkv[row * C : (row + 1) * C] @ x[b, s]
 
     def turned(b, s, row):
         v = head(b, s, row)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -229,7 +228,6 @@ def foreign_loop(rank, world, clip):
         for layer in (model[0], model[2]):
             fully_shard(layer)
         fully_shard(model)
-        assert dist.get_world_size() == world
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     draw, norms = torch.Generator().manual_seed(1), []
     for _ in range(5):

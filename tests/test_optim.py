@@ -35,13 +35,13 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
 
 
 def parameters(world: int, seed: int = 0) -> dict[str, nn.Parameter]:
-    """`gate_up` on a (dp, ep) grid, matrices on all ranks in a row, the rest plain; all plain in one process."""
+    """`gate_up` on a (dp, ep) grid, the rest on all ranks in a row, `router_bias` plain; all plain in one process."""
     values = draw(seed)
     if world > 1:
         grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
         flat = init_device_mesh("cpu", (world,))
         values["gate_up"] = distribute_tensor(values["gate_up"], grid, [Shard(1), Shard(0)])
-        for name in ("embedding", "router"):
+        for name in ("embedding", "router", "norm"):
             values[name] = distribute_tensor(values[name], flat, [Shard(0)])
     return {name: nn.Parameter(v, requires_grad=name != "frozen") for name, v in values.items()}
 

@@ -184,7 +184,6 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
         ("tiny --parallel.dispatch local --parallel.ep 2", r"--parallel\.dispatch=local.*auto or nccl"),
         ("tiny --model.layers 0", r"--model\.layers=0: must be at least 1"),
         ("tiny --model.dense-layers 4 --parallel.ep 2", r"--parallel\.ep=2.*without MoE layers"),
-        ("tiny --optim.warmup 500", r"--optim\.warmup=500.*--steps=400"),
         ("tiny --world 4", r"--world=4: only for --dry-run"),
     ],
 )

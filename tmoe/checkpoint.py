@@ -1,4 +1,4 @@
-"""Save and load a run's state: DCP plans who holds what, manifest.py makes the folder whole or absent, all ranks decide together.
+"""Save and load a run's state: DCP plans who holds what, a step is whole or absent, all ranks decide together.
 
 Data flow of a save: stage (async: copy to pinned memory) -> vote -> DCP plans -> every rank writes, hashes and syncs its shards ->
 rank 0 writes the manifest and renames -> old steps go. Of a load: one choice for all ranks -> verify, hashing divided over the ranks
@@ -8,7 +8,7 @@ Nothing is unpickled: DCP's metadata is rebuilt from the manifest and payloads g
 Measured on an H200, 12 GiB a rank: an async save returns after 0.23 s, as long as the bare copy to pinned memory takes (51 GiB/s);
 the first one after 4.5 s, for it pins the buffers. The background then hashes, writes and syncs 1.2 to 1.8 GiB/s, the disk's speed.
 
-next: shards.py, manifest.py
+next: shards.py, manifest.py, folders.py; offline.py for `python -m tmoe.checkpoint`
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
+from tmoe import folders
 from tmoe import manifest as files
 from tmoe.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.shards import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
@@ -138,7 +138,7 @@ class Checkpoints:
             self._dcp(f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), planner)
         except BaseException:
             if self._rank == 0:
-                files.remove(temporary)
+                folders.remove(temporary)
             raise
         if stamp := files.stamp(final):
             self._whole[final] = stamp
@@ -149,21 +149,19 @@ class Checkpoints:
         if self._rank:
             return ""
         self.folder.mkdir(parents=True, exist_ok=True)
-        files.sweep(self.folder)
-        temporary = files.beside(final, "tmp")
+        folders.sweep(self.folder)
+        temporary = folders.beside(final, "tmp")
         temporary.mkdir()
         return str(temporary)
 
     def _publish(self, final: Path, temporary: Path, step: int, state: str, tensors: Tensors, entries: Files) -> None:
         """Rank 0, when every shard is on the disk: DCP's metadata, the manifest, the rename."""
         fields = json.loads(state)
-        # Later than every other step, also when the clock was set back.
-        saved_ns = max([time.time_ns(), *(earlier + 1 for earlier, _ in files.published(self.folder)[0])])
         manifest = Manifest(
             step=step,
             tokens=fields.get("tokens"),
             world=self._world,
-            saved_ns=saved_ns,
+            saved_ns=folders.next_saved_ns(self.folder),
             info=self.info,
             state=fields,
             files=entries | {".metadata": write_stock_metadata(temporary, tensors)},
@@ -172,7 +170,7 @@ class Checkpoints:
         files.write_manifest(temporary, manifest)
         if problems := verify(temporary, share=None):
             raise CheckpointError(f"rank 0 misses what others wrote; is the folder shared? {'; '.join(problems)}")
-        files.publish(temporary, final)
+        folders.publish(temporary, final)
 
     def _retain(self) -> None:
         """Remove the steps saved before the newest `keep` whole ones. Damaged ones do not count, and stay while they are newer."""
@@ -189,7 +187,7 @@ class Checkpoints:
     def _remove(self, path: Path) -> None:
         try:
             if self._rank == 0:
-                files.remove(path)
+                folders.remove(path)
         except OSError as error:  # the new step is safe: no reason to stop the run
             log.warning("an old checkpoint could not be removed: %s", error)
 
@@ -206,7 +204,7 @@ class Checkpoints:
         if resume == "none":
             return None
         if resume != "auto":
-            path = self._together("resuming", lambda: files.resolve(Path(resume)))[0]
+            path = self._together("resuming", lambda: folders.resolve(Path(resume)))[0]
             if problems := self._problems(path):
                 raise CheckpointError("\n".join(problems))
             return path
@@ -229,8 +227,9 @@ class Checkpoints:
         """Fill `tensors` in place from the step folder `path`, whatever mesh and world it was saved on.
 
         only: consider the saved tensors whose name starts so, e.g. "model.". Returns (state, rng); rng is this rank's saved generator
-        states, or None if the world size differs or `only` is given. Raises, before any tensor changes: CheckpointError if a byte of
-        the folder is damaged, MismatchError listing every tensor that is missing, not asked for, or of other shape or dtype.
+        states, or None if the world size differs, `only` is given, or none were saved. Raises, before any tensor changes:
+        CheckpointError if a byte of the folder is damaged, MismatchError listing every tensor that is missing, not asked for, or of
+        other shape or dtype.
         """
         self.finish()
         if problems := self._problems(path):
@@ -246,7 +245,7 @@ class Checkpoints:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = Reader(path, manifest)
         self._dcp(f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner)
-        return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()} if same else None
+        return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()} if rng else None
 
     def _compare(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | None) -> None:
         saved = {n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")}
@@ -262,7 +261,7 @@ class Checkpoints:
     def _steps(self) -> tuple[list[Path], list[str]]:
         """Published steps that any rank sees, newest first, and the problems of unreadable ones; the same lists on every rank."""
 
-        votes = self._together(f"looking into {self.folder}", lambda: files.published(self.folder))
+        votes = self._together(f"looking into {self.folder}", lambda: folders.published(self.folder))
         newest_first = sorted({step for steps, _ in votes for step in steps}, reverse=True)
         problems = dict.fromkeys(problem for _, problems in votes for problem in problems)
         return list(dict.fromkeys(path for _, path in newest_first)), list(problems)
@@ -344,3 +343,9 @@ def _buffer_like(source: Tensor, kept: Tensor | None) -> Tensor:
     if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
         return kept
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+
+
+if __name__ == "__main__":
+    from tmoe.offline import main  # python -m tmoe.checkpoint inspect|verify|reshard|average
+
+    main()

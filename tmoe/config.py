@@ -258,8 +258,8 @@ class CheckpointConfig:
     """steps between checkpoints; 0: only after the last step (and on SIGTERM)"""
     keep: int = 3
     """verified checkpoints that stay; older ones are removed; 0: all stay"""
-    mode: Literal["sync", "async"] = "async"
-    """async: training goes on while a copy of the state is written"""
+    mode: Literal["sync", "async", "off"] = "async"
+    """async: training goes on while a copy of the state is written; off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"--checkpoint.every={self.every}: must be 0 or more")
@@ -327,10 +327,6 @@ class Config:
         require(
             not has_moe or experts % ep == 0,
             f"--parallel.ep={ep}: must divide --model.moe.experts={experts}; valid: {divisors(experts)}",
-        )
-        require(
-            self.optim.warmup <= max(self.steps, 1),
-            f"--optim.warmup={self.optim.warmup}: must be at most --steps={self.steps}",
         )
 
 

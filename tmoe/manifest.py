@@ -1,12 +1,10 @@
-"""What is in a step folder: manifest, hashed shard files, the rename that publishes them; no process group, no pickle.
+"""What is in a step folder: manifest and hashed shard files; no process group, no pickle.
 
 A step folder `step-N` holds the shard files `__RANK_I.distcp` (torch.save payloads one after another, as DCP writes them), DCP's own
 `.metadata` for stock readers (tmoe hashes it and never opens it), and `manifest.json`, the commit mark. Every byte of the folder is
 under a hash: the manifest carries each file's size and SHA-256, and its own SHA-256 in its first line (taken with that digest blanked).
-Names: `step-N` is published, and whole or provably damaged; `step-N.tmp-UUID` is being written or being removed; `step-N.old-UUID`
-is the step that a re-save displaces, and exists for the moment between two renames only.
 
-next: checkpoint.py
+next: folders.py
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ import logging
 import math
 import os
 import re
-import shutil
-import uuid
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +33,6 @@ READERS = 8  # files hashed at once; sha256 releases the GIL
 _HEAD = b'{\n"sha256": "'
 _BLANK = b"0" * 64
 _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
-_STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 
 
 class CheckpointError(Exception):
@@ -117,8 +113,16 @@ def read_manifest(path: str | Path) -> Manifest:
     file = Path(path) / NAME
     try:
         return _parse(json.loads(_read_bytes(file)))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {error}") from error
+
+
+def read_saved_ns(path: Path) -> int:
+    """The saved_ns of an undamaged manifest, taken from its line: parsing the manifest of a large model takes a second, and in the
+    background of a training run that second is training's."""
+    if not (line := _SAVED.search(_read_bytes(path / NAME))):
+        raise CheckpointError(f"{path / NAME}: malformed: no saved_ns")
+    return int(line[1])
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -138,6 +142,9 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     del fields["sha256"]
     if (found := fields.pop("format")) != FORMAT:
         raise ValueError(f"format {found}, this tmoe reads format {FORMAT}")
+    for name, (valid, says) in _FIELDS.items():
+        if not valid(fields[name]):
+            raise ValueError(f"{name} {fields[name]!r} is not {says}")
     files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
     tensors = {name: _parse_tensor(entry) for name, entry in fields.pop("tensors").items()}
     for name in files:
@@ -146,6 +153,20 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     for name, entry in tensors.items():
         _check_tensor(name, entry, files)
     return Manifest(files=files, tensors=tensors, **fields)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_FIELDS = dict(  # what tools and training compute with or index; everything else is only shown
+    step=(_is_count, "a count"),
+    tokens=(lambda value: value is None or _is_count(value), "a count or null"),
+    world=(lambda value: _is_count(value) and value > 0, "a positive number"),
+    saved_ns=(_is_count, "a time in ns"),
+    info=(lambda value: isinstance(value, dict), "an object"),
+    state=(lambda value: isinstance(value, dict), "an object"),
+)
 
 
 def _parse_tensor(entry: dict[str, Any]) -> TensorEntry:
@@ -161,12 +182,31 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
     """Chunks that leave their tensor, their file, or a hole would load as silence, so they are refused here."""
     dtype_of(entry.dtype)
     for chunk in entry.chunks:
-        inside = all(o >= 0 and o + s <= n for o, s, n in zip(chunk.offset, chunk.shape, entry.shape, strict=True))
-        if not inside or min(chunk.at, chunk.size) < 0 or chunk.at + chunk.size > files[chunk.file].size:
+        if not all(map(_is_count, (*entry.shape, *chunk.offset, *chunk.shape, chunk.at, chunk.size))):
+            raise ValueError(f"tensor {name}: shape, offset and position must be counts")
+        inside = all(o + s <= n for o, s, n in zip(chunk.offset, chunk.shape, entry.shape, strict=True))
+        if not inside or chunk.at + chunk.size > files[chunk.file].size:
             raise ValueError(f"tensor {name}: chunk at {chunk.offset} lies outside the tensor or its file")
     filled, volume = sum(math.prod(c.shape) for c in entry.chunks), math.prod(entry.shape)
     if filled != volume:
         raise ValueError(f"tensor {name}: chunks hold {filled} of {volume} elements")
+    if entry.shape and (
+        pair := _overlap(entry.chunks)
+    ):  # as many elements as the tensor, some twice: others are missing
+        raise ValueError(f"tensor {name}: chunks at {pair[0].offset} and {pair[1].offset} overlap")
+
+
+def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
+    """Two chunks with an element in common. A sweep along dim 0: each chunk meets those only that have not ended."""
+    running: list[Chunk] = []
+    for chunk in sorted((c for c in chunks if math.prod(c.shape)), key=lambda c: c.offset):
+        running = [c for c in running if c.offset[0] + c.shape[0] > chunk.offset[0]]
+        for other in running:
+            sides = zip(chunk.offset, chunk.shape, other.offset, other.shape, strict=True)
+            if all(max(a, b) < min(a + m, b + n) for a, m, b, n in sides):
+                return other, chunk
+        running.append(chunk)
+    return None
 
 
 def tensor_entry(shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]) -> TensorEntry:
@@ -187,10 +227,17 @@ def dtype_of(name: str) -> torch.dtype:
 # ---- verification ----
 
 
-def verify(path: str | Path, share: tuple[int, int] | None = (0, 1)) -> list[str]:
+def verify(
+    path: str | Path,
+    share: tuple[int, int] | None = (0, 1),
+    *,
+    names: Collection[str] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> list[str]:
     """Problems of the step folder `path`, none if it is whole; each names its file. Files beyond the manifest only cause a warning.
 
     Sizes are checked for every file, contents for every n-th: share = (i, n) lets n processes divide the hashing; None: sizes only.
+    names: these files only. advance, if any, is told the bytes that were hashed since its last call, from several threads.
     """
     path = Path(path)
     try:
@@ -200,27 +247,37 @@ def verify(path: str | Path, share: tuple[int, int] | None = (0, 1)) -> list[str
         return [str(error)]
     if extra and share and share[0] == 0:
         log.warning("%s: ignoring files that its manifest does not know: %s", path, ", ".join(sorted(extra)))
-    names = sorted(manifest.files)
+    names = sorted(manifest.files if names is None else names)
     mine = set(names[share[0] :: share[1]]) if share else set()
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(lambda name: _file_problem(path / name, manifest.files[name], name in mine), names)
+        found = pool.map(lambda name: _file_problem(path / name, manifest.files[name], name in mine, advance), names)
         return [problem for problem in found if problem]
 
 
-def _file_problem(file: Path, entry: FileEntry, content: bool) -> str | None:
+def _file_problem(
+    file: Path, entry: FileEntry, content: bool, advance: Callable[[int], None] | None = None
+) -> str | None:
     try:
         size = file.stat().st_size
         if size != entry.size:
             return f"{file}: damaged: {size} bytes, the manifest says {entry.size}"
-        if content:
-            with open(file, "rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != entry.sha256:
-                    return f"{file}: damaged: SHA-256 differs from the manifest's"
+        if content and _digest(file, advance) != entry.sha256:
+            return f"{file}: damaged: SHA-256 differs from the manifest's"
     except FileNotFoundError:
         return f"{file}: missing"
     except OSError as error:
         return f"{file}: {error}"
     return None
+
+
+def _digest(file: Path, advance: Callable[[int], None] | None) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            if advance:
+                advance(count)
+    return digest.hexdigest()
 
 
 def stamp(path: Path) -> tuple | None:
@@ -289,13 +346,37 @@ def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Ch
     return Chunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
 
 
+class _Window(io.RawIOBase):
+    """`size` bytes of a file from `at` on as a file of its own: torch.load fills the tensor from it, with no copy between."""
+
+    def __init__(self, file: io.FileIO, at: int, size: int):
+        self._file, self._at, self._size, self._position = file, at, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        self._file.seek(self._at + self._position)
+        count = self._file.readinto(view) or 0
+        self._position += count
+        return count
+
+
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """The chunk as a CPU tensor, checked against shape, dtype and hash; CheckpointError names file and byte where it differs."""
     where = f"{folder / chunk.file} at byte {chunk.at}"
     try:
-        with open(folder / chunk.file, "rb") as file:
-            file.seek(chunk.at)
-            tensor = torch.load(io.BytesIO(file.read(chunk.size)), map_location="cpu", weights_only=True)
+        with open(folder / chunk.file, "rb", buffering=0) as file:
+            tensor = torch.load(_Window(file, chunk.at, chunk.size), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the bytes provoke
         raise CheckpointError(f"{where}: unreadable: {type(error).__name__}: {error}") from error
     if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape:
@@ -308,89 +389,3 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
 def _content_hash(tensor: Tensor) -> str:
     array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(array).hexdigest()
-
-
-# ---- folders ----
-
-
-def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
-    """(saved_ns, step folder) of every step whose manifest is undamaged, newest first, and the problems of the others.
-
-    Newest means saved last: after a rollback the lower step number is the one to go on from. The time is taken from its line: parsing
-    the manifests of a large model takes a second each, and in the background of a training run that second is training's.
-    """
-    found, problems = [], []
-    for path in _entries(folder, published=True):
-        try:
-            if not (line := _SAVED.search(_read_bytes(path / NAME))):
-                raise CheckpointError(f"{path / NAME}: malformed: no saved_ns")
-            found.append((int(line[1]), path))
-        except CheckpointError as error:
-            problems.append(str(error))
-    return sorted(found, reverse=True), problems
-
-
-def _entries(folder: Path, published: bool) -> list[Path]:
-    """Published step folders (a displaced one too, while its successor is not there), or the others."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    steps = [match for match in map(_STEP.fullmatch, names) if match]
-    present = {match[1] for match in steps if not match[2]}
-    is_published = {match[0]: not match[2] or (match[2] == "old" and match[1] not in present) for match in steps}
-    return [folder / name for name, public in is_published.items() if public == published]
-
-
-def resolve(path: Path) -> Path:
-    """`path`, or where its step lies if a save was killed between the two renames that replace it."""
-    return path if path.exists() else next(iter(path.parent.glob(f"{path.name}.old-*")), path)
-
-
-def beside(path: Path, kind: str) -> Path:
-    """A name for `path` that was never used: kind tmp (being written or removed) or old (displaced)."""
-    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex}")
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Give the complete folder `temporary` its public name. A step of that name is displaced, and removed once its successor is safe.
-
-    Killed at any point, either the old or the new step is found, never a mixture.
-    """
-    sync_folder(temporary)
-    displaced = beside(final, "old") if final.exists() else None
-    if displaced:
-        os.rename(final, displaced)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        if displaced:
-            os.rename(displaced, final)
-        raise
-    sync_folder(final.parent)
-    if displaced:
-        remove(displaced)
-
-
-def remove(path: Path) -> None:
-    """Delete a step folder; it loses its public name first, so that a kill half way leaves no damaged step behind."""
-    if "." not in path.name:
-        condemned = beside(path, "tmp")
-        os.rename(path, condemned)
-        path = condemned
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def sweep(folder: Path) -> None:
-    """Clear what killed saves left in `folder`. Only the writer of a folder may call it: a save in flight looks the same."""
-    for path in _entries(folder, published=True):
-        if ".old-" in path.name:  # killed between the two renames: the old step gets its name back
-            os.rename(path, path.with_name(path.name.split(".")[0]))
-    for path in _entries(folder, published=False):
-        remove(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,7 +15,7 @@ def presets() -> dict[str, Config]:
 
 
 def tiny() -> Config:
-    """3.5M parameters, of which a byte passes 1.3M; learns Python in two minutes on two CPU cores."""
+    """3.4M parameters, of which a byte passes 1.2M; learns Python in two minutes on two CPU cores."""
     model = ModelConfig(
         vocab=256,
         dim=192,
@@ -24,15 +24,16 @@ def tiny() -> Config:
         kv_heads=2,
         head_dim=32,
         qk_norm="head",
+        init_std=0.05,
         rope=RopeConfig(max_seq=1024),
         moe=MoEConfig(experts=8, top_k=2, ffn_dim=160),
     )
     return Config(
         out="runs/tiny",
-        steps=400,
+        steps=450,
         model=model,
-        train=TrainConfig(batch=8, seq=256, dtype="fp32", eval_every=200, eval_batches=16),
-        optim=OptimConfig(lr=3e-3, warmup=20, schedule="wsd", decay_fraction=0.4, min_lr=0.05),
+        train=TrainConfig(batch=8, seq=128, dtype="fp32", eval_every=150, eval_batches=16),
+        optim=OptimConfig(lr=5e-3, warmup=20, schedule="wsd", decay_fraction=0.4, min_lr=0.05),
     )
 
 

@@ -66,7 +66,7 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
     s_N = weights_TK.reshape(-1)[order].to(x_TD.dtype)
-    d_gate_up, d_down = torch.zeros_like(gate_up_E2FD), torch.zeros_like(down_EDF)
+    d_gate_up, d_down = gate_up_E2FD.new_zeros(gate_up_E2FD.shape), down_EDF.new_zeros(down_EDF.shape)
     ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)
     dx_ND = x_TD.new_empty(order.numel() + 1, D)
     dx_ND[-1] = 0

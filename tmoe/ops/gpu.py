@@ -6,12 +6,9 @@ serves all kernels that read it.
 """
 
 import torch
-import triton
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe.ops import hopper, kernels
-from tmoe.ops.launch import device_facts, launch
+from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
 from tmoe.ops.routing import Metadata, route
 from tmoe.ops.table import pick
 
@@ -29,12 +26,12 @@ def has_tma(x, D, F, *tensors):
 
 def plain(t, block, tma):
     """A tensor as kernels take it: a descriptor with this box, or itself."""
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block) if tma else t
+    return describe(t, block) if tma else t
 
 
 def ragged(t, block, tma):
     """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at an expert's last row, or itself."""
-    return create_ragged_descriptor(t, block) if tma else t
+    return describe_ragged(t, block) if tma else t
 
 
 def halves(h_N2F, F, block, tma):
@@ -68,7 +65,7 @@ class Layer:
         return (max(1, min(self.sms * cfg.ctas, tiles)),)
 
     def row_tiles(self, cfg, width, columns):
-        return (self.N // cfg.BM + self.E) * triton.cdiv(width, columns)
+        return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
     def tile_args(self, cfg):
         return (
@@ -86,8 +83,8 @@ class Layer:
     def gathered(self, t_TD):
         """The rows of a [T, D] tensor in expert order."""
         rows = self.empty(self.N, self.D)
-        R, block = 8, min(1024, triton.next_power_of_2(self.D))
-        grid = triton.cdiv(self.N, R), triton.cdiv(self.D, block)
+        R, block = 8, min(1024, 1 << (self.D - 1).bit_length())
+        grid = cdiv(self.N, R), cdiv(self.D, block)
         meta = self.meta
         launch(
             kernels.gather_kernel,
@@ -113,23 +110,31 @@ class Layer:
         dw, pair = kind == "dw", kind == "up"
         columns = cfg.BN // 2 if pair else cfg.BN
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
-        b_box = [cfg.BL, cfg.BN] if dw else [2, columns, cfg.BL] if pair else [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
-        rows = hopper.describe_ragged if dw else hopper.describe
+        b_box = (
+            [cfg.BL, cfg.BN]
+            if dw
+            else [2, columns, cfg.BL]
+            if pair
+            else [1, cfg.BN, cfg.BL]
+            if b_rows
+            else [1, cfg.BL, cfg.BN]
+        )
+        rows = describe_ragged if dw else describe
         a_arg = a if gather == "a" else rows(a, a_box)
         b_arg = b if gather == "b" else rows(b, b_box)
         out_width = columns // cfg.SUB
-        h_args = [hopper.describe(t, [cfg.BM, out_width]) for t in h] if h else [None, None]
-        num_m, num_n = triton.cdiv(a.shape[1], cfg.BM) if dw else 0, triton.cdiv(width, columns)
+        h_args = [describe(t, [cfg.BM, out_width]) for t in h] if h else [None, None]
+        num_m, num_n = cdiv(a.shape[1], cfg.BM) if dw else 0, cdiv(width, columns)
         if dw:
-            c_args = [hopper.describe(t, [1, cfg.BM, out_width]) for t in outs]
+            c_args = [describe(t, [1, cfg.BM, out_width]) for t in outs]
             tiles, tile_args = self.E * num_m * num_n, (self.meta.by_size, 0, self.meta.offsets)
         else:
-            c_args = [hopper.describe_ragged(t, [cfg.BM, out_width]) for t in outs]
+            c_args = [describe_ragged(t, [cfg.BM, out_width]) for t in outs]
             tiles, tile_args = self.row_tiles(cfg, width, columns), self.tile_args(cfg)
         launch(
             hopper.specialised, self.grid(cfg, tiles),
             a_arg, b_arg, *h_args, *c_args, self.weights, ds, self.meta.order, *tile_args,
-            self.N, self.E, num_m, num_n, triton.cdiv(length, cfg.BL), cfg.GROUP, self.D,
+            self.N, self.E, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, b_rows, keep, gather, num_warps=8,
         )  # fmt: skip
 
@@ -184,7 +189,7 @@ class Layer:
     def dh(self, dy, h_N2F):
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
-        parts = triton.cdiv(self.F, cfg.BN)
+        parts = cdiv(self.F, cfg.BN)
         dh, act, ds = (
             self.empty(self.N, 2 * self.F),
             self.empty(self.N, self.F),
@@ -193,7 +198,9 @@ class Layer:
         if cfg.outs:
             outs = dh[:, : self.F], dh[:, self.F :], act
             h = h_N2F[:, : self.F], h_N2F[:, self.F :]
-            self.specialised("dh", cfg, dy, self.down, outs, self.F, self.D, False, "a" if cfg.gather else "", h=h, ds=ds)
+            self.specialised(
+                "dh", cfg, dy, self.down, outs, self.F, self.D, False, "a" if cfg.gather else "", h=h, ds=ds
+            )
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
@@ -217,7 +224,7 @@ class Layer:
             self.specialised("dw", cfg, a, b, (c, c, c), Q, gather=gather)
             return c
         launch(
-            kernels.dw_kernel, self.grid(cfg, self.E * triton.cdiv(P, cfg.BM) * triton.cdiv(Q, cfg.BN)),
+            kernels.dw_kernel, self.grid(cfg, self.E * cdiv(P, cfg.BM) * cdiv(Q, cfg.BN)),
             a if gather == "a" else ragged(a, [cfg.BL, cfg.BM], self.tma),
             b if gather == "b" else ragged(b, [cfg.BL, cfg.BN], self.tma),
             plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], self.tma),
@@ -231,9 +238,9 @@ class Layer:
         """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient."""
         y = self.empty(self.T, self.D)
         d_weights = torch.empty_like(self.weights) if ds is not None else None
-        block = min(1024, triton.next_power_of_2(self.D))
+        block = min(1024, 1 << (self.D - 1).bit_length())
         launch(
-            kernels.combine_kernel, (self.T, triton.cdiv(self.D, block)),
+            kernels.combine_kernel, (self.T, cdiv(self.D, block)),
             rows, weights, self.meta.row_of, y, ds, d_weights, self.N, self.D, 0 if ds is None else ds.shape[0],
             self.K, block, weights is not None, ds is not None, num_warps=4,
         )  # fmt: skip

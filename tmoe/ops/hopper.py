@@ -9,10 +9,8 @@ of cp.async), or is one warp that issues bulk copies.
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -22,25 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from tmoe.ops.kernels import RAGGED, activate, activate_backward, halves, slices, tile_at, weight_tile_at
-
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def describe(t, block):
-    """A tensor as a Gluon descriptor with this box, laid out for wgmma."""
-    layout = NVMMASharedLayout.get_default_for(block, _ELEMENT[t.dtype])
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
-
-
-def describe_ragged(t, block):
-    """Expert-sorted rows as a Gluon descriptor that clips at an expert's last row."""
-    d = create_ragged_descriptor(t, block)
-    layout = NVMMASharedLayout.get_default_for(d.block_shape, _ELEMENT[t.dtype])
-    return TensorDescriptor(t, d.shape, d.strides, d.block_shape, layout)
 
 
 @gluon.jit
@@ -170,14 +151,14 @@ def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred):
     gate = gate_smem.load(layout).to(gl.float32)
     up = up_smem.load(layout).to(gl.float32)
     w = gl.expand_dims(gl.convert_layout(w, gl.SliceLayout(1, layout)), 1)
-    act, d_gate, d_up = activate_backward(gate, up, d_act * w)
+    act, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True)
     tma.store_wait(pendings=0)
     mbarrier.arrive(freed, count=1, pred=pred)
     gate_smem.store(d_gate.to(gate_smem.dtype))
     up_smem.store(d_up.to(up_smem.dtype))
-    act_smem.store((act * w).to(act_smem.dtype))
+    act_smem.store(act.to(act_smem.dtype))
     fence_async_shared()
-    return gl.sum(d_act * act, 1)
+    return gl.sum(d_weight, 1)
 
 
 @gluon.jit
@@ -234,7 +215,7 @@ def consume_tiles(
                     out.index(base + 1).reshape([BM, W]).store(ups[j].to(out.dtype))
                 else:
                     tma.store_wait(pendings=ROUNDS - 1)
-                out.index(base + 2).reshape([BM, W]).store(activate(gates[j], ups[j]).to(out.dtype))
+                out.index(base + 2).reshape([BM, W]).store(activate(gates[j], ups[j], True).to(out.dtype))
                 fence_async_shared()
                 if KEEP:
                     store_tile(c, out.index(base), e, hi, row, col, KIND)

@@ -1,14 +1,65 @@
-"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be there."""
+"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be there.
+
+triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking and hashing their
+layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by what it depends on and calls it.
+"""
 
 import contextlib
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import bfloat16, float16
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with (kernel, compiled) instead of launching
+_binaries = {}  # (kernel, device, what its binary depends on) -> the compiled kernel
+
+
+class Descriptor(NamedTuple):
+    """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    padding: str = "zero"
+
+
+def describe(t, block):
+    """A whole tensor."""
+    return Descriptor(t, list(t.shape), list(t.stride()), block)
+
+
+def describe_ragged(t_NW, block):
+    """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
+    stride = t_NW.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1]]
+    return Descriptor(t_NW, shape, [(1 << 34) - stride, stride, stride, 1], [1, 1, *block])
+
+
+def _native(arg, kernel):
+    """What triton itself accepts in place of a Descriptor."""
+    if not isinstance(arg, Descriptor):
+        return arg
+    if not isinstance(kernel, GluonJITFunction):
+        return TensorDescriptor(arg.base, arg.shape, arg.strides, arg.block)
+    element = {torch.bfloat16: bfloat16, torch.float16: float16}[arg.base.dtype]
+    layout = NVMMASharedLayout.get_default_for(arg.block, element)
+    return GluonDescriptor(arg.base, arg.shape, arg.strides, arg.block, layout)
+
+
+def cdiv(a, b):
+    """triton.cdiv costs 10 us a call outside kernels."""
+    return -(-a // b)
 
 
 def device_facts(device):
@@ -24,15 +75,52 @@ def _facts(index):
 
 
 def _has_descriptors(arch):
-    return arch.startswith("cuda") and int(arch.split(":")[1]) >= 90
+    return (
+        arch == "cuda:90"
+    )  # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+
+
+@functools.cache
+def _fixed(kernel):
+    """Per parameter: whether the binary does not depend on its value."""
+    return tuple(p.do_not_specialize for p in kernel.params)
+
+
+def _key(kernel, device, args, options):
+    """What a binary depends on: finer than triton's own distinctions, which costs no more than another lookup."""
+    key = [kernel, device, *options.values()]
+    for arg, fixed in zip(args, _fixed(kernel), strict=True):
+        if isinstance(arg, Descriptor):
+            key += arg.base.dtype, *arg.block
+        elif isinstance(arg, torch.Tensor):
+            key += arg.dtype, arg.data_ptr() % 16
+        else:
+            key.append(arg.bit_length() > 31 if fixed else arg)
+    return tuple(key)
 
 
 def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
-    if _compiling is None:
-        kernel[grid](*args, **options)
-    else:
-        _compiling(kernel, kernel.warmup(*args, grid=grid, **options))
+    if _compiling is not None:
+        _compiling(kernel, kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options))
+        return
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        kernel[grid](*[_native(a, kernel) for a in args], **options)
+        return
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    key = _key(kernel, device, args, options)
+    compiled = _binaries.get(key)
+    if compiled is None:
+        compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
+        compiled._init_handles()
+        _binaries[key] = compiled
+    stream = driver.get_current_stream(device)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    args = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    metadata = compiled.launch_metadata(grid, stream, *args)
+    grid = (*grid, 1, 1)[:3]
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *args)
 
 
 class _Driver:
@@ -56,7 +144,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def compile_only(arch, on_kernel):
+def compile_only(arch, on_kernel: Any):
     """Compile for arch ("cuda:90", "hip:gfx942") what would be launched; tensors may be on the meta device.
 
     on_kernel(kernel, compiled) is called at every launch. Needs no GPU. Not re-entrant.

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import launch
+from tmoe.ops.launch import cdiv, launch
 
 TILES = (
     64,
@@ -152,10 +152,10 @@ def route(ids_TK, E):
     """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync."""
     N = ids_TK.numel()
     meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32, device=ids_TK.device), N, E)
-    NB = triton.cdiv(N, BLOCK)
+    NB = cdiv(N, BLOCK)
     scratch = torch.empty(E * (NB + 1), dtype=torch.int32, device=ids_TK.device)
     counts, totals = scratch[E:], scratch[:E]
-    EP = triton.next_power_of_2(E)
+    EP = 1 << (E - 1).bit_length()
     if NB:
         launch(
             histogram,
@@ -165,7 +165,7 @@ def route(ids_TK, E):
             N,
             NB,
             E,
-            triton.next_power_of_2(E + 1),
+            1 << E.bit_length(),
             BLOCK,
             num_warps=4,
         )

@@ -1,0 +1,153 @@
+"""moe_mlp and grouped_mm on the CPU: values and gradients against the definition, torch.compile, errors.
+
+next: test_ops_kernels.py
+"""
+
+import pytest
+import torch
+
+from tmoe import ops
+from tmoe.ops import reference
+
+# bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def layer(T, D, F, E, K, dtype=torch.float32, absent=0.2, ids_dtype=torch.int64):
+    x = torch.randn(T, D).to(dtype)
+    gate_up = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype)
+    down = (torch.randn(E, D, F) * F**-0.5).to(dtype)
+    weights = torch.rand(T, K).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    ids = torch.randint(0, E, (T, K))
+    ids[torch.rand(T, K) < absent] = -1
+    return x, gate_up, down, weights, ids.to(ids_dtype)
+
+
+def run(fn, args, dtype=None):
+    """y and the gradients of every floating argument, for one random dy."""
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() if t.is_floating_point() else t for t in args]
+    y = fn(*leaves)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(t.grad for t in leaves if t.is_floating_point())]
+
+
+def assert_near(got, want, tolerance):
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape
+        assert (g.double() - w).norm() <= tolerance * max(w.norm(), 1e-30)
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (1, 8, 8, 4, 4), (64, 16, 32, 16, 2), (5, 8, 8, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_moe_mlp(dtype, shape, absent):
+    args = layer(*shape, dtype=dtype, absent=absent, ids_dtype=torch.int32 if shape[0] % 2 else torch.int64)
+    assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 10], [0, 0, 0], [12, 12, 12], [1, 5, 12]], ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_grouped_mm(dtype, ends):
+    args = torch.randn(12, 24).to(dtype), torch.randn(3, 16, 24).to(dtype), torch.tensor(ends, dtype=torch.int32)
+    got = run(ops.grouped_mm, args)
+    assert_near(got, run(reference.grouped_mm, args, torch.float64), TOLERANCE[dtype])
+    assert (got[0][ends[-1] :] == 0).all()
+
+
+def test_weights_in_the_dtype_of_x_and_one_expert_twice():
+    x, gate_up, down, weights, ids = layer(9, 16, 8, 4, 3, torch.bfloat16)
+    ids[:, 1] = ids[:, 0]
+    args = x, gate_up, down, weights.bfloat16(), ids
+    assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.bfloat16])
+
+
+def test_a_slot_that_is_not_here_adds_nothing_whatever_its_weight():
+    x, gate_up, down, weights, ids = layer(20, 16, 8, 4, 3)
+    weights[ids < 0] = float("nan")
+    y, *_, d_weights = run(ops.moe_mlp, (x, gate_up, down, weights, ids))
+    assert y.isfinite().all() and (d_weights[ids < 0] == 0).all()
+
+
+def test_gradcheck():
+    args = layer(7, 8, 4, 3, 2, torch.float64)
+    assert torch.autograd.gradcheck(lambda *a: ops.moe_mlp(*a, args[4]), [t.requires_grad_() for t in args[:4]])
+
+
+def test_opcheck():
+    args = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
+    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], True))
+    a, b = torch.randn(20, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+    torch.library.opcheck(torch.ops.tmoe.grouped_mm.default, (a, b, torch.tensor([5, 5, 17], dtype=torch.int32)))
+
+
+@torch.library.custom_op("tmoe_test::first_rows", mutates_args=())
+def first_rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """As many rows as a tensor says: what arrives from other ranks has a length that no graph knows."""
+    return x[: int(n)].clone()
+
+
+@first_rows.register_fake
+def _(x, n):
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), *x.shape[1:])
+
+
+first_rows.register_autograd(
+    lambda ctx, g: (torch.nn.functional.pad(g, (0, 0, 0, ctx.rows - g.shape[0])), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "rows", inputs[0].shape[0]),
+)
+
+
+@pytest.mark.parametrize("how", ["static", "unbacked"])
+def test_compiled_equals_eager(how):
+    args = layer(37, 16, 8, 4, 2)
+    for T in (37, 20, 0) if how == "unbacked" else (37,):
+        n = torch.tensor(T)
+
+        def unbacked(x, gate_up, down, weights, ids, n=n):
+            x = first_rows(x, n)
+            return 2 * ops.moe_mlp(1.5 * x, gate_up, down, weights[: x.shape[0]], ids[: x.shape[0]])
+
+        def static(x, gate_up, down, weights, ids):
+            return 2 * ops.moe_mlp(1.5 * x, gate_up, down, weights, ids)
+
+        fn = unbacked if how == "unbacked" else static
+        assert_near(run(torch.compile(fn, fullgraph=True), args), [t.double() for t in run(fn, args)], 1e-6)
+        torch.compiler.reset()
+
+
+def test_routing_does_not_recompile():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    fn = torch.compile(ops.moe_mlp, backend=counter, fullgraph=True)
+    x, gate_up, down, weights, ids = layer(16, 8, 8, 4, 2)
+    for seed in range(5):
+        fn(x, gate_up, down, weights, torch.randint(-1, 4 - seed % 3, ids.shape))
+    assert counter.frame_count == 1
+
+
+BAD = {  # argument: (position, how it is spoilt, what the message must name)
+    "x": (0, lambda t: t[0], "x: got shape"),
+    "gate_up": (1, lambda t: t[:, 1:], "gate_up: got shape"),
+    "down": (2, lambda t: t.double(), "down: got torch.float64"),
+    "weights": (3, lambda t: t.half(), "weights: got torch.float16"),
+    "ids": (4, lambda t: t.float(), "ids: got torch.float32"),
+    "ids' range": (4, lambda t: t + 4, "ids: got"),
+    "weights' device": (3, lambda t: t.to("meta"), "weights: got meta"),
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_errors_name_the_argument(argument):
+    position, spoil, message = BAD[argument]
+    args = list(layer(5, 8, 8, 4, 2))
+    args[position] = spoil(args[position])
+    with pytest.raises(ValueError, match=message):
+        ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(*args)
+
+
+def test_grouped_mm_errors_name_the_argument():
+    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 2, 3], dtype=torch.int32)
+    for args, message in [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]:
+        with pytest.raises(ValueError, match=message):
+            ops.grouped_mm(*args)

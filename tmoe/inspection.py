@@ -1,0 +1,243 @@
+"""Show what a step folder holds: the run, the tree of tensors with equal blocks folded, statistics of one tensor.
+
+next: manifest.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+from torch import Tensor
+
+from tmoe.layout import EXPERTS
+from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_chunk, read_manifest
+
+BLOCK = 4 << 20  # elements that statistics widen to fp64 at once
+
+
+# ---- the folder ----
+
+
+def as_json(manifest: Manifest) -> dict[str, Any]:
+    """What show prints, for programs."""
+    tensors = {
+        name: dict(
+            shape=entry.shape,
+            dtype=entry.dtype,
+            placement=entry.placement,
+            bytes=nbytes(entry),
+            chunks=len(entry.chunks),
+            files=len({chunk.file for chunk in entry.chunks}),
+            sha256=entry.sha256,
+        )
+        for name, entry in manifest.tensors.items()
+    }
+    fields = ("step", "tokens", "world", "saved_ns", "info", "state")
+    return {key: getattr(manifest, key) for key in fields} | dict(
+        files={name: vars(entry) for name, entry in manifest.files.items()}, tensors=tensors
+    )
+
+
+def show(path: Path, manifest: Manifest, console: Console) -> None:
+    """Facts, settings and tensors of a step folder. Strings of the manifest are printed as they are, never as markup."""
+    facts = Table.grid(padding=(0, 2))
+    for key, value in _facts(path, manifest):
+        facts.add_row(Text(key, style="bold"), Text(_printable(value)))
+    console.print(facts)
+    root = Node()
+    for name, entry in manifest.tensors.items():
+        root.insert(name.split("."), entry)
+    console.print(_tree(root, Tree(Text(f"tensors  {decimal(root.nbytes())}", style="bold"))))
+
+
+def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    yield "path", str(path)
+    yield "step", f"{manifest.step}"
+    yield "tokens", "unknown" if manifest.tokens is None else f"{manifest.tokens:,}"
+    yield "world", f"{manifest.world} ranks"
+    yield "saved", datetime.fromtimestamp(manifest.saved_ns / 1e9).astimezone().isoformat(" ", "seconds")
+    sizes = [entry.size for entry in manifest.files.values()]
+    yield "files", f"{len(sizes)}, {decimal(sum(sizes))} ({sum(sizes)} bytes)"
+    for title, value in {**manifest.info, "state": manifest.state}.items():
+        if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
+            for key, part in value.items():  # a section of the settings a line
+                yield f"{title}.{key}", _flat(part)
+        elif value:
+            yield title, _flat(value)
+
+
+def _flat(value: Any, name: str = "") -> str:
+    if isinstance(value, dict):
+        return "  ".join(_flat(part, f"{name}.{key}" if name else key) for key, part in value.items())
+    return f"{name}={value}" if name else f"{value}"
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)
+
+
+# ---- the tree ----
+
+
+@dataclass
+class Node:
+    """A part of the dotted names: what stands below it, and the tensor of that very name, if there is one."""
+
+    children: dict[str, Node] = field(default_factory=dict)
+    entry: TensorEntry | None = None
+
+    def insert(self, parts: list[str], entry: TensorEntry) -> None:
+        node = self
+        for part in parts:
+            node = node.children.setdefault(part, Node())
+        node.entry = entry
+
+    def nbytes(self) -> int:
+        own = nbytes(self.entry) if self.entry else 0
+        return own + sum(child.nbytes() for child in self.children.values())
+
+    def signature(self) -> tuple:
+        """Equal for nodes that look the same: the blocks of a model, the generator states of all ranks."""
+        entry = self.entry
+        own = entry and (entry.shape, entry.dtype, None if entry.placement.startswith("rank ") else entry.placement)
+        return own, tuple((name, child.signature()) for name, child in self.children.items())
+
+
+def _tree(node: Node, branch: Tree) -> Tree:
+    for label, child, count in _folded(node):
+        while not child.entry and len(child.children) == 1:  # attention -> o -> weight: one line
+            ((name, child),) = child.children.items()
+            label = f"{label}.{name}"
+        _tree(child, branch.add(_line(label, child, count)))
+    return branch
+
+
+def _folded(node: Node) -> Iterator[tuple[str, Node, int]]:
+    """Children; numbered ones that follow each other and look the same as one, with their count."""
+    runs: list[tuple[str, str, Node, int]] = []
+    previous: tuple | None = None
+    numbers = sorted((name for name in node.children if name.isdecimal()), key=int)
+    for name in numbers:
+        child = node.children[name]
+        if (signature := child.signature()) == previous:
+            first, _, _, count = runs.pop()
+            runs.append((first, name, child, count + 1))
+        else:
+            runs.append((name, name, child, 1))
+        previous = signature
+    for first, last, child, count in runs:
+        yield first if count == 1 else f"{first}-{last}", child, count
+    for name, child in node.children.items():
+        if not name.isdecimal():
+            yield name, child, 1
+
+
+def _line(label: str, node: Node, count: int) -> Text:
+    line = Text(_printable(label), style="" if node.entry else "bold")
+    if node.entry:
+        line.append(f"  {list(node.entry.shape)} {node.entry.dtype}", "cyan")
+    line.append(f"  {decimal(node.nbytes())}" + (f" each, {count} times" if count > 1 else ""), "green")
+    if node.entry:
+        line.append(f"  {_printable(node.entry.placement)}", "dim")
+    return line
+
+
+def nbytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * dtype_of(entry.dtype).itemsize
+
+
+# ---- one tensor ----
+
+
+@dataclass
+class Statistics:
+    """Of the finite elements, in fp64; std is the population's, norm the 2-norm. NaN where there are none."""
+
+    count: int = 0
+    non_finite: int = 0
+    min: float = math.nan
+    max: float = math.nan
+    mean: float = math.nan
+    squares: float = 0.0  # summed squared distances from the mean
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares + self.count * self.mean**2) if self.count else math.nan
+
+    def add(self, values: Tensor) -> None:
+        for block in values.reshape(-1).split(BLOCK):
+            wide = block.double()
+            finite = wide[wide.isfinite()]
+            self.non_finite += wide.numel() - finite.numel()
+            if finite.numel():
+                mean = finite.mean()
+                one = Statistics(finite.numel(), 0, float(finite.min()), float(finite.max()), float(mean))
+                one.squares = float((finite - mean).square_().sum())
+                self.merge(one)
+
+    def merge(self, other: Statistics) -> None:
+        """Chan, Golub, LeVeque 1979: means and squares of two samples give those of both."""
+        self.non_finite += other.non_finite
+        if not self.count or not other.count:
+            if other.count:
+                self.count, self.min, self.max = other.count, other.min, other.max
+                self.mean, self.squares = other.mean, other.squares
+            return
+        count, distance = self.count + other.count, other.mean - self.mean
+        self.squares += other.squares + distance**2 * self.count * other.count / count
+        self.mean += distance * other.count / count
+        self.count, self.min, self.max = count, min(self.min, other.min), max(self.max, other.max)
+
+    def as_json(self) -> dict[str, Any]:
+        keys = ("min", "max", "mean", "std", "norm")
+        return dict(finite=self.count, non_finite=self.non_finite) | {
+            key: None if math.isnan(value := getattr(self, key)) else value for key in keys
+        }
+
+
+def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
+    """A tensor's entry and statistics: of the whole first, then, for expert parameters [E, ...], of each expert.
+
+    Holds one chunk at a time. CheckpointError: no such tensor (with the nearest names), or its bytes are damaged.
+    """
+    tensors = read_manifest(path).tensors
+    if (entry := tensors.get(name)) is None:
+        near = difflib.get_close_matches(name, tensors, n=5, cutoff=0.5)
+        raise CheckpointError(f"{path}: no tensor {name!r}; nearest: {', '.join(near) or 'none'}")
+    per_expert = len(entry.shape) > 1 and EXPERTS.fullmatch(name)
+    parts = [Statistics() for _ in range(entry.shape[0])] if per_expert else [Statistics()]
+    for chunk in entry.chunks:
+        tensor = read_chunk(path, chunk, dtype_of(entry.dtype))
+        if per_expert:
+            for row, values in enumerate(tensor, start=chunk.offset[0]):
+                parts[row].add(values)
+        else:
+            parts[0].add(tensor)
+    whole = Statistics()
+    for part in parts:
+        whole.merge(part)
+    return entry, [whole, *(parts if per_expert else ())]
+
+
+def show_statistics(name: str, entry: TensorEntry, found: list[Statistics], console: Console) -> None:
+    console.print(Text(f"{name}  {list(entry.shape)} {entry.dtype}  {decimal(nbytes(entry))}  {entry.placement}"))
+    table = Table("", "min", "max", "mean", "std", "norm", "non-finite", box=None)
+    for i, s in enumerate(found):
+        numbers = [f"{value:.6g}" for value in (s.min, s.max, s.mean, s.std, s.norm)]
+        table.add_row(f"expert {i - 1}" if i else "all", *numbers, f"{s.non_finite}")
+    console.print(table)

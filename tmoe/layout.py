@@ -1,0 +1,86 @@
+"""Which rank of a (dp, ep) world holds which box of each tensor, from names and shapes alone: what parallel/apply.py will shard.
+
+A checkpoint loads into any layout whatever its files hold; written in the layout of the world that will read it, each rank finds its
+rows in its own files. tests/test_offline.py compares with what real ranks save.
+
+next: rewrite.py
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
+
+EXPERTS = re.compile(
+    r"(.*\.)?experts\.[^.]+"
+)  # parameters of tmoe.experts.Experts and what the optimizer keeps for them
+
+
+class Box(NamedTuple):
+    """Part of a tensor and the rank that holds it."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """The boxes of one tensor by offset, each element in one of them, and how a manifest words their placement."""
+
+    placement: str
+    boxes: tuple[Box, ...]
+
+
+def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str, Layout]:
+    """Layout of every tensor for `world` ranks, `ep` of them to an expert group; rank = dp index * ep + ep index.
+
+    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all ranks. What has no first
+    axis (step counts) or no elements lies with rank 0. ValueError where ep divides the world or a tensor's experts not.
+    """
+    if world < 1 or ep < 1 or world % ep:
+        raise ValueError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
+    modules: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if EXPERTS.fullmatch(name) and shape:
+            if shape[0] % ep:
+                raise ValueError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
+            modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
+    dims = {module: shard_dim(local, world // ep) for module, local in modules.items()}
+    return {name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
+
+
+def shard_dim(shapes: list[tuple[int, ...]], dp: int) -> int:
+    """parallel/apply.py's rule for a rank's experts: along the experts, or along 2F and D where dp divides those only."""
+    even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
+    return 1 if even == [False, True] else 0
+
+
+def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Layout:
+    if not shape or 0 in shape:
+        return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
+    if dim is None:
+        boxes = [Box(rank, *_part(shape, 0, world, rank)) for rank in range(world)]
+        placement = f"world={world}: {Shard(0)!r}"
+    else:
+        boxes = [_expert_box(shape, world // ep, ep, dim, rank) for rank in range(world)]
+        over_dp = _StridedShard(0, split_factor=ep) if dim == 0 and ep > 1 else Shard(dim)
+        placement = f"dp={world // ep}: {over_dp!r}, ep={ep}: {Shard(0)!r}"
+    return Layout(placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset)))
+
+
+def _expert_box(shape: tuple[int, ...], dp: int, ep: int, dim: int, rank: int) -> Box:
+    group = shape[0] // ep
+    offset, held = _part((group, *shape[1:]), dim, dp, rank // ep)
+    return Box(rank, (offset[0] + rank % ep * group, *offset[1:]), held)
+
+
+def _part(shape: tuple[int, ...], dim: int, parts: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of the index-th of torch.chunk(parts, dim): equal lengths, the last ones shorter or empty."""
+    length = -(-shape[dim] // parts)
+    start = min(index * length, shape[dim])
+    offset, part = [0] * len(shape), list(shape)
+    offset[dim], part[dim] = start, min(length, shape[dim] - start)
+    return tuple(offset), tuple(part)

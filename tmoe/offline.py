@@ -1,0 +1,311 @@
+"""Take checkpoints apart and together on a machine without GPU or process group.
+
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                       what it holds
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME         statistics of one tensor
+    python -m tmoe.checkpoint verify runs/a/checkpoints                                  every byte of every step
+    python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                         files for another world
+    python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16       weights alone, in bf16
+    python -m tmoe.checkpoint average STEP STEP STEP DST                                 mean of the weights
+    python -m tmoe.checkpoint average STEP DST --ema                                     the average that training kept
+
+Exit code 0: done; 1: damaged, refused or failed, the reason on stderr; 2: not a command line. Memory is that of a few tensors.
+
+next: rewrite.py, inspection.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from torch import Tensor
+
+from tmoe import folders, inspection
+from tmoe import manifest as files
+from tmoe.layout import Box, Layout, lay_out
+from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.rewrite import Output, Plan, bar, check_space, divide, read_boxes, rewrite, size_on_disk, work_folder
+from tmoe.shards import RNG
+
+DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
+WIDTH = 200  # of lines that go into a file or a pipe
+CAST = ("model.", "ema.")  # moments and step counts keep their type
+
+
+# ---- inspect, verify ----
+
+
+def inspect(
+    path: Annotated[Path, tyro.conf.arg(metavar="STEP")], /, tensor: str | None = None, json: bool = False
+) -> None:
+    """Show the run, settings and tensors of a step folder.
+
+    Args:
+        path: a step folder
+        tensor: statistics of this tensor instead; its bytes are checked
+        json: print JSON
+    """
+    path, console = folders.resolve(path), Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    if tensor is None:
+        manifest = read_manifest(path)
+        return _print_json(inspection.as_json(manifest)) if json else inspection.show(path, manifest, console)
+    entry, found = inspection.statistics(path, tensor)
+    if not json:
+        return inspection.show_statistics(tensor, entry, found, console)
+    whole, *experts = (one.as_json() for one in found)
+    _print_json(dict(name=tensor, shape=entry.shape, dtype=entry.dtype) | whole | dict(experts=experts))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def verify(path: Path, /) -> None:
+    """Hash every byte of a step folder, or of every step in a checkpoints folder; exit code 1 if any is damaged.
+
+    Args:
+        path: a step folder, or a folder of steps
+    """
+    steps = folders.entries(path, published=True) or [folders.resolve(path)]
+    damaged = 0
+    with bar("verifying", sum(size_on_disk(step) for step in steps if step.is_dir())) as advance:
+        for step in steps:
+            problems = files.verify(step, advance=advance)
+            print(
+                "\n".join([f"damaged  {step}", *(f"  {problem}" for problem in problems)])
+                if problems
+                else f"whole    {step}"
+            )
+            damaged += bool(problems)
+    if damaged:
+        raise CheckpointError(f"{damaged} of {len(steps)} steps damaged")
+
+
+# ---- reshard ----
+
+
+def reshard(
+    src: Annotated[Path, tyro.conf.arg(metavar="SRC")],
+    dst: Annotated[Path, tyro.conf.arg(metavar="DST")],
+    /,
+    *,
+    world: int,
+    ep: int = 1,
+    dtype: Literal["bf16", "fp32"] | None = None,
+    only: tuple[Literal["model", "ema", "optim"], ...] = (),
+    dry_run: bool = False,
+) -> None:
+    """Write a step folder again for another number of ranks: each will find its rows in its own files.
+
+    Killed, the same command goes on where it was. DST appears when everything is written and verified.
+
+    Args:
+        src: a step folder
+        dst: a new folder
+        world: number of ranks that will load it
+        ep: ranks of an expert group
+        dtype: cast the weights and their average, to the nearest, ties to even; moments keep their type
+        only: keep these parts; default: all
+        dry_run: say what would be written
+    """
+    _carry_out(plan_reshard(folders.resolve(src), world, ep, dtype, only), dst, dry_run)
+
+
+def plan_reshard(src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
+    """Plan of `reshard`. ValueError: world and ep do not fit, nothing is left; CheckpointError: src is damaged.
+
+    Generator states stay if the world does; another number of ranks draws other numbers.
+    """
+    manifest = read_manifest(src)
+    kept = {name: entry for name, entry in manifest.tensors.items() if _is_kept(name, only, world == manifest.world)}
+    if not kept:
+        raise ValueError(f"{src}: holds no tensor of {', '.join(only)}")
+    _check_sizes(src, manifest, kept)
+    layouts = lay_out({name: entry.shape for name, entry in kept.items()}, world, ep)
+    outputs = []
+    for name, entry in kept.items():
+        kind = dtype_of(entry.dtype)
+        if dtype and name.startswith(CAST) and kind.is_floating_point:
+            kind = DTYPES[dtype]
+        layout = _layout_of(entry) if name.startswith(RNG) else layouts[name]
+        outputs.append(Output(name, entry.shape, kind, *layout))
+    origin = _origin("reshard", [src], world=world, ep=ep, dtype=dtype, only=list(only))
+    return _plan(outputs, partial(_resharded, src, kept), replace(manifest, world=world), origin)
+
+
+def _is_kept(name: str, only: Sequence[str], same_world: bool) -> bool:
+    if name.startswith(RNG):
+        return same_world and not only
+    return not only or name.split(".")[0] in only
+
+
+def _resharded(src: Path, entries: dict[str, TensorEntry], output: Output) -> Iterator[Tensor]:
+    for part in read_boxes(src, entries[output.name], output.boxes):
+        yield part.to(output.dtype)
+
+
+# ---- average ----
+
+
+def average(
+    paths: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="STEP... DST")],
+    /,
+    *,
+    ema: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """STEP... DST: write the mean of the weights of several steps, or with --ema the average that training kept.
+
+    The result holds weights alone, in the layout of the first step: `train.py --init DST` starts from it.
+
+    Args:
+        paths: step folders, then the new folder
+        ema: take each step's moving average (--optim.ema) instead of its weights
+        dry_run: say what would be written
+    """
+    if len(paths) < 2:
+        raise ValueError("average needs STEP... DST: at least one step folder and a new folder")
+    *steps, dst = paths
+    _carry_out(plan_average([folders.resolve(step) for step in steps], ema), dst, dry_run)
+
+
+def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
+    """Plan of `average`. CheckpointError lists every difference in names, shapes, dtypes and model settings."""
+    manifests = [read_manifest(step) for step in steps]
+    first, prefix = manifests[0], "ema." if ema else "model."
+    weights = {name: entry for name, entry in first.tensors.items() if name.startswith("model.")}
+    sources = [
+        {f"model.{name.removeprefix(prefix)}": entry for name, entry in m.tensors.items() if name.startswith(prefix)}
+        for m in manifests
+    ]
+    if ema and not any(sources):
+        raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
+    if found := _differences(steps, manifests, weights, sources, ema):
+        raise CheckpointError("\n  ".join([f"the steps do not fit: {len(found)} differences", *found]))
+    for step, manifest, entries in zip(steps, manifests, sources, strict=True):
+        _check_sizes(step, manifest, entries)
+    outputs = [Output(name, e.shape, dtype_of(e.dtype), *_layout_of(e)) for name, e in weights.items()]
+    newest = max(manifests, key=lambda manifest: manifest.step)
+    origin = _origin("average", steps, ema=ema)
+    described = replace(newest, world=first.world, info=first.info)
+    return _plan(outputs, partial(_averaged, list(zip(steps, sources, strict=True))), described, origin)
+
+
+def _differences(
+    steps: Sequence[Path],
+    manifests: list[Manifest],
+    weights: dict[str, TensorEntry],
+    sources: list[dict[str, TensorEntry]],
+    ema: bool,
+) -> list[str]:
+    """Everything that keeps the steps from being averaged, each line naming the step that differs from the first."""
+    found = [] if weights else [f"{steps[0]}: holds no model.* tensors"]
+    found += [f"{n}: {e.dtype} has no mean" for n, e in weights.items() if not dtype_of(e.dtype).is_floating_point]
+    for step, manifest, entries in zip(steps, manifests, sources, strict=True):
+        for name in sorted(weights.keys() | entries.keys()):
+            mine, other = weights.get(name), entries.get(name)
+            if mine is None or other is None:
+                found.append(f"{name}: not in {step if mine else steps[0]}")
+            elif mine.shape != other.shape:
+                found.append(f"{name}: shape {mine.shape} in {steps[0]}, {other.shape} in {step}")
+            elif mine.dtype != other.dtype and not ema:
+                found.append(f"{name}: {mine.dtype} in {steps[0]}, {other.dtype} in {step}")
+        mine, other = _model_settings(manifests[0]), _model_settings(manifest)
+        for key in sorted(mine.keys() | other.keys()):
+            if mine.get(key) != other.get(key):
+                found.append(f"model.{key}: {mine.get(key)} in {steps[0]}, {other.get(key)} in {step}")
+    return found
+
+
+def _model_settings(manifest: Manifest) -> dict[str, Any]:
+    config = manifest.info.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _layout_of(entry: TensorEntry) -> Layout:
+    """The layout that a tensor has already; ranks are in the names of its files."""
+    ranks = [re.match(r"__(\d+)_", chunk.file) for chunk in entry.chunks]
+    boxes = zip(ranks, entry.chunks, strict=True)
+    return Layout(entry.placement, tuple(Box(int(rank[1]) if rank else 0, c.offset, c.shape) for rank, c in boxes))
+
+
+def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output) -> Iterator[Tensor]:
+    """Summed in fp64, where the sum of a few fp32 is exact or nearly so, and rounded once to fp32."""
+    readers = [read_boxes(step, entries[output.name], output.boxes) for step, entries in sources]
+    for box in output.boxes:
+        total = torch.zeros(box.shape, dtype=torch.float64)
+        for reader in readers:
+            total += next(reader)
+        yield total.div_(len(readers)).float().to(output.dtype)
+
+
+# ---- carrying out ----
+
+
+def _plan(outputs: list[Output], produce: Any, manifest: Manifest, origin: dict[str, Any]) -> Plan:
+    history = manifest.info.get("history")
+    info = manifest.info | {"history": [*(history if isinstance(history, list) else ()), origin]}
+    blank = replace(manifest, saved_ns=0, info=info, files={}, tensors={})
+    return Plan(tuple(outputs), produce, blank, tuple(origin["sources"].values()))
+
+
+def _origin(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
+    digests = {str(step): hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps}
+    return dict(tool=tool, sources=digests) | options
+
+
+def _check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
+    """Missing and truncated files are refused before the first byte; flipped bits when their chunk is read, which hashes it.
+
+    Files of tensors that are not needed may be damaged: the weights of a step whose optimizer state is lost can be rescued.
+    """
+    needed = {chunk.file for entry in entries.values() for chunk in entry.chunks}
+    if problems := files.verify(src, share=None, names=needed):
+        raise CheckpointError("; ".join(problems))
+
+
+def _carry_out(plan: Plan, dst: Path, dry_run: bool) -> None:
+    needed, free = check_space(plan, dst)
+    ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
+    size = sum(output.nbytes for output in plan.outputs)
+    what = f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of {plan.manifest.world} ranks"
+    if dry_run:
+        return print(f"{what}; at most {decimal(needed)} to write, {decimal(free)} free; nothing written")
+    try:
+        rewrite(plan, dst)
+    except (CheckpointError, OSError) as error:
+        kept = work_folder(dst)
+        raise CheckpointError(
+            f"{error}; {kept} keeps what is finished, the same command goes on" if kept.exists() else f"{error}"
+        ) from error
+    print(f"{what}, verified")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; ends the process with an error's one message."""
+    commands: dict[str, Any] = dict(inspect=inspect, verify=verify, reshard=reshard, average=average)
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands,
+            prog="python -m tmoe.checkpoint",
+            description=(__doc__ or "").partition("\nnext:")[0],
+            args=None if argv is None else list(argv),
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except (CheckpointError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("error: interrupted; the same command goes on with the groups that were finished") from None

@@ -1,0 +1,324 @@
+"""Write a step folder from tensors that stream by, on one machine without a process group: resumable, verified, then renamed.
+
+The tensors are divided into groups. A group is written into `DST.partial/group-I`, one file for each rank of the new world, and its
+own manifest, written last, says that it is done: a killed rewrite keeps the finished groups, and the same command writes the others.
+When all are there they are read back and hashed, moved into one folder, described by one manifest, and the folder gets its name.
+
+Memory: a worker holds the chunks that the next boxes of one tensor still need, and one box. Hashing is what costs (content, file, read
+back: three SHA-256), so groups are written in parallel, as many as fit into MEMORY.
+
+next: layout.py, manifest.py
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
+
+from tmoe import folders, shards
+from tmoe import manifest as files
+from tmoe.layout import Box
+from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
+
+Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
+MEMORY = 8 << 30  # bytes that all workers together may hold, unless one tensor alone needs more
+FRAME = (
+    4096  # bytes a box costs beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write; boxes: who of the new world holds what, each element once."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str
+    boxes: tuple[Box, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write. produce(output) yields the contents of output.boxes in their order, CPU tensors of output.dtype.
+
+    manifest: the result's, but for files, tensors and saved_ns. sources: whatever else decides the contents (hashes of what is read),
+    so that a rewrite never goes on with what another one left.
+    """
+
+    outputs: tuple[Output, ...]
+    produce: Callable[[Output], Iterator[Tensor]]
+    manifest: Manifest
+    sources: tuple[str, ...]
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(repr((self.outputs, self.manifest, self.sources)).encode()).hexdigest()
+
+
+def rewrite(plan: Plan, dst: Path) -> None:
+    """Write the step folder `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
+
+    Raises CheckpointError: dst exists, too little space (before the first byte), another process writes it, or what was written
+    does not read back; OSError naming the file; whatever produce raises. dst is absent then, and finished groups are kept.
+    """
+    groups, key = divide(plan), plan.key
+    check_space(plan, dst)
+    with _locked(dst) as work:
+        parts = [work / f"group-{number}" for number in range(len(groups))]
+        _clear(work, keep=[part for part in parts if _is_done(part, key)])
+        _write_groups(plan, groups, parts)
+        _read_back(parts)
+        _publish(plan, parts, work, dst)
+
+
+# ---- before the first byte ----
+
+
+def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
+    """(bytes still to be written at most, bytes free); CheckpointError if dst exists or they do not fit."""
+    _require_absent(dst)
+    key, work = plan.key, work_folder(dst)
+    missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
+    needed = sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group)
+    parent = next(parent for parent in dst.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{dst}: needs {decimal(needed)} ({needed} bytes), {parent} has {decimal(free)} ({free}) free"
+        )
+    return needed, free
+
+
+def _require_absent(dst: Path) -> None:
+    if dst.exists() or dst.is_symlink():
+        raise CheckpointError(f"{dst}: exists already; name a new folder")
+
+
+def work_folder(dst: Path) -> Path:
+    return dst.with_name(f"{dst.name}.partial")
+
+
+def divide(plan: Plan) -> list[list[Output]]:
+    """Groups of tensors of about equal bytes: as many as a rank's files would be if training had saved (shards.py)."""
+    per_rank = sum(output.nbytes for output in plan.outputs) // plan.manifest.world
+    count = min(shards.WRITERS, 1 + per_rank // shards.SMALL)
+    groups: list[list[Output]] = [[] for _ in range(count)]
+    held = [0] * count
+    for output in sorted(plan.outputs, key=lambda output: (-output.nbytes, output.name)):
+        least = held.index(min(held))
+        groups[least].append(output)
+        held[least] += output.nbytes
+    return [group for group in groups if group]
+
+
+@contextmanager
+def _locked(dst: Path) -> Iterator[Path]:
+    """The work folder, held by this process alone; a kill lets go of it."""
+    work = work_folder(dst)
+    work.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{work}: another process is writing it") from None
+        _require_absent(dst)  # another process may have finished since this one looked
+        yield work
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            work.rmdir()  # if nothing in it is worth keeping
+
+
+def _is_done(part: Path, key: str) -> bool:
+    """Whether a group was finished by this very plan. Sizes only: its contents are hashed with all others at the end."""
+    try:
+        return read_manifest(part).info == {"plan": key} and not verify(part, share=None)
+    except CheckpointError:
+        return False
+
+
+def _clear(work: Path, keep: list[Path]) -> None:
+    for path in set(work.iterdir()) - set(keep):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# ---- writing ----
+
+
+def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> None:
+    todo = [number for number, part in enumerate(parts) if not part.exists()]
+    largest = max((output.nbytes for number in todo for output in groups[number]), default=1)
+    workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (3 * largest + 1)))
+    # A worker has a file of every rank open; the usual soft limit of 1024 would end 8 workers at 128 ranks.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    total = sum(output.nbytes for number in todo for output in groups[number])
+    stop = threading.Event()
+    with bar("writing", total) as advance, ThreadPoolExecutor(workers) as pool:
+
+        def tell(count: int) -> None:
+            advance(count)
+            if stop.is_set():
+                raise CheckpointError("stopped, for another group failed")
+
+        jobs = [pool.submit(_write_group, plan, groups[i], i, parts[i], tell) for i in todo]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except BaseException:
+            stop.set()  # the others end at their next box
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tell: Advance) -> None:
+    """One group's folder: a file a rank, then the manifest that says it is done."""
+    part.mkdir()
+    try:
+        shards: dict[int, files.HashedFile] = {}
+        with ExitStack() as opened:
+
+            def shard(rank: int) -> files.HashedFile:
+                if rank not in shards:
+                    shards[rank] = opened.enter_context(files.HashedFile(part / f"__{rank}_{number}.distcp"))
+                return shards[rank]
+
+            tensors = {output.name: _write_tensor(output, plan.produce(output), shard, tell) for output in outputs}
+        entries = {file.path.name: file.entry() for file in shards.values()}
+        done = replace(plan.manifest, info={"plan": plan.key}, state={}, files=entries, tensors=tensors)
+        files.write_manifest(part, done)
+        folders.sync_folder(part)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)  # room for the next attempt
+        raise
+
+
+def _write_tensor(
+    output: Output, contents: Iterator[Tensor], shard: Callable[[int], files.HashedFile], tell: Advance
+) -> TensorEntry:
+    chunks = []
+    for box, tensor in zip(output.boxes, contents, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (box.shape, output.dtype):
+            raise TypeError(f"{output.name}: {tensor.dtype} {tuple(tensor.shape)} came for {box}")
+        chunks.append(files.write_chunk(shard(box.rank), tensor, box.offset))
+        tell(tensor.nbytes)
+    return files.tensor_entry(output.shape, output.dtype, output.placement, chunks)
+
+
+# ---- publishing ----
+
+
+def _read_back(parts: list[Path]) -> None:
+    total = sum(size_on_disk(part) for part in parts)
+    with bar("verifying", total) as advance:
+        problems = {part: found for part in parts if (found := verify(part, advance=advance))}
+    for part in problems:
+        shutil.rmtree(part)
+    if problems:
+        named = "; ".join(problem for found in problems.values() for problem in found)
+        raise CheckpointError(f"what was written does not read back (the same command writes it again): {named}")
+
+
+def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
+    manifests = [read_manifest(part) for part in parts]
+    found = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
+    tensors = {name: found[name] for name in sorted(found)}
+    entries = {name: entry for manifest in manifests for name, entry in manifest.files.items()}
+    entries[".metadata"] = shards.write_stock_metadata(work, tensors)
+    whole = replace(plan.manifest, saved_ns=folders.next_saved_ns(dst.parent), files=entries, tensors=tensors)
+    files.write_manifest(work, whole)
+    for part, manifest in zip(parts, manifests, strict=True):
+        for name in manifest.files:
+            os.rename(part / name, work / name)
+        shutil.rmtree(part)
+    if problems := verify(work, share=None):
+        raise CheckpointError("; ".join(problems))
+    folders.publish(work, dst)
+
+
+# ---- reading ----
+
+
+def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iterator[Tensor]:
+    """The contents of `boxes` in their order; each chunk that they touch is read and checked once, and let go after its last box."""
+    start = np.array([chunk.offset for chunk in entry.chunks]).reshape(len(entry.chunks), len(entry.shape))
+    end = start + np.array([chunk.shape for chunk in entry.chunks]).reshape(start.shape)
+    needed = [
+        np.flatnonzero(((start < np.add(box.offset, box.shape)) & (end > box.offset)).all(1)).tolist() for box in boxes
+    ]
+    last = {index: i for i, indices in enumerate(needed) for index in indices}
+    held: dict[int, Tensor] = {}
+    dtype = files.dtype_of(entry.dtype)
+    for i, (box, indices) in enumerate(zip(boxes, needed, strict=True)):
+        for index in indices:
+            if index not in held:
+                held[index] = read_chunk(folder, entry.chunks[index], dtype)
+        content = _assemble(box, [(entry.chunks[index], held[index]) for index in indices], dtype)
+        for index in indices:
+            if last[index] == i:
+                del held[index]
+        yield content
+        del content  # not to be held while the next chunks are read
+
+
+def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:
+    """The box from the chunks that cover it; a view if one chunk does."""
+    if len(parts) == 1:
+        return _common(box, *parts[0])[1]
+    whole = torch.empty(box.shape, dtype=dtype)
+    for chunk, tensor in parts:
+        target, source = _common(box, chunk, tensor)
+        whole[target] = source
+    return whole
+
+
+def _common(box: Box, chunk: Chunk, tensor: Tensor) -> tuple[tuple[slice, ...], Tensor]:
+    """What box and chunk share: where in the box, and the elements."""
+    sides = list(zip(box.offset, box.shape, chunk.offset, chunk.shape, strict=True))
+    spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+    target = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, box.offset, strict=True))
+    source = tuple(slice(low - b, high - b) for (low, high), b in zip(spans, chunk.offset, strict=True))
+    return target, tensor[source]
+
+
+def size_on_disk(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(folder))
+
+
+@contextmanager
+def bar(text: str, total: int) -> Iterator[Advance]:
+    """A bar of bytes on stderr if that is a terminal; yields what tells it of bytes done, from any thread."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda count: progress.advance(task, count)
