@@ -54,8 +54,9 @@ class Trainer:
 
     def __init__(self, cfg: Config, run: Runtime):
         self.cfg, self.run = cfg, run
-        self.data = open_data(cfg.data, cfg.train.seq, cfg.model.vocab, "train")
-        self.val_data = open_data(cfg.data, cfg.train.seq, cfg.model.vocab, "val")
+        self.data, self.val_data = run.together(
+            lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
+        )
         self.entropy = unigram_entropy(self.val_data) if cfg.data.tokenizer == "bytes" else None
         self.mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep)
         self.model = build_model(cfg, self.mesh, run.device)
@@ -78,9 +79,7 @@ class Trainer:
             world=run.world,
             device=run.device,
             flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
-            peak=peak_flops(torch.cuda.get_device_name())
-            if run.device.type == "cuda" and cfg.train.dtype == "bf16"
-            else None,
+            peak=peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None,
             start_step=self.step,
             versions=versions(),
             facts=dict(data=self.data.describe(), unigram_entropy=self.entropy),
@@ -107,7 +106,7 @@ class Trainer:
                 optimizer.zero_grad()
                 self.graphs.passed("train")
                 self.guard.check(finite, step)
-                self.step, self.tokens = step + 1, self.tokens + int(totals.tokens)
+                self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
                 last = stop or self.step == cfg.steps
                 self.log(step, loss, norm, lr, last)
                 if profile:

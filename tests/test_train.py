@@ -197,6 +197,57 @@ def test_invalid_settings_are_one_error(argv, says, capsys):
     assert error.value.code not in (0, None)
 
 
+def bad_data(rank: int, world: int, path: str) -> tuple:
+    cfg = parse([*SMALL, "--data.path", path if rank == 1 else "stdlib"], "", rank=rank, world=world)
+    try:
+        train.Trainer(cfg, runtime.start(cfg.seed))
+    except SystemExit as error:
+        return error.code
+    return "no error"
+
+
+def test_bad_input_on_one_rank_ends_all(gloo, tmp_path):
+    """Before step 0, on every rank, one message that names the rank and the file."""
+    first, second = gloo(2, bad_data, str(tmp_path / "absent"))
+    assert re.search(r"rank \[1\]: .*absent", first) and second == 2
+
+
+def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(runtime, "has_compiler", lambda: False)
+    seen = {}
+
+    class Stop(Exception):
+        pass
+
+    def trainer(cfg, run):
+        seen["compile"] = cfg.compile
+        raise Stop
+
+    monkeypatch.setattr(train, "Trainer", trainer)
+    monkeypatch.setattr(runtime, "start", lambda seed: None)
+    with pytest.raises(Stop):
+        train.main([w for w in SMALL if w != "--no-compile"])
+    assert seen["compile"] is False
+    assert capsys.readouterr().err.strip() == "no C++ compiler found: running eager (--no-compile)"
+
+
+def test_has_compiler_looks_for_one(monkeypatch):
+    import torch._inductor.config as inductor
+
+    assert runtime.has_compiler(), "this machine's tests need a C++ compiler"
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
+    runtime_compiler_cache_clear()
+    assert not runtime.has_compiler()
+    monkeypatch.undo()
+    runtime_compiler_cache_clear()
+
+
+def runtime_compiler_cache_clear() -> None:
+    from torch._inductor.cpp_builder import cpp_compiler_search
+
+    cpp_compiler_search.cache_clear()
+
+
 def test_help_documents_every_field(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], train.__doc__)

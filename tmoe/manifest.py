@@ -366,9 +366,11 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         self._file.seek(self._at + self._position)
-        count = self._file.readinto(view) or 0
-        self._position += count
-        return count
+        filled = 0
+        while filled < len(view) and (count := self._file.readinto(view[filled:])):
+            filled += count  # Linux reads 2 GiB at most at once, and torch asks once
+        self._position += filled
+        return filled
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -376,7 +378,8 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     where = f"{folder / chunk.file} at byte {chunk.at}"
     try:
         with open(folder / chunk.file, "rb", buffering=0) as file:
-            tensor = torch.load(_Window(file, chunk.at, chunk.size), map_location="cpu", weights_only=True)
+            window = cast(IO[bytes], _Window(file, chunk.at, chunk.size))
+            tensor = torch.load(window, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the bytes provoke
         raise CheckpointError(f"{where}: unreadable: {type(error).__name__}: {error}") from error
     if type(tensor) is not Tensor or tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape:

@@ -152,8 +152,7 @@ def _is_kept(name: str, only: Sequence[str], same_world: bool) -> bool:
 
 
 def _resharded(src: Path, entries: dict[str, TensorEntry], output: Output) -> Iterator[Tensor]:
-    for part in read_boxes(src, entries[output.name], output.boxes):
-        yield part.to(output.dtype)
+    return (part.to(output.dtype) for part in read_boxes(src, entries[output.name], output.boxes))
 
 
 # ---- average ----
@@ -249,7 +248,9 @@ def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output
         total = torch.zeros(box.shape, dtype=torch.float64)
         for reader in readers:
             total += next(reader)
-        yield total.div_(len(readers)).float().to(output.dtype)
+        mean = total.div_(len(readers)).float().to(output.dtype)
+        del total
+        yield mean
 
 
 # ---- carrying out ----

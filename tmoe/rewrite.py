@@ -4,7 +4,8 @@ The tensors are divided into groups. A group is written into `DST.partial/group-
 own manifest, written last, says that it is done: a killed rewrite keeps the finished groups, and the same command writes the others.
 When all are there they are read back and hashed, moved into one folder, described by one manifest, and the folder gets its name.
 
-Memory: a worker holds the chunks that the next boxes of one tensor still need, and one box. Hashing is what costs (content, file, read
+Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64 sum: four tensors at most.
+Hashing is what costs (content, file, read
 back: three SHA-256), so groups are written in parallel, as many as fit into MEMORY.
 
 next: layout.py, manifest.py
@@ -39,7 +40,7 @@ from tmoe.layout import Box
 from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
-MEMORY = 8 << 30  # bytes that all workers together may hold, unless one tensor alone needs more
+MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
 FRAME = (
     4096  # bytes a box costs beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
 )
@@ -172,7 +173,7 @@ def _clear(work: Path, keep: list[Path]) -> None:
 def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> None:
     todo = [number for number, part in enumerate(parts) if not part.exists()]
     largest = max((output.nbytes for number in todo for output in groups[number]), default=1)
-    workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (3 * largest + 1)))
+    workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (4 * largest + 1)))
     # A worker has a file of every rank open; the usual soft limit of 1024 would end 8 workers at 128 ranks.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     total = sum(output.nbytes for number in todo for output in groups[number])
@@ -220,11 +221,13 @@ def _write_tensor(
     output: Output, contents: Iterator[Tensor], shard: Callable[[int], files.HashedFile], tell: Advance
 ) -> TensorEntry:
     chunks = []
-    for box, tensor in zip(output.boxes, contents, strict=True):
+    for box in output.boxes:
+        tensor = next(contents)
         if (tuple(tensor.shape), tensor.dtype) != (box.shape, output.dtype):
             raise TypeError(f"{output.name}: {tensor.dtype} {tuple(tensor.shape)} came for {box}")
         chunks.append(files.write_chunk(shard(box.rank), tensor, box.offset))
         tell(tensor.nbytes)
+        del tensor  # or it would be held while the next one is read
     return files.tensor_entry(output.shape, output.dtype, output.placement, chunks)
 
 
@@ -276,12 +279,11 @@ def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iter
         for index in indices:
             if index not in held:
                 held[index] = read_chunk(folder, entry.chunks[index], dtype)
-        content = _assemble(box, [(entry.chunks[index], held[index]) for index in indices], dtype)
+        content = [_assemble(box, [(entry.chunks[index], held[index]) for index in indices], dtype)]
         for index in indices:
             if last[index] == i:
                 del held[index]
-        yield content
-        del content  # not to be held while the next chunks are read
+        yield content.pop()  # this frame keeps no reference
 
 
 def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:

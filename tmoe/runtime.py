@@ -4,15 +4,19 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerAction
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,6 +34,26 @@ class Runtime:
         t = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(t, group=self.control)
         return t.tolist()
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Runs what needs no collective on every rank. If it raises ValueError anywhere, all ranks end with code 2 and rank
+        0 prints each different message once, with the ranks that met it."""
+        result, error = None, None
+        try:
+            result = work()
+        except ValueError as caught:
+            error = str(caught)
+        errors: list[str | None] = [None] * self.world
+        dist.all_gather_object(errors, error, group=self.control)
+        if messages := sorted({e for e in errors if e}):
+            who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
+            lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
+            raise SystemExit("error: " + "\n".join(lines) if self.rank == 0 else 2)
+        return cast(T, result)
 
     def close(self) -> None:
         dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it

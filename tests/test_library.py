@@ -1,0 +1,112 @@
+"""tmoe's parts in someone else's model and loop: no Transformer, no config file, real tensors instead of meta ones."""
+
+import pytest
+import torch
+from torch import nn
+
+import tmoe
+from tmoe.balance import Balancer, stack
+
+CFG = tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=12, shared_dim=8, balance_coeff=0.1)
+D, STEPS, ROWS = 16, 6, 8
+
+
+class Theirs(nn.Module):
+    """A classifier of somebody's own, with two of tmoe's layers in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(5, D)
+        self.layers = nn.ModuleList(tmoe.MoE(D, CFG) for _ in range(2))
+        self.outputs = nn.Linear(D, 3)
+
+    def forward(self, x):
+        h = self.inputs(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.outputs(h)
+
+
+def train(rank: int, world: int, ep: int, dtype: str):
+    torch.manual_seed(0)
+    model = Theirs()
+    mesh = tmoe.parallel.build_mesh(ep=ep)
+    cfg = None if dtype == "fp32" else tmoe.Config(parallel=tmoe.config.ParallelConfig(ep=ep), compile=False)
+    assert tmoe.parallel.parallelize(model, mesh, cfg) is model
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, foreach=False)
+    draw = torch.Generator().manual_seed(1)
+    target = torch.randn(5, 3, generator=draw)
+    out = []
+    for _ in range(STEPS):
+        x = torch.randn(ROWS, 5, generator=draw)
+        label = (x @ target).argmax(-1)
+        mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+        x_mine = x[mine] if dtype == "fp32" else x[mine].bfloat16()
+        logits = model(x_mine).float()
+        loss = nn.functional.cross_entropy(logits, label[mine], reduction="sum") / ROWS
+        # [T, D] input counts as one sequence: a rank's share of the z-loss is its tokens' over all tokens
+        load = stack([layer.load for layer in model.layers])
+        loss = loss + 0.01 * load.z_B.sum() / ROWS
+        loss.backward()
+        norm = tmoe.parallel.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(norm.item())
+    return out, {n: p.full_tensor() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2), (2, 1), (4, 4)])
+def test_own_model_and_loop(gloo, world, ep):
+    want_norms, want = gloo(1, train, 1, "fp32")[0]
+    norms, got = gloo(world, train, ep, "fp32")[0]
+    assert norms == pytest.approx(want_norms, rel=1e-5)
+    assert want.keys() == got.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_trains_fp32_masters(gloo):
+    norms, got = gloo(2, train, 2, "bf16")[0]
+    want, _ = gloo(2, train, 2, "fp32")[0]
+    assert all(p.dtype == torch.float32 for p in got.values())
+    assert norms == pytest.approx(want, rel=0.1)
+    assert norms != want
+
+
+def test_stand_alone_layer_and_its_losses():
+    """`MoE(dim, cfg)(x)` for [B, S, D] and [T, D], and the balancing loss from what it measured."""
+    torch.manual_seed(0)
+    moe = tmoe.MoE(D, CFG)
+    x = torch.randn(3, 7, D, requires_grad=True)
+    y = moe(x)
+    assert y.shape == x.shape
+    loss = Balancer(CFG).loss(stack([moe.load]), None)
+    loss.backward()
+    assert moe.router.weight.grad.abs().sum() > 0
+    torch.testing.assert_close(moe(x.flatten(0, 1)).view_as(x), y)
+
+
+def test_presets_and_public_names():
+    assert set(tmoe.presets()) == {"tiny", "moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"}
+    for name in ("Transformer", "MoE", "ops", "parallel", "presets"):
+        assert hasattr(tmoe, name)
+    for name in ("build_mesh", "parallelize", "clip_grad_norm_"):
+        assert callable(getattr(tmoe.parallel, name))
+    for name in ("moe_mlp", "grouped_mm"):
+        assert callable(getattr(tmoe.ops, name))
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        (dict(ep=3), "ep=3"),
+        (dict(dp=2, ep=1), "dp=2"),
+        (dict(tp=2), "tp=2"),
+        (dict(ep=0), "ep=0"),
+        (dict(dp=0), "dp=0"),
+    ],
+    ids=str,
+)
+def test_mesh_errors_name_the_axis(axes, says):
+    with pytest.raises(ValueError, match=says):
+        tmoe.parallel.mesh.mesh_shape(1, axes.pop("dp", None), axes.pop("ep", 1), **axes)

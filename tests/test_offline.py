@@ -1,0 +1,688 @@
+"""The offline tools: what they write is bit for bit what a run would have saved in that layout, whole or absent, in little memory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import Hostile, assert_same, checkpoints, flip, forge, plain, sharded, whole
+from torch import Tensor
+
+from tmoe import layout, offline, rewrite, shards
+from tmoe import manifest as files
+from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
+from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig
+from tmoe.layout import Box, lay_out
+from tmoe.manifest import Chunk, TensorEntry
+from tmoe.model import Transformer
+from tmoe.parallel.apply import parallelize, shard_dim
+from tmoe.parallel.mesh import build_mesh
+from tmoe.rewrite import read_boxes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words: object) -> None:
+    offline.main([str(word) for word in words])
+
+
+def refused(*words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        run(*words)
+    assert isinstance(end.value.code, str), "a message makes the exit code 1"
+    return end.value.code
+
+
+def save(
+    folder: Path, step: int, tensors: dict[str, Tensor], info: dict | None = None, state: dict | None = None
+) -> Path:
+    store = Checkpoints(folder, keep=0, mode="sync", info=info or {})
+    store.save(step, tensors, state or {"step": step, "tokens": step * 100}, {"cpu": torch.get_rng_state()})
+    return folder / f"step-{step}"
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a step but the generator states, as Checkpoints.load gives it."""
+    saved = read_manifest(path).tensors
+    tensors = {
+        name: torch.zeros(entry.shape, dtype=files.dtype_of(entry.dtype))
+        for name, entry in saved.items()
+        if not name.startswith("rng.")
+    }
+    checkpoints(path.parent).load(path, tensors)
+    return tensors
+
+
+# ---- layouts ----
+
+
+def model_config(experts: int) -> ModelConfig:
+    moe = MoEConfig(experts=experts, top_k=2, ffn_dim=20, shared_dim=8)
+    return ModelConfig(vocab=37, dim=24, layers=2, heads=2, kv_heads=1, head_dim=8, dense_layers=1, ffn_dim=32, moe=moe)
+
+
+def save_model(rank, world, folder, experts, ep):
+    """What train.py saves: parameters and moments as DTensors, step counts plain."""
+    torch.manual_seed(experts)
+    model = parallelize(Transformer(model_config(experts)), build_mesh(ep=ep))
+    tensors = {f"model.{n}": p for n, p in model.named_parameters()}
+    for n, p in model.named_parameters():
+        tensors |= {f"optim.exp_avg.{n}": p.detach() * 0.5, f"optim.step.{n}": torch.tensor(3.0)}
+    store = Checkpoints(folder, keep=0, mode="sync", info={})
+    store.save(7, tensors, {"step": 7}, {"cpu": torch.get_rng_state()})
+
+
+def contents(step: Path) -> dict[str, tuple]:
+    """Placement and (rank, offset, shape, hash) of each chunk with elements; where replicated tensors lie is free."""
+    return {
+        name: (
+            entry.placement,
+            sorted(
+                (c.file.split("_")[2], c.offset, c.shape, c.sha256)
+                for c in entry.chunks
+                if entry.placement != "replicated" and 0 not in c.shape
+            ),
+        )
+        for name, entry in read_manifest(step).tensors.items()
+        if not name.startswith("rng.")
+    }
+
+
+@pytest.mark.parametrize(("world", "ep", "experts"), [(2, 1, 6), (4, 2, 6), (4, 2, 8), (4, 1, 6), (4, 4, 8)])
+def test_resharded_files_are_what_that_world_would_have_saved(gloo, tmp_path, world, ep, experts):
+    gloo(world, save_model, tmp_path / "there", experts, ep)
+    gloo(1, save_model, tmp_path / "here", experts, 1)
+    run("reshard", tmp_path / "here/step-7", tmp_path / "dst", "--world", world, "--ep", ep)
+    assert contents(tmp_path / "dst") == contents(tmp_path / "there/step-7")
+    run("reshard", tmp_path / "there/step-7", tmp_path / "back", "--world", 1)
+    assert contents(tmp_path / "back") == contents(tmp_path / "here/step-7")
+
+
+def test_the_rule_for_experts_is_that_of_training():
+    draw = random.Random(0)
+    for _ in range(200):
+        shapes = [tuple(draw.choice([1, 2, 3, 4, 6, 8, 12]) for _ in range(3)) for _ in range(2)]
+        dp = draw.choice([1, 2, 3, 4])
+        assert layout.shard_dim(shapes, dp) == shard_dim([torch.Size(s) for s in shapes], dp), (shapes, dp)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_fill_every_tensor_once(seed):
+    draw = random.Random(seed)
+    ep, dp = draw.choice([1, 2, 3]), draw.choice([1, 2, 5])
+    shapes = {f"model.{i}.w": tuple(draw.randint(1, 9) for _ in range(draw.randint(0, 3))) for i in range(6)}
+    shapes |= {f"model.{i}.experts.w": (ep * draw.randint(1, 4), draw.choice([4, 5, 10]), 2) for i in range(6)}
+    for name, (_, boxes) in lay_out(shapes, dp * ep, ep).items():
+        filled = torch.zeros(shapes[name])
+        for box in boxes:
+            filled[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
+        assert filled.eq(1).all(), name
+
+
+def load_layout(rank, world, path, ep, mesh_seed=0):
+    """Every tensor, the state, and the files that this rank opened."""
+    opened, original = set(), files.read_chunk
+    files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[1]
+    tensors = sharded(world, ep, mesh_seed)
+    state, rng = checkpoints(path.parent).load(path, tensors)
+    return whole(tensors), state, rng, opened
+
+
+def save_layout(rank, world, folder, ep):
+    torch.manual_seed(rank)
+    tensors = sharded(world, ep, seed=5)
+    checkpoints(folder).save(5, tensors, {"step": 5, "tokens": 20}, {"cpu": torch.get_rng_state()})
+    return whole(tensors)
+
+
+def test_one_to_four_to_two_ranks_is_bit_equal_and_each_rank_reads_its_own_files(gloo, tmp_path):
+    expected = gloo(1, save_layout, tmp_path, 1)[0]
+    run("reshard", tmp_path / "step-5", tmp_path / "four", "--world", 4, "--ep", 2)
+    run("reshard", tmp_path / "four", tmp_path / "two", "--world", 2, "--ep", 2)
+    for name, world, ep in [("four", 4, 2), ("two", 2, 2), ("four", 2, 1), ("two", 4, 2)]:
+        results = gloo(world, load_layout, tmp_path / name, ep)
+        for rank, (found, state, rng, opened) in enumerate(results):
+            assert_same(found, expected)
+            assert state == {"step": 5, "tokens": 20} and rng is None
+            if (name, world, ep) in [("four", 4, 2), ("two", 2, 2)]:
+                # dense rows lie in a file of their own rank; the bf16 moments and the step count are rank 0's too
+                assert opened <= {f"__{rank}_0.distcp", "__0_0.distcp"}
+    manifest = read_manifest(tmp_path / "two")
+    assert (manifest.step, manifest.tokens, manifest.world) == (5, 20, 2)
+    assert [entry["world"] for entry in manifest.info["history"]] == [4, 2]
+    assert not any(name.startswith("rng.") for name in manifest.tensors)
+
+
+def test_generator_states_stay_with_the_same_world(gloo, tmp_path):
+    gloo(2, save_layout, tmp_path, 1)
+    run("reshard", tmp_path / "step-5", tmp_path / "dst", "--world", 2, "--ep", 2)
+    for rank, (_, _, rng, _) in enumerate(gloo(2, load_layout, tmp_path / "dst", 2)):
+        torch.manual_seed(rank)
+        assert torch.equal(rng["cpu"], torch.get_rng_state())
+
+
+def grid_cuts(draw: random.Random, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of boxes that cut a tensor at random places of each axis."""
+    boxes = [((), ())]
+    for n in shape:
+        cuts = sorted({0, n, *(draw.randint(0, n) for _ in range(draw.randint(0, 3)))})
+        spans = [(a, b - a) for a, b in itertools.pairwise(cuts)]
+        boxes = [((*o, a), (*s, m)) for o, s in boxes for a, m in spans]
+    return boxes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_cut_reads_as_any_other_and_each_chunk_once(tmp_path, seed, monkeypatch):
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 7) for _ in range(draw.randint(0, 4)))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+    def part(offset, lengths):
+        return tensor[tuple(slice(o, o + n) for o, n in zip(offset, lengths, strict=True))]
+
+    with files.HashedFile(tmp_path / "f") as file:
+        chunks = [files.write_chunk(file, part(*cut), cut[0]) for cut in grid_cuts(draw, shape)]
+    entry = files.tensor_entry(shape, tensor.dtype, "", draw.sample(chunks, len(chunks)))
+    reads: list[Chunk] = []
+    monkeypatch.setattr(rewrite, "read_chunk", lambda *args: (reads.append(args[1]), files.read_chunk(*args))[1])
+    boxes = tuple(Box(0, *cut) for cut in grid_cuts(draw, shape))
+    for box, found in zip(boxes, read_boxes(tmp_path, entry, boxes), strict=True):
+        assert torch.equal(found, part(box.offset, box.shape))
+    assert len(reads) == len(set(reads)) == len(chunks)
+
+
+# ---- casts and parts ----
+
+
+def nearest_even(values: np.ndarray) -> np.ndarray:
+    """bf16 bits of fp32 numbers, by integers: half a unit less one, plus the bit that would stay last."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
+    raw = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    raw[: 1 << 14] = (raw[: 1 << 14] & 0xFFFF0000) | 0x8000  # ties
+    raw[1 << 14 : 1 << 15] = (raw[1 << 14 : 1 << 15] & 0xFFFF0000) | 0x7FFF  # just below
+    values = raw.view(np.float32)
+    values = np.where(np.isnan(values), np.float32(1e-40), values)  # the payload of a NaN is anybody's
+    w = torch.from_numpy(values.copy()).reshape(256, 256)
+    tensors = {"model.w": w, "ema.w": w * 0.5, "optim.exp_avg.w": w, "model.nan": torch.tensor([math.nan, math.inf])}
+    tensors |= {
+        "model.ids": torch.arange(5),
+        "model.half": torch.randn(9).bfloat16(),
+        "optim.step.w": torch.tensor(2.0),
+    }
+    run("reshard", save(tmp_path, 1, tensors), tmp_path / "dst", "--world", 3, "--dtype", "bf16")
+    found, entries = load(tmp_path / "dst"), read_manifest(tmp_path / "dst").tensors
+    assert np.array_equal(found["model.w"].view(torch.int16).numpy().view(np.uint16).ravel(), nearest_even(values))
+    assert torch.equal(found["ema.w"], (w * 0.5).bfloat16()) and found["model.nan"].isnan().tolist() == [True, False]
+    for name in ("optim.exp_avg.w", "optim.step.w", "model.ids", "model.half"):
+        assert_same({name: found[name]}, {name: tensors[name]})
+    assert {n: e.dtype for n, e in entries.items()}["model.w"] == "bfloat16" and entries["model.ids"].dtype == "int64"
+    assert read_manifest(tmp_path / "dst").info["history"][0]["dtype"] == "bf16"
+    run("reshard", tmp_path / "dst", tmp_path / "wide", "--world", 1, "--dtype", "fp32", "--only", "model")
+    assert torch.equal(load(tmp_path / "wide")["model.w"], found["model.w"].float())
+
+
+def test_weights_are_rescued_from_a_step_whose_optimizer_state_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SMALL", 2000)  # several files
+    tensors = {f"{part}.{i}": torch.randn(400) for part in ("model", "optim.exp_avg", "ema") for i in range(3)}
+    step = save(tmp_path, 1, tensors)
+    of = {name: entry.chunks[0] for name, entry in read_manifest(step).tensors.items()}
+    alone = {chunk.file for name, chunk in of.items() if not name.startswith("optim.")}
+    victim = next(chunk for name, chunk in of.items() if name.startswith("optim."))
+    if victim.file in alone:
+        flip(step / victim.file, victim.at + victim.size // 2)
+    else:
+        (step / victim.file).unlink()
+    message = refused("reshard", step, tmp_path / "all", "--world", 2)
+    assert victim.file in message and not (tmp_path / "all").exists()
+    run("reshard", step, tmp_path / "dst", "--world", 2, "--only", "model", "ema")
+    assert_same(load(tmp_path / "dst"), {n: t for n, t in tensors.items() if not n.startswith("optim.")})
+    assert "holds no tensor of optim" in refused(
+        "reshard", tmp_path / "dst", tmp_path / "x", "--world", 1, "--only", "optim"
+    )
+
+
+def test_every_dtype_and_shape_survives(tmp_path):
+    run("reshard", save(tmp_path, 20, plain(20)), tmp_path / "dst", "--world", 5)
+    assert_same(load(tmp_path / "dst"), {n: t.contiguous() for n, t in plain(20).items()})
+
+
+# ---- damage, kills, full disks ----
+
+
+@pytest.fixture
+def step(tmp_path) -> Path:
+    return save(tmp_path, 20, plain(20))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
+def test_damaged_sources_are_named_and_nothing_is_published(step, tmp_path, damage):
+    file = step / "__0_0.distcp"
+    if damage == "flipped":
+        chunk = read_manifest(step).tensors["model.w"].chunks[0]
+        flip(file, chunk.at + chunk.size // 2)
+    elif damage == "truncated":
+        os.truncate(file, 50)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        flip(file := step / files.NAME, 200)
+    for words in (("reshard", step, tmp_path / "dst", "--world", 2), ("average", step, step, tmp_path / "dst")):
+        assert str(file) in refused(*words)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-20"}
+
+
+@pytest.mark.parametrize("tool", ["reshard", "average", "inspect"])
+@pytest.mark.parametrize("kind", ["plain pickle", "torch.save"])
+def test_hostile_payloads_do_not_run(step, tmp_path, tool, kind):
+    sentinel = tmp_path / "pwned"
+    saved = io.BytesIO()
+    torch.save({"w": Hostile(sentinel)}, saved)
+    forge(
+        step, "__0_0.distcp", pickle.dumps(Hostile(sentinel)) if kind == "plain pickle" else saved.getvalue(), "model.w"
+    )
+    forge(step, ".metadata", pickle.dumps(Hostile(sentinel)))
+    words = dict(
+        reshard=("reshard", step, tmp_path / "dst", "--world", 2),
+        average=("average", step, tmp_path / "dst"),
+        inspect=("inspect", step, "--tensor", "model.w"),
+    )[tool]
+    assert "unreadable" in refused(*words)
+    run("verify", step)
+    run("inspect", step)
+    assert not sentinel.exists() and not (tmp_path / "dst").exists()
+
+
+def lie(step: Path, **changes) -> None:
+    manifest = replace(read_manifest(step), **changes)
+    (step / files.NAME).unlink()
+    files.write_manifest(step, manifest)
+
+
+def halves(*offsets: int) -> dict[str, TensorEntry]:
+    chunks = [Chunk((offset, 0), (2, 3), "__0_0.distcp", 0, 8, "") for offset in offsets]
+    return {"a": TensorEntry((4, 3), "float32", "", "", tuple(chunks))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(tensors=halves(0, 0)), "chunks at (0, 0) and (0, 0) overlap"),
+        (dict(tensors=halves(1, 2)), "chunks at (1, 0) and (2, 0) overlap"),
+        (dict(tensors={"a": TensorEntry((-2, -3), "float32", "", "", ())}), "hold 0 of 6"),
+        (dict(tensors={"a": replace(halves(0, 2)["a"], shape=(4.0, 3))}), "must be counts"),
+        (dict(world=0), "world 0 is not a positive number"),
+        (dict(step="7"), "step '7' is not a count"),
+        (dict(state=[1]), "state [1] is not an object"),
+        (dict(info=functools.reduce(lambda x, _: {"a": x}, range(900), {})), None),
+    ],
+)
+def test_manifests_that_lie_are_refused_by_every_tool(step, tmp_path, changes, message):
+    lie(step, **changes)
+    if message is None:
+        raw = (step / files.NAME).read_bytes()
+        assert raw.count(b'{"a"') > 800
+        return run("verify", step)
+    for words in (("inspect", step), ("verify", step), ("reshard", step, tmp_path / "dst", "--world", 2)):
+        with pytest.raises(SystemExit):
+            run(*words)
+    with pytest.raises(CheckpointError, match="malformed") as error:
+        read_manifest(step)
+    assert message in str(error.value)
+
+
+class Slow(io.RawIOBase):
+    """A file that gives 5 bytes a call, as Linux gives 2 GiB."""
+
+    def __init__(self, raw: bytes):
+        self.file = io.BytesIO(raw)
+
+    def seek(self, *args):
+        return self.file.seek(*args)
+
+    def readinto(self, buffer):
+        return self.file.readinto(memoryview(buffer)[:5])
+
+
+def test_short_reads_are_no_end_of_file():
+    saved, tensor = io.BytesIO(), torch.randn(50)
+    torch.save(tensor, saved)
+    window = files._Window(Slow(b"x" * 13 + saved.getvalue() + b"y" * 9), 13, len(saved.getvalue()))
+    assert torch.equal(torch.load(window, weights_only=True), tensor)
+
+
+def dies_at(count: int, step: Path, dst: Path) -> bool:
+    """Reshard in a child that is killed at its count-th write, sync, rename, mkdir or unlink; False if it lived to the end."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    done = 0
+
+    def guard(call):
+        def guarded(*args, **kwargs):
+            nonlocal done
+            done += 1
+            if done == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return guarded
+
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, guard(getattr(os, name)))
+    files.HashedFile.write = guard(files.HashedFile.write)
+    os.cpu_count = lambda: 1  # one group after the other, so that counts mean the same in every child
+    try:
+        rewrite.rewrite(offline.plan_reshard(step, 2), dst)
+    finally:
+        os._exit(0)
+
+
+def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SMALL", 500)  # several groups
+    step = save(tmp_path, 20, {k: t for k, t in plain(20).items() if k in ("model.w", "model.t", "optim.step")})
+    expected = load(step)
+    count, published, resumed, stride = 1, [], 0, 3
+    while True:
+        dst = tmp_path / f"dst{count}"
+        killed = dies_at(count, step, dst)
+        published.append(dst.exists())
+        if published[-1]:
+            assert verify(dst) == []
+        else:
+            kept = {p: p.stat().st_ino for p in rewrite.work_folder(dst).glob("group-*/*.distcp")}
+            finished = {p for p in kept if (p.parent / files.NAME).exists() and not verify(p.parent)}
+            run("reshard", step, dst, "--world", 2)
+            again = {p.name: p.stat().st_ino for p in dst.iterdir()}
+            assert all(again[p.name] == kept[p] for p in finished)  # not written a second time
+            resumed += bool(finished)
+        assert_same(load(dst), expected)
+        assert not rewrite.work_folder(dst).exists()
+        if not killed:
+            break
+        count += stride
+    assert published == sorted(published) and published.count(False) > 20 and resumed > 3
+
+
+def test_what_another_command_left_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SMALL", 500)
+    step, other = save(tmp_path, 1, plain(1)), save(tmp_path, 2, plain(2))
+    for count in range(1, 1000, 7):
+        dies_at(count, step, tmp_path / "dst")
+        if list((tmp_path / "dst.partial").glob(f"group-*/{files.NAME}")):
+            break
+    run("reshard", other, tmp_path / "dst", "--world", 2)
+    assert_same(load(tmp_path / "dst"), {n: t.contiguous() for n, t in plain(2).items()})
+
+
+def full_disk(rank, world, step, dst):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))  # python ignores SIGXFSZ: writes fail
+    with pytest.raises(SystemExit) as end:
+        run("reshard", step, dst, "--world", 2)
+    return end.value.code
+
+
+def test_a_full_disk_is_named_with_path_and_errno_and_dst_is_absent(gloo, tmp_path):
+    step = save(tmp_path, 1, {"model.w": torch.randn(600, 4), "model.v": torch.randn(3)})
+    message = gloo(1, full_disk, step, tmp_path / "dst")[0]
+    assert f"[Errno {errno.EFBIG}]" in message and "dst.partial/group-0/__0_0.distcp" in message
+    assert {p.name for p in tmp_path.iterdir()} == {"step-1"}
+    run("reshard", step, tmp_path / "dst", "--world", 2)
+    assert_same(load(tmp_path / "dst"), load(step))
+
+
+def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
+    original = rewrite._read_back
+
+    def damaged(parts):
+        flip(next(parts[0].glob("*.distcp")), 100)
+        original(parts)
+
+    monkeypatch.setattr(rewrite, "_read_back", damaged)
+    message = refused("reshard", step, tmp_path / "dst", "--world", 2)
+    assert "does not read back" in message and "SHA-256 differs" in message and not (tmp_path / "dst").exists()
+    monkeypatch.undo()
+    run("reshard", step, tmp_path / "dst", "--world", 2)
+
+
+def test_two_at_once_are_refused_and_so_is_an_existing_folder(step, tmp_path):
+    (tmp_path / "dst.partial").mkdir()
+    lock = os.open(tmp_path / "dst.partial", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert "another process is writing it" in refused("reshard", step, tmp_path / "dst", "--world", 2)
+    os.close(lock)
+    for path in (step, tmp_path):
+        assert f"{path}: exists already" in refused("reshard", step, path, "--world", 2)
+
+
+def test_too_little_space_is_said_before_the_first_byte(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 0, 1234))
+    before = set(tmp_path.rglob("*"))
+    for words in (("reshard", step, tmp_path / "a/b", "--world", 2), ("average", step, tmp_path / "dst")):
+        message = refused(*words)
+        assert "needs" in message and "(1234) free" in message
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_writes_nothing_and_its_bytes_suffice(step, tmp_path, capsys):
+    before = set(tmp_path.rglob("*"))
+    run("reshard", step, tmp_path / "dst", "--world", 3, "--dry-run")
+    run("average", step, step, tmp_path / "mean", "--dry-run")
+    assert set(tmp_path.rglob("*")) == before
+    assert "6 tensors" in capsys.readouterr().out
+    needed, free = rewrite.check_space(offline.plan_reshard(step, 3), tmp_path / "dst")
+    run("reshard", step, tmp_path / "dst", "--world", 3)
+    assert rewrite.size_on_disk(tmp_path / "dst") <= needed < free
+
+
+RSS = """
+import re, sys
+from pathlib import Path
+from tmoe import offline, rewrite
+
+# not getrusage: its peak starts at the parent's size, which exec hands on
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("average", lambda s: offline.plan_average([s, s]))):
+    before = peak()
+    rewrite.rewrite(plan(Path(sys.argv[1])), Path(sys.argv[1] + tool))
+    print(tool, (peak() - before) * 1024)
+"""
+
+
+def test_memory_is_that_of_a_few_tensors(tmp_path):
+    tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(40)}
+    step, size = save(tmp_path, 1, tensors), sum(t.nbytes for t in tensors.values())
+    del tensors
+    told = subprocess.run(
+        [sys.executable, "-c", RSS, step], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    growth = {line.split()[0]: int(line.split()[1]) for line in told.splitlines()}
+    assert growth.keys() == {"reshard", "average"}
+    # two groups at a time, each with a tensor of 8 MiB as read, as cut, and its predecessor (average: in fp64)
+    assert max(growth.values()) < 80 << 20 < size / 4, growth
+
+
+# ---- averages ----
+
+
+def test_the_average_is_the_mean_in_the_layout_of_the_first(gloo, tmp_path):
+    gloo(2, save_layout, tmp_path / "a", 2)
+    gloo(4, save_layout, tmp_path / "b", 1)
+    first = load(tmp_path / "a/step-5")
+    run("reshard", tmp_path / "a/step-5", tmp_path / "one", "--world", 1)
+    others = [{n: torch.randn(t.shape).to(t.dtype) for n, t in first.items()} for _ in range(2)]
+    steps = [tmp_path / "a/step-5", *(save(tmp_path, 8 + i, tensors) for i, tensors in enumerate(others))]
+    run("average", *steps, tmp_path / "mean")
+    expected = {
+        n: ((t.double() + others[0][n].double() + others[1][n].double()) / 3).float().to(t.dtype)
+        for n, t in first.items()
+        if n.startswith("model.")
+    }
+    assert_same(load(tmp_path / "mean"), expected)
+    mean, source = read_manifest(tmp_path / "mean"), read_manifest(steps[0])
+    assert (mean.step, mean.tokens, mean.world) == (9, 900, 2)
+    for name, entry in mean.tensors.items():
+        assert [(c.offset, c.shape) for c in entry.chunks] == [(c.offset, c.shape) for c in source.tensors[name].chunks]
+    run("average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same")  # other layout, equal weights
+    assert_same(load(tmp_path / "same"), {n: t for n, t in first.items() if n.startswith("model.")})
+
+
+def test_the_mean_of_large_and_small_is_exact(tmp_path):
+    values = [2.0**24, 1.0, 1.0, -(2.0**24)]  # fp32 sums give 0 or 2 by order
+    steps = [save(tmp_path, i, {"model.w": torch.full((3,), v)}) for i, v in enumerate(values)]
+    run("average", *steps, tmp_path / "mean")
+    assert load(tmp_path / "mean")["model.w"].tolist() == [0.5] * 3
+
+
+def test_the_moving_average_becomes_the_weights(tmp_path):
+    g = torch.Generator().manual_seed(3)
+    weights = {f"model.{n}": torch.randn(6, 2, generator=g) for n in "ab"}
+    averages = {f"ema.{n}": torch.randn(6, 2, generator=g) for n in "ab"}
+    half = {n: t.bfloat16() for n, t in weights.items()}
+    step = save(tmp_path, 1, weights | averages | {"optim.step.a": torch.tensor(1.0)})
+    run("average", step, tmp_path / "ema", "--ema")
+    assert_same(load(tmp_path / "ema"), {f"model.{n[4:]}": t for n, t in averages.items()})
+    run("average", save(tmp_path, 2, half | averages), tmp_path / "half", "--ema")
+    assert_same(load(tmp_path / "half"), {f"model.{n[4:]}": t.bfloat16() for n, t in averages.items()})
+    assert "holds no ema.*" in refused("average", save(tmp_path, 3, weights), tmp_path / "x", "--ema")
+    partial = save(tmp_path, 4, weights | {"ema.a": averages["ema.a"]})
+    assert "model.b: not in" in refused("average", partial, tmp_path / "x", "--ema")
+
+
+def test_every_difference_is_listed(tmp_path):
+    def settings(top_k):
+        return dict(config=asdict(Config(optim=OptimConfig(), model=ModelConfig(moe=MoEConfig(top_k=top_k)))))
+
+    first = {
+        "model.a": torch.zeros(4),
+        "model.b": torch.zeros(2, 2),
+        "model.c": torch.zeros(3),
+        "model.i": torch.ones(2).int(),
+    }
+    second = {"model.a": torch.zeros(5), "model.b": torch.zeros(2, 2).bfloat16(), "model.d": torch.zeros(1)}
+    steps = [
+        save(tmp_path, 1, first | {"optim.x": torch.zeros(1)}, settings(2)),
+        save(tmp_path, 2, second | {"model.i": torch.ones(2).int()}, settings(1)),
+    ]
+    message = refused("average", *steps, tmp_path / "mean")
+    for line in (
+        "6 differences",
+        f"model.a: shape (4,) in {steps[0]}, (5,) in {steps[1]}",
+        f"model.b: float32 in {steps[0]}, bfloat16 in {steps[1]}",
+        f"model.c: not in {steps[1]}",
+        f"model.d: not in {steps[0]}",
+        "model.i: int32 has no mean",
+        "model.moe: {",
+    ):
+        assert line in message, message
+    assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2"}
+
+
+# ---- looking ----
+
+
+def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tmoe.inspection.BLOCK", 7)
+    g = torch.Generator().manual_seed(1)
+    w = torch.randn(4, 5, 6, generator=g) * 3 + 10
+    w[1, 2, 3], w[3] = math.nan, math.inf
+    step = save(
+        tmp_path,
+        1,
+        {"model.moe.experts.w": w, "model.none": torch.zeros(0, 3), "model.f8": torch.ones(3).to(torch.float8_e4m3fn)},
+    )
+    run("reshard", step, tmp_path / "dst", "--world", 4, "--ep", 2)
+
+    def told(tensor):
+        run("inspect", tmp_path / "dst", "--tensor", tensor, "--json")
+        return json.loads(capsys.readouterr().out)
+
+    capsys.readouterr()
+    found = told("model.moe.experts.w")
+    for part, values in [(found, w), *zip(found["experts"], w, strict=True)]:
+        finite = values[values.isfinite()].double().numpy()
+        assert (part["finite"], part["non_finite"]) == (finite.size, values.numel() - finite.size)
+        if finite.size:
+            expected = [finite.min(), finite.max(), finite.mean(), finite.std(), np.linalg.norm(finite)]
+            assert np.allclose([part[k] for k in ("min", "max", "mean", "std", "norm")], expected, rtol=1e-12, atol=0)
+    assert found["experts"][3]["mean"] is None
+    assert told("model.none")["finite"] == 0 and told("model.f8")["mean"] == 1.0
+    assert "nearest: model.moe.experts.w" in refused("inspect", step, "--tensor", "model.moe.expert.w")
+    run("inspect", step, "--tensor", "model.moe.experts.w")
+    assert "expert 3" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_run_and_folds_equal_blocks(tmp_path, capsys):
+    tensors = {f"model.blocks.{i}.w": torch.zeros(4, 2 + (i == 2)) for i in range(12)}
+    tensors["model.[red]x\x1b[31m"] = torch.zeros(3)
+    step = save(tmp_path, 1, tensors, dict(config=asdict(Config()), versions={"torch": "2"}), dict(step=1, tokens=5))
+    run("inspect", step)
+    out = capsys.readouterr().out
+    for text in (
+        "0-1.w  [4, 2] float32  32 bytes each, 2 times",
+        "2.w  [4, 3]",
+        "3-11.w",
+        "9 times",
+        "tokens",
+        "top_k=2",
+        "[red]x",
+    ):
+        assert text in out, out
+    assert "\x1b[31m" not in out
+    run("inspect", step, "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == 1 and told["info"]["versions"] == {"torch": "2"} and told["world"] == 1
+    assert told["tensors"]["model.blocks.2.w"]["shape"] == [4, 3] and told["tensors"]["model.blocks.2.w"]["bytes"] == 48
+
+
+def test_verify_names_every_problem_of_every_step(tmp_path, capsys):
+    steps = [save(tmp_path, i, plain(i)) for i in range(4)]
+    run("verify", tmp_path)
+    assert capsys.readouterr().out.count("whole ") == 4
+    flip(steps[1] / "__0_0.distcp", 500)
+    os.truncate(steps[1] / ".metadata", 3)
+    (steps[2] / files.NAME).unlink()
+    assert "2 of 4 steps damaged" in refused("verify", tmp_path)
+    out = capsys.readouterr().out
+    for text in (
+        "step-1/__0_0.distcp: damaged: SHA-256",
+        "step-1/.metadata: damaged: 3 bytes",
+        "step-2/manifest.json: missing",
+    ):
+        assert text in out, out
+    assert out.count("whole ") == 2
+    assert "1 of 1" in refused("verify", tmp_path / "nothing")
+
+
+def test_the_command_line(step):
+    def tool(*words):
+        command = [sys.executable, "-m", "tmoe.checkpoint", *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr.strip().splitlines()
+
+    assert tool("verify", step) == (0, f"whole    {step}\n", [])
+    code, _, errors = tool("reshard", step, step / "x", "--world", 4, "--ep", 3)
+    assert code == 1 and errors == ["error: --world=4 --ep=3: both at least 1, and ep must divide the world"]
+    assert tool("reshard", step)[0] == 2
