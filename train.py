@@ -26,7 +26,7 @@ from tmoe.data import Batch, Loader, open_data, unigram_entropy
 from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
-from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, set_lr
+from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, require_finite, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.runtime import Runtime
 
@@ -43,9 +43,10 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     run = runtime.start(cfg.seed)
-    trainer = Trainer(cfg, run)
-    with trainer.metrics:
-        trainer.train()
+    with run.watch:
+        trainer = Trainer(cfg, run)
+        with trainer.metrics:
+            trainer.train()
     run.close()
 
 
@@ -92,20 +93,22 @@ class Trainer:
             return self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         with data, runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
-            for step in range(self.step, cfg.steps):
+            for step in run.watch.over(range(self.step, cfg.steps)):
                 batch = next(data)
                 totals, stop = self.agree(batch)
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
                 loss = self.forward_backward(batch, totals)
                 norm = clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
-                if finite := all_finite(loss, norm):
+                run.watch.vote()  # a skipped collective has summed what does not belong together
+                if self.guard.check(finite := all_finite(loss, norm), step, loss.item()):
+                    run.blame(step, self.share.item(), self.data.indices(step, **self.shape()))
+                if finite:
                     optimizer.step()
                     if self.ema:
                         self.ema.update()
                 optimizer.zero_grad()
                 self.graphs.passed("train")
-                self.guard.check(finite, step)
                 self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
                 last = stop or self.step == cfg.steps
                 self.log(step, loss, norm, lr, last)
@@ -123,7 +126,7 @@ class Trainer:
         micro-batches but the last stay on their rank."""
         model, device = self.model, self.run.device
         model.balancer.start_step()
-        loss = torch.zeros((), device=device)
+        loss = self.share = torch.zeros((), device=device)  # this rank's part of it
         totals = Totals(*(t.to(device) for t in totals))
         for i, micro in enumerate(zip(*batch, strict=True)):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
@@ -200,6 +203,7 @@ class Trainer:
                 runtime.set_rng_states(rng, self.run.device)
         elif cfg.init:
             self.checkpoints.load(Path(cfg.init), self.tensors(("model",)), only="model.")
+        self.run.together(lambda: require_finite(self.tensors(("model",))))
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, torch.Tensor]:
         """Name to tensor of what a checkpoint holds."""
@@ -217,9 +221,7 @@ class Trainer:
         )
         note(f"training data: {self.data.describe()}")
         if self.entropy:
-            note(
-                f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, what a model without context can reach"
-            )
+            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
         if self.step:
             note(f"resumed after step {self.step}")
 

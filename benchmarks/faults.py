@@ -7,299 +7,52 @@ A case takes a system and an empty folder and returns what went wrong, [] if not
 holds tmoe to []. Stock DCP is the shortest careful loop around torch.distributed.checkpoint: a folder a step, the newest
 folder with a .metadata is the one to resume from, an asynchronous save's future is asked after every step.
 
-next: launch.py
+next: inject.py
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
-import io
 import json
+import logging
 import os
 import pickle
 import platform
-import resource
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks.inject import (
+    Stock,
+    System,
+    Tmoe,
+    die_at,
+    fill_disk,
+    fill_disk_of_helpers,
+    flip,
+    kill_in_writer,
+    load,
+    load_path,
+    save,
+    save_or_die,
+    say,
+    tensors,
+    values,
+)
 from benchmarks.launch import End, launch
-from tmoe import manifest, shards
-from tmoe.checkpoint import Checkpoints, read_manifest
 
-Tensors = dict[str, torch.Tensor]
 EXIT_S = 7.0  # from a rank's death to the end of its peers
-FULL = 40_000  # bytes that fit on the full disk: less than a rank's shard
-
-
-class Tmoe:
-    name = "tmoe"
-
-    def __init__(self, folder: Path, keep: int = 0, background: bool = False):
-        shards.SMALL = 1 << 14  # several shard files and threads a rank, small as the tensors are
-        self.store = Checkpoints(folder, keep=keep, mode="async" if background else "sync", info={})
-
-    def save(self, step: int, tensors: Tensors) -> None:
-        self.store.save(step, tensors, {"step": step}, {})
-
-    def poll(self) -> None:
-        self.store.poll()
-
-    def finish(self) -> None:
-        self.store.finish()
-
-    def latest(self) -> Path | None:
-        return self.store.find("auto")
-
-    def load(self, path: Path, tensors: Tensors) -> None:
-        self.store.load(path, tensors)
-
-    @staticmethod
-    def reseal(step: Path) -> None:
-        """What an attacker does after changing files: make the manifest agree with them."""
-        old = read_manifest(step)
-        for name in old.files:
-            with manifest.HashedFile(step / "copy") as copy:
-                copy.write((step / name).read_bytes())
-            old.files[name] = copy.entry()
-            (step / "copy").unlink()
-        (step / manifest.NAME).unlink()
-        manifest.write_manifest(step, old)
-
-    commit_mark = manifest.NAME
-
-
-class Stock:
-    name = "stock DCP"
-
-    def __init__(self, folder: Path, keep: int = 0, background: bool = False):
-        self.folder, self.background, self.pending = folder, background, None
-
-    def save(self, step: int, tensors: Tensors, threads: int = 2) -> None:
-        self.finish()
-        path = self.folder / f"step-{step}"
-        writer = FileSystemWriter(path, thread_count=threads)
-        if self.background:
-            self.pending = dcp.async_save(tensors, storage_writer=writer)
-        else:
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-
-    def poll(self) -> None:
-        if self.pending is not None and self.pending.done():
-            self.finish()
-
-    def finish(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.result()
-
-    def latest(self) -> Path | None:
-        steps = [p for p in self.folder.glob("step-*") if (p / ".metadata").exists()]
-        return max(steps, key=lambda p: int(p.name.removeprefix("step-")), default=None)
-
-    def load(self, path: Path, tensors: Tensors) -> None:
-        dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
-
-    @staticmethod
-    def reseal(step: Path) -> None:
-        """Nothing to forge: no file is under a hash."""
-
-    commit_mark = ".metadata"
-
-
-System = type[Tmoe] | type[Stock]
-
-# ---- what ranks do ----
-
-
-def tensors(value: float) -> Tensors:
-    """A sharded matrix of 128 KiB, a sharded vector, a replicated one; on one process, plain."""
-    full = {"model.w": torch.full((512, 64), value), "model.b": torch.full((512,), value)}
-    if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        full = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
-    return full | {"model.norm": torch.full((16,), value)}
-
-
-def values(found: Tensors) -> list[float]:
-    """The distinct numbers in all tensors: one if they are of one save."""
-    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in found.values()]
-    return torch.cat([t.flatten() for t in whole]).unique().tolist()
-
-
-def save(
-    rank: int,
-    world: int,
-    system: System,
-    folder: Path,
-    steps: dict[int, float],
-    sabotage: Callable[[int], None] | None = None,
-    background: bool = False,
-) -> tuple[str | None, int]:
-    """Saves {step: value}, the last one sabotaged; (what was raised, polls after the last save until then)."""
-    store, polls = system(folder, background=background), 0
-    *before, last = steps.items()
-    try:
-        for step, value in before:
-            store.save(step, tensors(value))
-            store.finish()
-        if sabotage:
-            sabotage(rank)
-        store.save(last[0], tensors(last[1]))
-        while background and polls < 50:
-            time.sleep(0.05)
-            polls += 1
-            store.poll()
-        store.finish()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", polls
-    return None, polls
-
-
-def save_or_die(rank: int, world: int, *args: Any) -> None:
-    """As a trainer does: what is raised ends the process."""
-    if why := save(rank, world, *args)[0]:
-        raise RuntimeError(why)
-
-
-def load(rank: int, world: int, system: System, folder: Path, blind: str = "") -> tuple[str | None, list[float], str]:
-    """(step resumed from, distinct values found, error); rank 1 cannot open files whose path contains `blind`."""
-    if blind and rank == 1:
-        hide(blind)
-    store, found, path = system(folder), tensors(0.0), None
-    try:
-        path = store.latest()
-        if path is not None:
-            store.load(path, found)
-    except BaseException as error:  # DCP raises CheckpointException, a BaseException
-        return path and path.name, values(found), f"{type(error).__name__}: {error}"
-    return path and path.name, values(found), ""
-
-
-def load_path(rank: int, world: int, system: System, path: Path, asked: Tensors | None = None) -> tuple[str, Tensors]:
-    found = asked or tensors(0.0)
-    try:
-        system(path.parent).load(path, found)
-        return "", found
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}", found
-
-
-# ---- injections, the same for every system: below both lie torch.save, open and os ----
-
-
-def kill_in_writer(rank: int) -> None:
-    """Rank 1 is killed at its first payload, when rank 0 has written its own."""
-
-    def killed(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        torch.save = killed
-
-
-def fill_disk(rank: int) -> None:
-    if rank == 1:  # python ignores SIGXFSZ, so a write past the limit fails as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, resource.RLIM_INFINITY))
-
-
-def fill_disk_of_helpers(rank: int) -> None:
-    """On rank 1 every thread but the main one finds no space; the main one is slow, so that helpers get work."""
-    real, main = torch.save, threading.main_thread()
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not main:
-            raise OSError(28, "No space left on device", "shard")
-        time.sleep(0.3)
-        real(*args, **kwargs)
-
-    if rank == 1:
-        torch.save = failing
-
-
-def hide(text: str) -> None:
-    """Files whose path contains `text` are not there, for this process."""
-    real = builtins.open
-
-    def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if text in str(path):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return real(path, *args, **kwargs)
-
-    builtins.open = io.open = opened  # type: ignore[assignment]
-
-
-def flip(file: Path, position: int) -> None:
-    with open(file, "r+b") as stream:
-        stream.seek(position)
-        byte = stream.read(1)[0]
-        stream.seek(position)
-        stream.write(bytes([byte ^ 0x40]))
-
-
-def die_at(count: int, work: Callable[[], None]) -> bool:
-    """Runs `work` in a fork that is killed at its count-th write, sync, rename, mkdir, unlink or rmdir; whether it was."""
-    child = os.fork()
-    if child:
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    done = killer(count)
-
-    class Guarded(io.BufferedWriter):
-        def write(self, data: Any) -> int:
-            done()
-            return super().write(data)
-
-    real = builtins.open
-
-    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if "b" in mode and set(mode) & set("wxa"):
-            return Guarded(io.FileIO(path, mode.replace("b", "")))
-        return real(path, mode, *args, **kwargs)
-
-    builtins.open = io.open = opened  # type: ignore[assignment]
-    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, partial(_after, done, getattr(os, name)))
-    try:
-        work()
-    finally:
-        os._exit(0)
-
-
-def killer(last: int) -> Callable[[], None]:
-    """A function whose `last`-th call kills the process."""
-    left = [last]
-
-    def tick() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return tick
-
-
-def _after(first: Callable[[], None], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    first()
-    return call(*args, **kwargs)
 
 
 # ---- cases: what went wrong, [] if nothing ----
@@ -318,8 +71,8 @@ def expect(found: list[tuple[str | None, list[float], str]], step: str, value: f
     wrong = []
     for rank, (path, numbers, error) in enumerate(found):
         if error:
-            wrong.append(f"rank {rank} cannot resume from {path}: {error.splitlines()[0][:150]}")
-        elif path != step or numbers != [value]:
+            wrong.append(f"rank {rank} cannot resume from {path}: {error[-150:]}")
+        elif path is None or path.split(".")[0] != step or numbers != [value]:
             wrong.append(f"rank {rank} resumed from {path} and holds {numbers}, not {step} with [{value}]")
     return wrong
 
@@ -352,11 +105,15 @@ def crash_points(system: System, folder: Path, step: int = 20) -> list[str]:
     while killed:
         count += 1
         place = folder / str(count)
-        system(place).save(10, tensors(1.0))
-        killed = die_at(count, lambda at=place: system(at, keep=1).save(step, tensors(2.0)))
-        path, numbers, error = load(0, 1, system, place)
-        if error or path not in ("step-10", f"step-{step}") or numbers not in ([1.0], [2.0]):
-            wrong.append(f"killed at point {count}: {path}, {numbers}, {error.splitlines()[0][:120] if error else ''}")
+        system(place).save(10, {"model.w": torch.full((64, 8), 1.0)})
+        killed = die_at(count, lambda at=place: system(at, keep=1).save(step, {"model.w": torch.full((64, 8), 2.0)}))
+        store, found, error = system(place), {"model.w": torch.zeros(64, 8)}, ""
+        try:
+            store.load(store.latest() or place / "nothing", found)
+        except BaseException as caught:
+            error = say(caught)[-150:]
+        if error or values(found) not in ([1.0], [2.0]):
+            wrong.append(f"killed at point {count}: holds {values(found)} {error}")
         shutil.rmtree(place)
     return wrong if count > 8 else [f"only {count} points were reached"]
 
@@ -381,14 +138,14 @@ def disk_full(system: System, folder: Path, background: bool = False) -> list[st
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, background)
     for rank, (why, _) in enumerate(told):
         if why is None or "[Errno 27]" not in why or "step-20" not in why:
-            wrong.append(f"rank {rank} was told {why and why[:150]!r}: not the errno and the path")
+            wrong.append(f"rank {rank} was told {why and why[-150:]!r}: not errno and path")
     if (left := sorted(p.name for p in folder.iterdir())) != ["step-10"]:
         wrong.append(f"left behind: {left}")
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
 
 def disk_full_in_helper_thread(system: System, folder: Path) -> list[str]:
-    told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk_of_helpers)
+    told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk_of_helpers, False, 2)
     wrong = [f"rank {rank}: the save reported success" for rank, (why, _) in enumerate(told) if why is None]
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
@@ -438,7 +195,7 @@ def bit_flips(system: System, folder: Path) -> list[str]:
 
 def damaged(system: System, folder: Path, file: Path) -> list[str]:
     error, found = load_path(0, 1, system, file.parent)
-    wrong = [] if file.name in error else [f"{file.name}: loaded {values(found)}, error {error.splitlines()[:1]}"]
+    wrong = [] if file.name in error else [f"{file.name}: loaded {values(found)}, error {error[-150:]!r}"]
     if values(found) != [0.0] and error:
         wrong.append(f"{file.name}: tensors changed before the error: {values(found)}")
     return wrong + [f"{file.name}: {line}" for line in expect([load(0, 1, system, folder)], "step-10", 1.0)]
@@ -543,11 +300,14 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
         for found in results.values():
             one = found[case]
             word = {True: "[green]pass", False: "[red]FAIL", None: "[dim]–"}[one["pass"]]
-            cells.append(word if one["pass"] else f"{word}[/] {one['why'][0][:70]}")
+            cells.append(word if one["pass"] else f"{word}[/] {one['why'][0][:100]}")
         table.add_row(case, title, *cells)
     scores = [f"{sum(r['pass'] is True for r in found.values())} of {len(CASES)}" for found in results.values()]
     table.add_section()
     table.add_row("", "passed", *scores)
+    weigh = {case: 3 if case in SILENT else 1 for case in CASES}
+    points = [str(sum(weigh[case] for case, r in found.items() if r["pass"] is True)) for found in results.values()]
+    table.add_row("", f"points of {sum(weigh.values())}, silent wrongness counts three times", *points)
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
 
@@ -556,6 +316,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "faults.json")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)  # both systems describe at length what is about to be tabulated
     results: dict[str, dict[str, Any]] = {}
     for system in (Tmoe, Stock):
         results[system.name] = {}

@@ -1,18 +1,18 @@
-"""Fill tmoe/ops/table.json for this GPU: every kernel, every configuration worth trying, at the given shapes.
+"""Fills tmoe/ops/table.json for this GPU: every kernel, every configuration worth trying, at the given shapes.
 
-    python benchmarks/tune.py --shapes qwen3 olmoe --out tuned.json        # measures; --merge writes the winners into the table
-    python benchmarks/tune.py --help
+    python -m benchmarks.tune --shapes qwen3 olmoe --out tuned.json     # measure (minutes), keep everything measured
+    python -m benchmarks.tune --merge tuned.json                        # write the winners into the table (no GPU)
 
-Configurations compile in parallel first (into triton's cache), then run one after another, timed with CUDA events on random
-data with a cold L2. A kernel that can gather its rows itself is timed both ways, and the cheapest set of kernels including the
-copies it needs is what enters the table.
+Configurations compile in parallel first (into triton's cache), then are timed in rounds, as benchmarks/moe_layer.py times. A
+kernel that can gather its rows itself is timed both ways, and what enters the table is the set of kernels that is fastest with
+the copies it needs.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,23 +20,11 @@ from pathlib import Path
 
 import torch
 
-from tmoe.ops import gpu, table
-from tmoe.ops.launch import compile_only
-from tmoe.ops.routing import route
+from benchmarks.moe_layer import SHAPES, Bench, time_all
+from tmoe.ops import table
+from tmoe.ops.launch import compile_only, device_facts
 from tmoe.ops.table import Config
 
-SHAPES = {  # name: (T, D, F, E, K)
-    "qwen3": (32768, 2048, 768, 128, 8),
-    "olmoe": (32768, 2048, 1024, 64, 8),
-    "mixtral": (16384, 4096, 14336, 8, 2),
-    "deepseek": (32768, 2048, 1408, 64, 6),
-    "fine": (32768, 4096, 512, 256, 16),
-    "narrow": (24576, 1536, 256, 128, 8),
-    "pilot": (16384, 2048, 1408, 32, 2),
-    "qwen3-4k": (4096, 2048, 768, 128, 8),
-    "qwen3-512": (512, 2048, 768, 128, 8),
-    "olmoe-512": (512, 2048, 1024, 64, 8),
-}
 GATHERS = ("up", "dh", "dw_down", "dw_up")
 
 
@@ -63,179 +51,115 @@ def candidates(kernel, rows):
     return plain + [Config(bm, bn, bl, 16, sub, 8, s, 1, g, o) for g in gathers for bm, bn, bl, sub, s, o in pairs]
 
 
-def make(shape, device, dtype=torch.bfloat16):
-    """Random layer and gradients (random normal data: zeros run 13% faster on this hardware)."""
-    T, D, F, E, K = shape
-    g = torch.Generator("cpu").manual_seed(0)
-    x, dy = (torch.randn(T, D, device=device, dtype=dtype) for _ in range(2))
-    gate_up = torch.randn(E, 2 * F, D, device=device, dtype=dtype) * D**-0.5
-    down = torch.randn(E, D, F, device=device, dtype=dtype) * F**-0.5
-    logits = torch.randn(T, E, generator=g)
-    weights, ids = logits.softmax(-1).topk(K, dim=-1)
-    return x, gate_up, down, weights.to(device), ids.to(device), dy
-
-
-class Bench:
-    """One shape: the tensors of a layer and a way to run one kernel under one configuration."""
-
-    def __init__(self, shape, device):
-        self.x, self.gate_up, self.down, self.weights, ids, self.dy = make(shape, device)
-        self.layer = gpu.Layer(self.x, self.gate_up, self.down, self.weights, route(ids, shape[3]))
-        n = self.layer
-        self.h = torch.randn(n.N, 2 * n.F, device=device, dtype=self.x.dtype)
-        self.act = torch.randn(n.N, n.F, device=device, dtype=self.x.dtype)
-        self.rows_D = torch.randn(n.N, n.D, device=device, dtype=self.x.dtype)
-        # a gathered operand is timed without its copy, which "gather" times by itself
-        n.gathered, self.gather = (lambda t: self.rows_D), n.gathered
-
-    def run(self, kernel, cfg):
-        n = self.layer
-        n.config = lambda k: cfg
-        if kernel == "up":
-            n.up(self.h)
-        elif kernel == "down":
-            n.rows("down", self.act, self.down, True)
-        elif kernel == "dx":
-            n.rows("dx", self.h, self.gate_up, False)
-        elif kernel == "dh":
-            n.dh(self.dy if cfg.gather else self.rows_D, self.h)
-        elif kernel == "dw_down":
-            n.dw(kernel, self.dy if cfg.gather else self.rows_D, self.act, "a" if cfg.gather else "")
-        elif kernel == "dw_up":
-            n.dw(kernel, self.h, self.x if cfg.gather else self.rows_D, "b" if cfg.gather else "")
-
-    def dense(self, kernel):
-        """One cuBLAS product of the same sizes over plain matrices: what the kernel is held to."""
-        w1, w2 = self.gate_up[0], self.down[0]
-        products = {
-            "up": (self.rows_D, w1.T),
-            "down": (self.act, w2.T),
-            "dh": (self.rows_D, w2),
-            "dx": (self.h, w1),
-            "dw_down": (self.rows_D.T, self.act),
-            "dw_up": (self.h.T, self.rows_D),
-        }
-        torch.mm(*products[kernel])
-
-    def flops(self, kernel):
-        n = self.layer
-        return 2 * n.N * n.D * n.F * (2 if kernel in ("up", "dx", "dw_up") else 1)
-
-
-_flush = None
-
-
-def flush():
-    """Overwrite the L2."""
-    global _flush
-    if _flush is None:
-        _flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    _flush.zero_()
-
-
-def time_all(fns, rounds=7):
-    """Median ms of each function, with a cold L2, in rounds over all of them.
-
-    In rounds, because under load the card's clock sinks within seconds: measured one after another, whoever came first won by
-    12%. After two rounds, whoever takes 1.25 times the best is left out (and reported by what it took).
-    """
-    times = [[] for _ in fns]
-    for fn in fns:
-        fn()
-    for i in range(rounds + 1):
-        for fn, mine in zip(fns, times, strict=True):
-            if i > 1 and min(mine) > 1.25 * min(min(t) for t in times):
-                continue
-            flush()
-            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            a.record()
-            fn()
-            b.record()
-            torch.cuda.synchronize()
-            mine.append(a.elapsed_time(b))
-    return [sorted(t)[len(t) // 2] for t in times]
-
-
-def time_ms(fn, rounds=7):
-    """Median ms of one function."""
-    return time_all([fn], rounds)[0]
-
-
 def compile_one(job):
-    """In a worker: put one configuration's binary into triton's cache."""
-    shape, kernel, cfg = job
+    """In a worker: put one configuration's binary into triton's cache. Returns None, or why it does not compile."""
+    arch, shape, kernel, cfg = job
     try:
-        with compile_only(ARCH, lambda *a: None):
+        with compile_only(arch, lambda name, key, compile: compile()):
             Bench(shape, "meta").run(kernel, cfg)
-        return None
-    except Exception as e:  # a configuration that does not compile is reported and left out
-        return f"{kernel} {tuple(cfg)}: {type(e).__name__} {str(e).splitlines()[-1][:100] if str(e) else ''}"
+    except Exception as e:  # reported and left out
+        return f"{kernel} {tuple(cfg)}: {type(e).__name__} {(str(e).splitlines() or [''])[-1][:100]}"
 
 
-ARCH = "cuda:90"
+def compile_all(arch, names, kernels, jobs):
+    """Compile every candidate in parallel; returns those that failed."""
+    work = []
+    for name in names:
+        T, D, F, E, K = SHAPES[name]
+        for kernel in kernels:
+            work += [(arch, (256, D, F, E, K), kernel, c) for c in candidates(kernel, T * K / E)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        failures = list(pool.map(compile_one, work, chunksize=4))
+    for failure in filter(None, failures):
+        print("left out:", failure)
+    return {job[2:] for job, failure in zip(work, failures, strict=True) if failure}
 
 
-def sweep(name, kernels, log):
-    """{kernel: [(ms, Config)] best first} for one shape."""
-    shape = SHAPES[name]
-    rows = shape[0] * shape[4] / shape[3]
-    bench = Bench(shape, "cuda")
-    results = {}
-    gather_ms = time_ms(lambda: bench.gather(bench.x))
-    print(f"{name}: gather {gather_ms:.3f} ms", flush=True)
+def sweep(name, kernels, failed):
+    """What was measured at one shape, a record a kernel: its configurations with their ms, best first."""
+    T, _, _, E, K = SHAPES[name]
+    bench = Bench(SHAPES[name], "cuda")
+    (gather_ms,) = time_all([lambda: bench.gather(bench.x)])
+    records = []
     for kernel in kernels:
-        found, tried = [], candidates(kernel, rows)
+        found, tried = [], [c for c in candidates(kernel, T * K / E) if (kernel, c) not in failed]
         for stage in range(2):
             fns = [functools.partial(bench.run, kernel, cfg) for cfg in tried]
-            dense, *times = time_all([functools.partial(bench.dense, kernel), *fns])
+            dense, *times = time_all([functools.partial(bench.dense, kernel), *fns], rounds=7, give_up=1.5)
             found += zip(times, tried, strict=True)
             found.sort()
-            if stage == 0:
+            if stage == 0:  # the order of tiles only for the best of either kind
                 tops = [next((c for _, c in found if c.gather == g), None) for g in (True, False)]
                 tried = [c._replace(GROUP=g) for c in tops if c for g in (4, 8, 32)]
-        results[kernel] = found
-        print(f"  {kernel:8s} {dense:7.3f} ms {bench.flops(kernel) / dense / 1e9:6.0f} TF/s dense")
-        for g in (True, False):
-            best = [f for f in found if f[1].gather == g][:3]
-            for ms, c in best:
-                print(f"  {kernel:8s} {ms:7.3f} ms {bench.flops(kernel) / ms / 1e9:6.0f} TF/s {tuple(c)}", flush=True)
-        log.append(
-            {
-                "shape": name,
-                "gather_ms": gather_ms,
-                "kernel": kernel,
-                "dense": dense,
-                "tried": [(round(ms, 4), list(c)) for ms, c in found],
-            }
+        print(
+            f"{name} {kernel}: dense {dense:.3f} ms",
+            *(f"{ms:.3f} {tuple(c)}" for ms, c in found[:3]),
+            sep="\n   ",
+            flush=True,
         )
-    return results
+        tried = [(round(ms, 4), list(c)) for ms, c in found]
+        records.append({"shape": name, "kernel": kernel, "gather_ms": gather_ms, "dense": dense, "tried": tried})
+    return records
+
+
+def winners(records):
+    """{kernel: (ms, Config)} of one shape: the fastest set, gathered copies included (dh and dw_down share theirs)."""
+    gather_ms = records[0]["gather_ms"]
+    best = {}
+    for r in records:
+        for gather in (True, False):
+            tried = [(ms, Config(*c)) for ms, c in r["tried"] if Config(*c).gather == gather]
+            if tried:
+                best[r["kernel"], gather] = min(tried)
+    kernels = [r["kernel"] for r in records]
+
+    def cost(choice):
+        copies = {"dy" if k in ("dh", "dw_down") else k for k, g in choice.items() if k in GATHERS and not g}
+        return sum(best[k, g][0] for k, g in choice.items()) + gather_ms * len(copies)
+
+    options = [[(k, g) for g in (True, False) if (k, g) in best] for k in kernels]
+    return {k: best[k, g] for k, g in min((dict(o) for o in itertools.product(*options)), key=cost).items()}
+
+
+def merge(path, arch):
+    """Write the winners of a file of records into the table, replacing entries of the same kernel and shape."""
+    records = json.loads(path.read_text())
+    shipped = json.loads(table.PATH.read_text())
+    entries = {(e["kernel"], e["D"], e["F"], e["rows"]): e for e in shipped.get(arch, [])}
+    for name in dict.fromkeys(r["shape"] for r in records):
+        T, D, F, E, K = SHAPES[name]
+        for kernel, (ms, cfg) in winners([r for r in records if r["shape"] == name]).items():
+            rows = T * K // E
+            entry = {"kernel": kernel, "D": D, "F": F, "rows": rows, "config": list(cfg), "ms": ms}
+            entries[kernel, D, F, rows] = entry
+    shipped[arch] = [entries[key] for key in sorted(entries)]
+    lines = [f'"{a}": [\n' + ",\n".join(json.dumps(e) for e in es) + "\n]" for a, es in shipped.items()]
+    table.PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main():
-    global ARCH
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shapes", nargs="+", default=["qwen3"], choices=list(SHAPES))
+    p.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     p.add_argument("--kernels", nargs="+", default=list(table.KERNELS), choices=list(table.KERNELS))
-    p.add_argument("--jobs", type=int, default=os.cpu_count())
-    p.add_argument("--out", type=Path, default=Path("tuned.json"))
+    p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at once")
+    p.add_argument("--out", type=Path, default=Path("tuned.json"), help="everything measured")
+    p.add_argument("--merge", type=Path, help="only write the winners of this file into the table")
+    p.add_argument("--arch", default="cuda:90", help="whose entries --merge writes")
     args = p.parse_args()
-    t0 = time.time()
-    jobs = []
+    if args.merge:
+        merge(args.merge, args.arch)
+        return
+    start = time.time()
+    arch = device_facts(torch.device("cuda", 0))[0]
+    failed = compile_all(arch, args.shapes, args.kernels, args.jobs)
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    records = []
     for name in args.shapes:
-        T, D, F, E, K = SHAPES[name]
-        for kernel in args.kernels:
-            jobs += [((256, D, F, E, K), kernel, c) for c in candidates(kernel, T * K / E)]
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for error in filter(None, pool.map(compile_one, jobs, chunksize=4)):
-            print("does not compile:", error)
-    print(f"compiled {len(jobs)} in {time.time() - t0:.0f} s", flush=True)
-    log = []
-    for name in args.shapes:
-        sweep(name, args.kernels, log)
+        records += sweep(name, args.kernels, failed)
+        args.out.write_text(json.dumps(records))
         torch.cuda.empty_cache()
-        args.out.write_text(json.dumps(log))
-    print(f"total {time.time() - t0:.0f} s")
+    print(f"measured in {time.time() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

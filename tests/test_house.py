@@ -31,6 +31,7 @@ FLOORS = [
         "tmoe.progress",
         "tmoe.metrics",
         "tmoe.init",
+        "tmoe.watch",
     ),
     ("tmoe.router",),
     ("tmoe.balance", "tmoe.parallel.dispatch"),
@@ -38,6 +39,7 @@ FLOORS = [
     ("tmoe.moe", "tmoe.attention"),
     ("tmoe.model",),
     ("tmoe.parallel.apply",),
+    ("tmoe.hf_tables", "tmoe.hf_config", "tmoe.hf_files", "tmoe.hf_export", "tmoe.hf_swap", "tmoe.hf"),
     ("tmoe.zoo", "tmoe.cli", "tmoe.planning", "tmoe.runtime", "tmoe.warmup"),
     ("train",),
 ]

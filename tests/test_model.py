@@ -245,8 +245,7 @@ def test_parts_of_a_step_add_up():
 def test_documents_in_a_row_equal_each_alone():
     model, x = build(small(layers=3, qk_norm="head")), tokens(B=1, S=30)
     lengths = [11, 1, 16, 2]
-    documents = torch.repeat_interleave(torch.tensor([4, 2, 7, 4]), torch.tensor(lengths))[None]
-    documents[0, -2:] = 9  # a number may not come back: two documents of one number are one
+    documents = torch.repeat_interleave(torch.tensor([4, 2, 7, 0]), torch.tensor(lengths))[None]
     packed = model.hidden(x, documents)[0]
     alone = torch.cat([model.hidden(part)[0] for part in x.split(lengths, 1)], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
@@ -258,6 +257,7 @@ def test_padding_is_left_out():
     model, x = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1))), tokens(B=1, S=12)
     y = torch.cat([x[:, 1:], x[:, :1]], 1)
     want = model(x, y)
+    want_gradients = gradients(want, model)
     for left, right in ((0, 4), (3, 0), (2, 2)):
         junk = [torch.randint(31, (1, n)) for n in (left, right)]
         padding = torch.zeros(1, left + 12 + right, dtype=torch.bool)
@@ -265,7 +265,7 @@ def test_padding_is_left_out():
         xs, ys = (torch.cat([junk[0], t, junk[1]], 1) for t in (x, y))
         got = model(xs, ys, padding_BS=padding)
         torch.testing.assert_close(got, want)
-        assert_same(gradients(got, model), gradients(want, model), 1e-5)
+        assert_same(gradients(got, model), want_gradients, 1e-5)
         hidden = model.hidden(xs, None, padding)[0]
         torch.testing.assert_close(hidden[:, left : left + 12], model.hidden(x)[0], rtol=1e-4, atol=1e-5)
 
@@ -282,9 +282,7 @@ def test_dropout_in_training_only():
     torch.testing.assert_close(model.eval()(x), _without_dropout(model)(x))
     first, second = model.train()(x), model(x)
     assert not torch.equal(first, second)
-    # embedding 0 passes the branches as nothing but zeros, and what is kept is doubled: E[output] is kept
-    ones = torch.ones(200, 200)
-    kept = model.blocks[0].drop(ones)
+    kept = model.blocks[0].drop(torch.ones(200, 200))  # half is dropped, half doubled: the mean stays
     assert set(kept.unique().tolist()) == {0.0, 2.0} and kept.mean().item() == pytest.approx(1, abs=0.03)
 
 
@@ -325,7 +323,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": (30_532_122_624, 3.3e9),
     "olmoe-1b-7b": (6_919_161_856, 1.3e9),
     "moe-pilot-14b": (14.33e9, 2.65e9),
-    "tiny": (3.5e6, 1.3e6),
+    "tiny": (3_448_768, 1.24e6),
 }
 
 
@@ -473,4 +471,6 @@ def test_layer_alone_is_ready_to_use():
     assert moe.experts.down.std().item() == pytest.approx(0.02 / math.sqrt(2), rel=0.05)
     before = moe.experts.down.clone()
     initialise(moe, std=0.5, layers=8, seed=1)
-    assert moe.experts.down.std().item() == pytest.approx(0.5 / 4, rel=0.05) and not torch.equal(before, moe.experts.down)
+    assert moe.experts.down.std().item() == pytest.approx(0.5 / 4, rel=0.05) and not torch.equal(
+        before, moe.experts.down
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
+import hashlib
 import io
 import itertools
 import json
@@ -34,7 +34,7 @@ from tmoe.layout import Box, lay_out
 from tmoe.manifest import Chunk, TensorEntry
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize, shard_dim
-from tmoe.parallel.mesh import build_mesh
+from tmoe.parallel.mesh import build_mesh, local_part
 from tmoe.rewrite import read_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
@@ -80,15 +80,28 @@ def model_config(experts: int) -> ModelConfig:
     return ModelConfig(vocab=37, dim=24, layers=2, heads=2, kv_heads=1, head_dim=8, dense_layers=1, ffn_dim=32, moe=moe)
 
 
-def save_model(rank, world, folder, experts, ep):
+def model_tensors(experts, ep, seed):
     """What train.py saves: parameters and moments as DTensors, step counts plain."""
-    torch.manual_seed(experts)
+    torch.manual_seed(seed)
     model = parallelize(Transformer(model_config(experts)), build_mesh(ep=ep))
     tensors = {f"model.{n}": p for n, p in model.named_parameters()}
     for n, p in model.named_parameters():
-        tensors |= {f"optim.exp_avg.{n}": p.detach() * 0.5, f"optim.step.{n}": torch.tensor(3.0)}
+        tensors |= {f"optim.exp_avg.{n}": p.detach() * 0.5, f"optim.step.{n}": torch.tensor(float(seed))}
+    return tensors
+
+
+def save_model(rank, world, folder, experts, ep):
     store = Checkpoints(folder, keep=0, mode="sync", info={})
-    store.save(7, tensors, {"step": 7}, {"cpu": torch.get_rng_state()})
+    store.save(7, model_tensors(experts, ep, 1), {"step": 7}, {"cpu": torch.get_rng_state()})
+
+
+def load_model(rank, world, path, experts, ep):
+    """Names of tensors that are not as they were saved, and the files that this rank opened."""
+    opened, original = set(), files.read_chunk
+    files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[1]
+    found, expected = model_tensors(experts, ep, 2), model_tensors(experts, ep, 1)
+    checkpoints(path.parent).load(path, found)
+    return [n for n in found if not torch.equal(local_part(found[n]), local_part(expected[n]))], opened
 
 
 def contents(step: Path) -> dict[str, tuple]:
@@ -113,6 +126,8 @@ def test_resharded_files_are_what_that_world_would_have_saved(gloo, tmp_path, wo
     gloo(1, save_model, tmp_path / "here", experts, 1)
     run("reshard", tmp_path / "here/step-7", tmp_path / "dst", "--world", world, "--ep", ep)
     assert contents(tmp_path / "dst") == contents(tmp_path / "there/step-7")
+    for rank, (wrong, opened) in enumerate(gloo(world, load_model, tmp_path / "dst", experts, ep)):
+        assert not wrong and opened == {f"__{rank}_0.distcp", "__0_0.distcp"}  # its own, and the step counts
     run("reshard", tmp_path / "there/step-7", tmp_path / "back", "--world", 1)
     assert contents(tmp_path / "back") == contents(tmp_path / "here/step-7")
 
@@ -138,13 +153,10 @@ def test_boxes_fill_every_tensor_once(seed):
         assert filled.eq(1).all(), name
 
 
-def load_layout(rank, world, path, ep, mesh_seed=0):
-    """Every tensor, the state, and the files that this rank opened."""
-    opened, original = set(), files.read_chunk
-    files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[1]
-    tensors = sharded(world, ep, mesh_seed)
+def load_layout(rank, world, path, ep):
+    tensors = sharded(world, ep, seed=0)
     state, rng = checkpoints(path.parent).load(path, tensors)
-    return whole(tensors), state, rng, opened
+    return whole(tensors), state, rng
 
 
 def save_layout(rank, world, folder, ep):
@@ -154,18 +166,15 @@ def save_layout(rank, world, folder, ep):
     return whole(tensors)
 
 
-def test_one_to_four_to_two_ranks_is_bit_equal_and_each_rank_reads_its_own_files(gloo, tmp_path):
+def test_one_to_four_to_two_ranks_is_bit_equal(gloo, tmp_path):
     expected = gloo(1, save_layout, tmp_path, 1)[0]
     run("reshard", tmp_path / "step-5", tmp_path / "four", "--world", 4, "--ep", 2)
     run("reshard", tmp_path / "four", tmp_path / "two", "--world", 2, "--ep", 2)
     for name, world, ep in [("four", 4, 2), ("two", 2, 2), ("four", 2, 1), ("two", 4, 2)]:
         results = gloo(world, load_layout, tmp_path / name, ep)
-        for rank, (found, state, rng, opened) in enumerate(results):
+        for found, state, rng in results:
             assert_same(found, expected)
             assert state == {"step": 5, "tokens": 20} and rng is None
-            if (name, world, ep) in [("four", 4, 2), ("two", 2, 2)]:
-                # dense rows lie in a file of their own rank; the bf16 moments and the step count are rank 0's too
-                assert opened <= {f"__{rank}_0.distcp", "__0_0.distcp"}
     manifest = read_manifest(tmp_path / "two")
     assert (manifest.step, manifest.tokens, manifest.world) == (5, 20, 2)
     assert [entry["world"] for entry in manifest.info["history"]] == [4, 2]
@@ -175,7 +184,7 @@ def test_one_to_four_to_two_ranks_is_bit_equal_and_each_rank_reads_its_own_files
 def test_generator_states_stay_with_the_same_world(gloo, tmp_path):
     gloo(2, save_layout, tmp_path, 1)
     run("reshard", tmp_path / "step-5", tmp_path / "dst", "--world", 2, "--ep", 2)
-    for rank, (_, _, rng, _) in enumerate(gloo(2, load_layout, tmp_path / "dst", 2)):
+    for rank, (_, _, rng) in enumerate(gloo(2, load_layout, tmp_path / "dst", 2)):
         torch.manual_seed(rank)
         assert torch.equal(rng["cpu"], torch.get_rng_state())
 
@@ -315,7 +324,7 @@ def test_hostile_payloads_do_not_run(step, tmp_path, tool, kind):
     assert not sentinel.exists() and not (tmp_path / "dst").exists()
 
 
-def lie(step: Path, **changes) -> None:
+def lie(step: Path, changes: dict) -> None:
     manifest = replace(read_manifest(step), **changes)
     (step / files.NAME).unlink()
     files.write_manifest(step, manifest)
@@ -333,24 +342,30 @@ def halves(*offsets: int) -> dict[str, TensorEntry]:
         (dict(tensors=halves(1, 2)), "chunks at (1, 0) and (2, 0) overlap"),
         (dict(tensors={"a": TensorEntry((-2, -3), "float32", "", "", ())}), "hold 0 of 6"),
         (dict(tensors={"a": replace(halves(0, 2)["a"], shape=(4.0, 3))}), "must be counts"),
+        (dict(saved_ns=1 << 80), "is not a time in ns"),
         (dict(world=0), "world 0 is not a positive number"),
         (dict(step="7"), "step '7' is not a count"),
         (dict(state=[1]), "state [1] is not an object"),
-        (dict(info=functools.reduce(lambda x, _: {"a": x}, range(900), {})), None),
     ],
 )
 def test_manifests_that_lie_are_refused_by_every_tool(step, tmp_path, changes, message):
-    lie(step, **changes)
-    if message is None:
-        raw = (step / files.NAME).read_bytes()
-        assert raw.count(b'{"a"') > 800
-        return run("verify", step)
+    lie(step, changes)
     for words in (("inspect", step), ("verify", step), ("reshard", step, tmp_path / "dst", "--world", 2)):
         with pytest.raises(SystemExit):
             run(*words)
     with pytest.raises(CheckpointError, match="malformed") as error:
         read_manifest(step)
     assert message in str(error.value)
+
+
+def test_a_manifest_nested_too_deep_is_an_error_and_no_crash(step):
+    raw = (step / files.NAME).read_bytes()
+    body = raw[len(files._HEAD) + 64 :].replace(
+        b'"info": {}', b'"info": {"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    )
+    digest = hashlib.sha256(files._HEAD + files._BLANK + body).hexdigest().encode()
+    (step / files.NAME).write_bytes(files._HEAD + digest + body)
+    assert "malformed: RecursionError" in refused("inspect", step)
 
 
 class Slow(io.RawIOBase):
@@ -502,6 +517,7 @@ import re, sys
 from pathlib import Path
 from tmoe import offline, rewrite
 
+rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("average", lambda s: offline.plan_average([s, s]))):
@@ -512,16 +528,17 @@ for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("avera
 
 
 def test_memory_is_that_of_a_few_tensors(tmp_path):
-    tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(40)}
+    tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(32)}
     step, size = save(tmp_path, 1, tensors), sum(t.nbytes for t in tensors.values())
     del tensors
-    told = subprocess.run(
-        [sys.executable, "-c", RSS, step], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    memory = 64 << 20  # eight tensors, so one group at a time
+    # Else malloc keeps freed blocks of up to 32 MB, some 200 MB of them whatever the checkpoint's size.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RSS, step, str(memory)]
+    told = subprocess.run(command, cwd=ROOT, env=os.environ | malloc, capture_output=True, text=True, check=True).stdout
     growth = {line.split()[0]: int(line.split()[1]) for line in told.splitlines()}
     assert growth.keys() == {"reshard", "average"}
-    # two groups at a time, each with a tensor of 8 MiB as read, as cut, and its predecessor (average: in fp64)
-    assert max(growth.values()) < 80 << 20 < size / 4, growth
+    assert sum(growth.values()) < memory + (16 << 20) < size / 3, growth  # the rest: code paged in, buffers for hashing
 
 
 # ---- averages ----
@@ -556,6 +573,26 @@ def test_the_mean_of_large_and_small_is_exact(tmp_path):
     assert load(tmp_path / "mean")["model.w"].tolist() == [0.5] * 3
 
 
+def test_the_mean_of_other_types(tmp_path):
+    g = torch.Generator().manual_seed(2)
+    a, b = (
+        {f"model.{t}": torch.randn(99, generator=g).to(t) for t in (torch.float64, torch.float8_e4m3fn, torch.half)}
+        for _ in "ab"
+    )
+    run("average", save(tmp_path, 1, a), save(tmp_path, 2, b), tmp_path / "mean")
+    expected = {n: ((a[n].double() + b[n].double()) / 2) for n in a}
+    expected = {n: t if a[n].dtype == t.dtype else t.float().to(a[n].dtype) for n, t in expected.items()}
+    assert_same(load(tmp_path / "mean"), expected)
+
+
+def test_a_step_given_twice_counts_twice_also_when_resumed(tmp_path):
+    steps = [save(tmp_path, i, {"model.w": torch.full((3,), float(i))}) for i in (0, 3)]
+    keys = {offline.plan_average(given).key for given in (steps, [*steps, steps[1]], steps[::-1], [*steps, steps[0]])}
+    assert len(keys) == 4
+    run("average", steps[0], steps[1], steps[1], tmp_path / "mean")
+    assert load(tmp_path / "mean")["model.w"].tolist() == [2.0] * 3
+
+
 def test_the_moving_average_becomes_the_weights(tmp_path):
     g = torch.Generator().manual_seed(3)
     weights = {f"model.{n}": torch.randn(6, 2, generator=g) for n in "ab"}
@@ -568,7 +605,7 @@ def test_the_moving_average_becomes_the_weights(tmp_path):
     assert_same(load(tmp_path / "half"), {f"model.{n[4:]}": t.bfloat16() for n, t in averages.items()})
     assert "holds no ema.*" in refused("average", save(tmp_path, 3, weights), tmp_path / "x", "--ema")
     partial = save(tmp_path, 4, weights | {"ema.a": averages["ema.a"]})
-    assert "model.b: not in" in refused("average", partial, tmp_path / "x", "--ema")
+    assert "ema.b: not in" in refused("average", partial, tmp_path / "x", "--ema")
 
 
 def test_every_difference_is_listed(tmp_path):
@@ -685,4 +722,6 @@ def test_the_command_line(step):
     assert tool("verify", step) == (0, f"whole    {step}\n", [])
     code, _, errors = tool("reshard", step, step / "x", "--world", 4, "--ep", 3)
     assert code == 1 and errors == ["error: --world=4 --ep=3: both at least 1, and ep must divide the world"]
-    assert tool("reshard", step)[0] == 2
+    with pytest.raises(SystemExit) as end:
+        run("reshard", step)
+    assert end.value.code == 2

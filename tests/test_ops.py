@@ -39,7 +39,9 @@ def assert_near(got, want, tolerance):
 
 
 @pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (1, 8, 8, 4, 4), (64, 16, 32, 16, 2), (5, 8, 8, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (1, 8, 8, 4, 4), (64, 16, 32, 16, 2), (5, 8, 8, 1, 1)], ids=str
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_moe_mlp(dtype, shape, absent):
     args = layer(*shape, dtype=dtype, absent=absent, ids_dtype=torch.int32 if shape[0] % 2 else torch.int64)

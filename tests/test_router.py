@@ -259,7 +259,9 @@ def test_sequence_and_z_loss_do_not_see_the_split(split):
         start += n
     want = balance_loss(cfg, whole)
     torch.testing.assert_close(parts, want)
-    torch.testing.assert_close(*(torch.autograd.grad(v, routing.logits_TE, retain_graph=True)[0] for v in (parts, want)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(v, routing.logits_TE, retain_graph=True)[0] for v in (parts, want))
+    )
 
 
 def parts_of(routing, padding, sizes):

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,7 +226,7 @@ def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):
         raise Stop
 
     monkeypatch.setattr(train, "Trainer", trainer)
-    monkeypatch.setattr(runtime, "start", lambda seed: None)
+    monkeypatch.setattr(runtime, "start", lambda seed: SimpleNamespace(watch=nullcontext()))
     with pytest.raises(Stop):
         train.main([w for w in SMALL if w != "--no-compile"])
     assert seen["compile"] is False

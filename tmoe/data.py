@@ -152,14 +152,18 @@ class Dataset:
         epoch, position = divmod(nth, source.samples)
         return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
 
-    def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
+    def indices(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> list[int]:
         """One rank's part of a step: global samples (step * accumulate + a) * world * batch + rank * batch + b.
 
         Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
         (world, batch, accumulate) of one product.
         """
         firsts = [((step * accumulate + a) * world + rank) * batch for a in range(accumulate)]
-        rows = [self.sample(first + b) for first in firsts for b in range(batch)]
+        return [first + b for first in firsts for b in range(batch)]
+
+    def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
+        """The samples of `indices`, in their order."""
+        rows = [self.sample(i) for i in self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)]
         windows = torch.from_numpy(np.stack(rows)).view(accumulate, batch, self.seq + 1)
         tokens = windows[..., :-1].contiguous()
         ends = tokens == self.eos

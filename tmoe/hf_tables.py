@@ -5,18 +5,21 @@ expert of `gate_up`. `pieces` works the boxes out; import, export and direct sta
 
 A new architecture is one entry of ARCHITECTURES; docs/huggingface.md shows it.
 
-next: hf.py
+next: hf_config.py
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 
-from tmoe.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config import ModelConfig
+from tmoe.model import Transformer
 
 HF = dict[str, Any]  # the contents of a config.json
 
@@ -70,8 +73,6 @@ class Architecture:
     """which blocks are MoE: dense (none), moe (all) or qwen (decoder_sparse_step and mlp_only_layers)"""
     theta: float = 10000.0
     """RoPE base where config.json names none"""
-    experts: str | None = None
-    """swap_experts: the module of a transformers model that holds gate_up_proj and down_proj, inside a decoder layer"""
     extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """patterns of tensors that are computed from the config: kept for the way back, never read"""
 
@@ -193,7 +194,6 @@ ARCHITECTURES = (
         theirs=PLAIN | dict(sliding_window=None, router_jitter_noise=0.0),
         layers="moe",
         theta=1e6,
-        experts="mlp.experts",
     ),
     Architecture(
         "qwen3_moe",
@@ -212,7 +212,6 @@ ARCHITECTURES = (
         ours=dict(qk_norm="head"),
         theirs=FULL,
         layers="qwen",
-        experts="mlp.experts",
     ),
     Architecture(
         "olmoe",
@@ -230,191 +229,20 @@ ARCHITECTURES = (
         ours=dict(qk_norm="full"),
         theirs=PLAIN | dict(clip_qkv=None),
         layers="moe",
-        experts="mlp.experts",
     ),
 )
 
-
-# ---- from config.json to ModelConfig and back ----
-
-
-def architecture(hf: HF) -> Architecture:
-    """The entry of a config.json's model_type; ConfigError naming those that there are."""
-    found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
-    if not found:
-        known = ", ".join(a.model_type for a in ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}")
-    return found[0]
-
-
-def read_config(hf: HF) -> ModelConfig:
-    """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute."""
-    arch = architecture(hf)
-    problems = [
-        f"{key}={hf[key]!r}: only {value!r} is computed"
-        for key, value in arch.theirs.items()
-        if hf.get(key) not in (None, value)
-    ]
-    if {*(hf.get("layer_types") or ())} - {"full_attention"}:
-        problems.append(f"layer_types={hf['layer_types']!r}: only full_attention is computed")
-    found = dict(arch.ours)
-    for field in arch.fields:
-        value = next((hf[key] for key in field.keys if hf.get(key) is not None), field.default)
-        try:
-            found[field.ours] = value(hf) if callable(value) else value
-        except KeyError:
-            pass  # the key that it would be derived from is reported itself
-        else:
-            if found[field.ours] is None:
-                problems.append(f"{field.keys[0]}: missing")
-    problems += read_layers(arch, hf, found) + read_rope(arch, hf, found)
-    if problems:
-        raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
-    return build_config(nested(found))
-
-
-def write_config(cfg: ModelConfig, dtype: str) -> HF:
-    """config.json of a model that was trained here. ConfigError where no entry computes what `cfg` says.
-
-    An entry fits if its config.json reads back as the same mathematics.
-    """
-    flat = flattened(cfg)
-    for arch in ARCHITECTURES:
-        hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
-        hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
-        hf |= arch.theirs | write_layers(arch, cfg) | write_rope(cfg.rope)
-        try:
-            if not differences(cfg, read_config(hf)):
-                return {key: value for key, value in hf.items() if key != "quantization_config"}
-        except ConfigError:
-            continue
-    known = ", ".join(a.model_type for a in ARCHITECTURES)
-    raise ConfigError(f"none of {known} computes this model: {facts(cfg)}")
-
-
-def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Every setting in which two models compute different things; equal mathematics under two names is no difference."""
-    a, b = facts(ours), facts(theirs)
-    names = dict.fromkeys([*a, *b])
-    return [f"model.{n}: {a.get(n)!r} here, {b.get(n)!r} there" for n in names if a.get(n) != b.get(n)]
-
-
-def facts(cfg: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what the model computes, in one spelling; what only training reads is left out."""
-    sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
-    names = ["vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "qk_norm", "tied", "norm_eps"]
-    names += ["ffn_dim"] if len(sparse) < cfg.layers else []
-    found = {name: getattr(cfg, name) for name in names} | {"MoE layers": sparse}
-    if sparse:
-        moe = cfg.moe
-        names = ("experts", "top_k", "ffn_dim", "shared_dim", "shared_gate", "scaling")
-        found |= {f"moe.{name}": getattr(moe, name) for name in names}
-        found["moe.renormalize"] = moe.renormalize or moe.softmax == "after"  # softmax over K is over E, renormalised
-        seen = {"softmax", "renormalize", "balance", "balance_coeff", "z_coeff", "jitter", *names}
-        found |= {f"moe.{f.name}": getattr(moe, f.name) for f in fields(moe) if f.name not in seen}
-    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}
-
-
-ROPE = {  # settings that each scaling reads -> their key of config.json
-    "none": {},
-    "linear": dict(factor="factor"),
-    "llama3": dict(
-        factor="factor",
-        original_max_seq="original_max_position_embeddings",
-        low_freq_factor="low_freq_factor",
-        high_freq_factor="high_freq_factor",
-    ),
-    "yarn": dict(
-        factor="factor",
-        original_max_seq="original_max_position_embeddings",
-        beta_fast="beta_fast",
-        beta_slow="beta_slow",
-        attention_factor="attention_factor",
-    ),
-}
-
-
-def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
-    return {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
-
-
-def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it."""
-    given = {"rope_theta": hf.get("rope_theta")} | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
-    kind = given.get("rope_type", given.get("type", "default"))
-    scaling = "none" if kind == "default" else kind
-    if scaling not in ROPE:
-        return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
-    problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
-    for key, value in dict(partial_rotary_factor=1.0, truncate=True, mscale=None, mscale_all_dim=None).items():
-        if given.get(key, hf.get(key)) not in (None, value):
-            problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
-    found["rope.scaling"], found["rope.theta"] = scaling, float(given.get("rope_theta") or arch.theta)
-    found["rope.max_seq"] = hf.get("max_position_embeddings")
-    read = {ours: given[key] for ours, key in ROPE[scaling].items() if given.get(key) is not None}
-    if "original_max_seq" in ROPE[scaling]:
-        read.setdefault("original_max_seq", hf.get("max_position_embeddings"))
-    if "factor" in ROPE[scaling] and "factor" not in read:
-        problems.append(f"factor of rope_type {kind}: missing")
-    found |= {f"rope.{name}": value for name, value in read.items()}
-    return problems
-
-
-def write_rope(rope: RopeConfig) -> HF:
-    """In transformers 4's spelling, which 5 reads too."""
-    scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
-    given = {"rope_type": rope.scaling} | {key: value for key, value in scaling.items() if value is not None}
-    return dict(
-        rope_theta=rope.theta,
-        rope_scaling=None if rope.scaling == "none" else given,
-        max_position_embeddings=rope.max_seq,
-    )
-
-
-def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """dense_layers and moe_every of a config.json, and what keeps them from existing."""
-    layers = found.get("layers") or 0
-    if arch.layers != "qwen":
-        found["dense_layers"] = layers if arch.layers == "dense" else 0
-        return []
-    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
-    sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
-    first = sparse[0] if sparse else layers
-    every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
-    found["dense_layers"], found["moe_every"] = first, every
-    if sparse != list(range(first, layers, every)):
-        return [f"decoder_sparse_step={step}, mlp_only_layers={dense}: MoE layers {sparse} are not every n-th"]
-    return []
-
-
-def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
-    if arch.layers != "qwen":
-        return {}
-    return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
-
-
-def flattened(cfg: ModelConfig) -> dict[str, Any]:
-    """Settings by dotted name: "dim", "moe.top_k", "rope.theta"."""
-    plain = asdict(cfg)
-    parts = {f"{part}.{key}": value for part in ("moe", "rope") for key, value in plain.pop(part).items()}
-    return plain | parts
-
-
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {"moe": {}, "rope": {}}
-    for name, value in flat.items():
-        part, _, key = name.rpartition(".")
-        (parts[part] if part else parts)[key] = value
-    return parts
-
-
-def build_config(settings: dict[str, Any]) -> ModelConfig:
-    """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
-    try:
-        parts = dict(moe=MoEConfig(**settings["moe"]), rope=RopeConfig(**settings["rope"]))
-        return ModelConfig(**settings | parts)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"model settings are malformed: {error}") from error
+# swap_experts: model_type -> the module of a transformers model, inside a decoder layer, that holds the experts' weights. Its router,
+# attention and shared experts stay transformers' own, so an entry needs no ModelConfig that could express the model.
+SWAPPABLE = dict(
+    mixtral="mlp.experts",
+    qwen2_moe="mlp.experts",
+    qwen3_moe="mlp.experts",
+    olmoe="mlp.experts",
+    granitemoe="block_sparse_moe.experts",
+    deepseek_v2="mlp.experts",
+    deepseek_v3="mlp.experts",
+)
 
 
 # ---- boxes ----
@@ -441,3 +269,26 @@ def pieces(arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ..
             start += rows
     assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), f"{ours}: parts leave a hole"
     return found
+
+
+def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every parameter of the Transformer."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Transformer(cfg).named_parameters()}
+
+
+def divide(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> tuple[dict[str, list[Piece]], list[str]]:
+    """Our tensors' pieces, and which of the tensors `present` are computed ones (inv_freq).
+
+    A tied model's folder may hold the head as well, a copy of the embedding: it is one more piece, before the one that counts.
+    """
+    present = set(present)
+    found = {name: pieces(arch, cfg, name, shape) for name, shape in model_shapes(cfg).items()}
+    if cfg.tied and "lm_head.weight" in present:
+        embedding = found["embedding.weight"]
+        embedding.insert(0, embedding[0]._replace(name="lm_head.weight"))
+    return found, [name for name in present if any(re.fullmatch(pattern, name) for pattern in arch.extra)]
+
+
+def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+    return {piece.name: piece.to_theirs(piece.shape) for group in found.values() for piece in group}

@@ -70,11 +70,11 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     sizes = [entry.size for entry in manifest.files.values()]
     yield "files", f"{len(sizes)}, {decimal(sum(sizes))} ({sum(sizes)} bytes)"
     for title, value in {**manifest.info, "state": manifest.state}.items():
-        if isinstance(value, dict) and any(isinstance(part, dict) for part in value.values()):
-            for key, part in value.items():  # a section of the settings a line
-                yield f"{title}.{key}", _flat(part)
-        elif value:
-            yield title, _flat(value)
+        sections = {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+        if rest := {k: v for k, v in value.items() if k not in sections} if sections else value:
+            yield title, _flat(rest)
+        for key, section in sections.items():  # a section of the settings a line
+            yield f"{title}.{key}", _flat(section)
 
 
 def _flat(value: Any, name: str = "") -> str:
@@ -148,7 +148,7 @@ def _line(label: str, node: Node, count: int) -> Text:
     if node.entry:
         line.append(f"  {list(node.entry.shape)} {node.entry.dtype}", "cyan")
     line.append(f"  {decimal(node.nbytes())}" + (f" each, {count} times" if count > 1 else ""), "green")
-    if node.entry:
+    if node.entry and count == 1:
         line.append(f"  {_printable(node.entry.placement)}", "dim")
     return line
 
@@ -219,7 +219,7 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
     if (entry := tensors.get(name)) is None:
         near = difflib.get_close_matches(name, tensors, n=5, cutoff=0.5)
         raise CheckpointError(f"{path}: no tensor {name!r}; nearest: {', '.join(near) or 'none'}")
-    per_expert = len(entry.shape) > 1 and EXPERTS.fullmatch(name)
+    per_expert = len(entry.shape) > 1 and 0 not in entry.shape and EXPERTS.fullmatch(name)
     parts = [Statistics() for _ in range(entry.shape[0])] if per_expert else [Statistics()]
     for chunk in entry.chunks:
         tensor = read_chunk(path, chunk, dtype_of(entry.dtype))

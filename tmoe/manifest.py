@@ -163,7 +163,7 @@ _FIELDS = dict(  # what tools and training compute with or index; everything els
     step=(_is_count, "a count"),
     tokens=(lambda value: value is None or _is_count(value), "a count or null"),
     world=(lambda value: _is_count(value) and value > 0, "a positive number"),
-    saved_ns=(_is_count, "a time in ns"),
+    saved_ns=(lambda value: _is_count(value) and value < 1 << 63, "a time in ns"),
     info=(lambda value: isinstance(value, dict), "an object"),
     state=(lambda value: isinstance(value, dict), "an object"),
 )

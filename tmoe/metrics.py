@@ -167,7 +167,7 @@ class Metrics:
         if self.display is not None:
             self.display.note(text)
 
-    def close(self) -> None:
+    def close(self, report: bool = True) -> None:
         """Ends the bar, closes the files, draws report.png if any step was logged. A second call does nothing."""
         if self.display is not None:
             self.display.close()
@@ -177,7 +177,7 @@ class Metrics:
         self.lines = None
         for sink in self.sinks:
             sink.close()
-        if (self.run / "metrics.jsonl").stat().st_size:
+        if report and (self.run / "metrics.jsonl").stat().st_size:
             from tmoe.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
 
             draw(self.run)
@@ -185,8 +185,11 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type | None, *_: object) -> None:
+        failed = error is not None and issubclass(error, Exception)
+        self.close(
+            report=not failed
+        )  # other ranks wait for a failed one to end; `python -m tmoe.report` draws it later
 
 
 class Clock:

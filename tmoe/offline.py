@@ -83,11 +83,7 @@ def verify(path: Path, /) -> None:
     with bar("verifying", sum(size_on_disk(step) for step in steps if step.is_dir())) as advance:
         for step in steps:
             problems = files.verify(step, advance=advance)
-            print(
-                "\n".join([f"damaged  {step}", *(f"  {problem}" for problem in problems)])
-                if problems
-                else f"whole    {step}"
-            )
+            print("\n  ".join([f"damaged  {step}" if problems else f"whole    {step}", *problems]))
             damaged += bool(problems)
     if damaged:
         raise CheckpointError(f"{damaged} of {len(steps)} steps damaged")
@@ -191,7 +187,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     ]
     if ema and not any(sources):
         raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
-    if found := _differences(steps, manifests, weights, sources, ema):
+    if found := _differences(steps, manifests, weights, sources, prefix):
         raise CheckpointError("\n  ".join([f"the steps do not fit: {len(found)} differences", *found]))
     for step, manifest, entries in zip(steps, manifests, sources, strict=True):
         _check_sizes(step, manifest, entries)
@@ -207,7 +203,7 @@ def _differences(
     manifests: list[Manifest],
     weights: dict[str, TensorEntry],
     sources: list[dict[str, TensorEntry]],
-    ema: bool,
+    prefix: str,
 ) -> list[str]:
     """Everything that keeps the steps from being averaged, each line naming the step that differs from the first."""
     found = [] if weights else [f"{steps[0]}: holds no model.* tensors"]
@@ -216,10 +212,11 @@ def _differences(
         for name in sorted(weights.keys() | entries.keys()):
             mine, other = weights.get(name), entries.get(name)
             if mine is None or other is None:
-                found.append(f"{name}: not in {step if mine else steps[0]}")
+                lacking = f"{prefix}{name.removeprefix('model.')}" if mine else name
+                found.append(f"{lacking}: not in {step if mine else steps[0]}")
             elif mine.shape != other.shape:
                 found.append(f"{name}: shape {mine.shape} in {steps[0]}, {other.shape} in {step}")
-            elif mine.dtype != other.dtype and not ema:
+            elif mine.dtype != other.dtype and prefix == "model.":
                 found.append(f"{name}: {mine.dtype} in {steps[0]}, {other.dtype} in {step}")
         mine, other = _model_settings(manifests[0]), _model_settings(manifest)
         for key in sorted(mine.keys() | other.keys()):
@@ -242,15 +239,21 @@ def _layout_of(entry: TensorEntry) -> Layout:
 
 
 def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output) -> Iterator[Tensor]:
-    """Summed in fp64, where the sum of a few fp32 is exact or nearly so, and rounded once to fp32."""
     readers = [read_boxes(step, entries[output.name], output.boxes) for step, entries in sources]
-    for box in output.boxes:
-        total = torch.zeros(box.shape, dtype=torch.float64)
-        for reader in readers:
-            total += next(reader)
-        mean = total.div_(len(readers)).float().to(output.dtype)
-        del total
-        yield mean
+    return (_mean(readers, box, output.dtype) for box in output.boxes)
+
+
+def _mean(readers: list[Iterator[Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
+    """Summed in fp64, where the sum of a few fp32 is exact or nearly so, and rounded to fp32; narrower types round from there."""
+    total = torch.zeros(box.shape, dtype=torch.float64)
+    for reader in readers:
+        total += _widened(next(reader))
+    mean = total.div_(len(readers))
+    return mean if dtype == torch.float64 else mean.float().to(dtype)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor  # float8 adds to nothing
 
 
 # ---- carrying out ----
@@ -260,12 +263,13 @@ def _plan(outputs: list[Output], produce: Any, manifest: Manifest, origin: dict[
     history = manifest.info.get("history")
     info = manifest.info | {"history": [*(history if isinstance(history, list) else ()), origin]}
     blank = replace(manifest, saved_ns=0, info=info, files={}, tensors={})
-    return Plan(tuple(outputs), produce, blank, tuple(origin["sources"].values()))
+    return Plan(tuple(outputs), produce, blank, tuple(source["sha256"] for source in origin["sources"]))
 
 
 def _origin(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
-    digests = {str(step): hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps}
-    return dict(tool=tool, sources=digests) | options
+    digests = [hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps]
+    sources = [dict(path=str(step), sha256=digest) for step, digest in zip(steps, digests, strict=True)]
+    return dict(tool=tool, sources=sources) | options
 
 
 def _check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
@@ -306,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args=None if argv is None else list(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except (CheckpointError, OSError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError, RecursionError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("error: interrupted; the same command goes on with the groups that were finished") from None

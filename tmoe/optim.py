@@ -8,7 +8,8 @@ next: checkpoint.py
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,13 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     return cfg.min_lr + (1 - cfg.min_lr) * left
 
 
+def require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """ValueError naming every tensor of which this rank's part holds a NaN or an infinity."""
+    parts = zip(tensors, _locals(tensors), strict=True)
+    if bad := [name for name, part in parts if not part.isfinite().all()]:
+        raise ValueError(f"NaN or infinity in {', '.join(bad)}: start from another checkpoint (--resume, --init)")
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -139,18 +147,26 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 class SkipGuard:
-    """Counts steps that were skipped because loss or gradient norm was not finite.
+    """Counts steps that were skipped because loss or gradient norm was not finite, and tells which losses are spikes.
 
-    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN.
+    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN. A spike is taken, for
+    clipping bounds it: a loss above SPIKE times the median of the last WINDOW finite ones, once there are WARM of them.
     """
+
+    WINDOW, WARM, SPIKE = 64, 8, 2.0
 
     def __init__(self, max_skips: int):
         self.max_skips = max_skips
         self.in_a_row = 0
         self.total = 0
+        self.losses: deque[float] = deque(maxlen=self.WINDOW)
 
-    def check(self, finite: bool, step: int) -> None:
-        """Raises RuntimeError once max_skips steps in a row were not finite. Every rank passes the same `finite`."""
+    def check(self, finite: bool, step: int, loss: float) -> bool:
+        """Whether someone should look at the step: its loss is a spike, or it was skipped. Every rank passes the same values.
+        Raises RuntimeError once max_skips steps in a row were not finite."""
+        spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
+        if math.isfinite(loss):  # the window outlives a NaN
+            self.losses.append(loss)
         self.in_a_row = 0 if finite else self.in_a_row + 1
         self.total += not finite
         if self.in_a_row >= self.max_skips:
@@ -158,9 +174,11 @@ class SkipGuard:
                 f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "
                 f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or other data"
             )
+        return spike or not finite
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(in_a_row=self.in_a_row, total=self.total)
+    def state_dict(self) -> dict[str, Any]:
+        return dict(in_a_row=self.in_a_row, total=self.total, losses=list(self.losses))
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.in_a_row, self.total = state["in_a_row"], state["total"]
+        self.losses.extend(state["losses"])

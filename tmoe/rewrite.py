@@ -4,9 +4,9 @@ The tensors are divided into groups. A group is written into `DST.partial/group-
 own manifest, written last, says that it is done: a killed rewrite keeps the finished groups, and the same command writes the others.
 When all are there they are read back and hashed, moved into one folder, described by one manifest, and the folder gets its name.
 
-Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64 sum: four tensors at most.
-Hashing is what costs (content, file, read
-back: three SHA-256), so groups are written in parallel, as many as fit into MEMORY.
+Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64 sum: measured, 2.5
+tensors in a reshard and 5 in an average. Hashing is what costs (of contents read and written, of files written and read back), so
+groups are written in parallel, as many as fit into MEMORY.
 
 next: layout.py, manifest.py
 """
@@ -42,7 +42,7 @@ from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_ch
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
 FRAME = (
-    4096  # bytes a box costs beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
+    4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
 )
 
 
@@ -173,7 +173,7 @@ def _clear(work: Path, keep: list[Path]) -> None:
 def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> None:
     todo = [number for number, part in enumerate(parts) if not part.exists()]
     largest = max((output.nbytes for number in todo for output in groups[number]), default=1)
-    workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (4 * largest + 1)))
+    workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (5 * largest + 1)))
     # A worker has a file of every rank open; the usual soft limit of 1024 would end 8 workers at 128 ranks.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     total = sum(output.nbytes for number in todo for output in groups[number])
@@ -199,16 +199,16 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
     """One group's folder: a file a rank, then the manifest that says it is done."""
     part.mkdir()
     try:
-        shards: dict[int, files.HashedFile] = {}
-        with ExitStack() as opened:
+        opened: dict[int, files.HashedFile] = {}
+        with ExitStack() as stack:
 
             def shard(rank: int) -> files.HashedFile:
-                if rank not in shards:
-                    shards[rank] = opened.enter_context(files.HashedFile(part / f"__{rank}_{number}.distcp"))
-                return shards[rank]
+                if rank not in opened:
+                    opened[rank] = stack.enter_context(files.HashedFile(part / f"__{rank}_{number}.distcp"))
+                return opened[rank]
 
             tensors = {output.name: _write_tensor(output, plan.produce(output), shard, tell) for output in outputs}
-        entries = {file.path.name: file.entry() for file in shards.values()}
+        entries = {file.path.name: file.entry() for file in opened.values()}
         done = replace(plan.manifest, info={"plan": plan.key}, state={}, files=entries, tensors=tensors)
         files.write_manifest(part, done)
         folders.sync_folder(part)

@@ -1,5 +1,7 @@
 """The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
 
+import logging
+import math
 import os
 import random
 import signal
@@ -8,15 +10,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.distributed_c10d import _get_default_store  # where the group met; it has no public name
 from torch.profiler import ProfilerAction
 
+from tmoe.watch import Watch
+
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +33,7 @@ class Runtime:
     world: int
     device: torch.device
     control: dist.ProcessGroup
+    watch: Watch
     stop: bool = field(default=False)  # SIGTERM arrived here
 
     def sums(self, *values: float) -> list[float]:
@@ -54,6 +61,15 @@ class Runtime:
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
             raise SystemExit("error: " + "\n".join(lines) if self.rank == 0 else 2)
         return cast(T, result)
+
+    def blame(self, step: int, share: float, samples: list[int]) -> None:
+        """Says on rank 0 whose share of a strange loss is the largest, or not finite, and which samples it holds."""
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, (share, samples), group=self.control)
+        rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
+        if self.rank == 0:
+            total = sum(share for share, _ in told)
+            log.warning("step %d: loss %.4g, of which rank %d has %.4g: samples %s", step, total, rank, *told[rank])
 
     def close(self) -> None:
         dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it
@@ -86,7 +102,7 @@ def start(seed: int) -> Runtime:
     torch.manual_seed(seed + rank)
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
-    runtime = Runtime(rank, world, device, control)
+    runtime = Runtime(rank, world, device, control, Watch(rank, world, _get_default_store(), control))
 
     def hear(signum, frame):
         runtime.stop = True

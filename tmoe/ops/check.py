@@ -2,7 +2,7 @@
 
 import torch
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
 
 
@@ -36,7 +36,7 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
             f"shape {tuple(t.shape)}",
             f"{shape} = {letters}",
         )
-    _check_types(x_TD, gate_up=gate_up_E2FD, down=down_EDF)
+    _check_types("x", x_TD, gate_up=gate_up_E2FD, down=down_EDF)
     require(
         weights_TK.dtype in (x_TD.dtype, torch.float32),
         "weights",
@@ -59,15 +59,16 @@ def check_grouped_mm(a_ND, b_EFD, ends_E):
     )
     E = b_EFD.shape[0]
     require(tuple(ends_E.shape) == (E,), "ends", f"shape {tuple(ends_E.shape)}", f"[E={E}]")
-    _check_types(a_ND, b=b_EFD)
+    _check_types("a", a_ND, b=b_EFD)
     require(ends_E.dtype == torch.int32, "ends", ends_E.dtype, "int32")
     _check_device(a_ND, b=b_EFD, ends=ends_E)
 
 
-def _check_types(x, **others):
-    require(x.dtype in FLOATS, "x", x.dtype, f"one of {FLOATS}")
+def _check_types(first, x, **others):
+    valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
+    require(x.dtype in valid, first, x.dtype, f"one of {valid} on {x.device.type}")
     for name, t in others.items():
-        require(t.dtype == x.dtype, name, t.dtype, f"the input's {x.dtype}")
+        require(t.dtype == x.dtype, name, t.dtype, f"{first}'s {x.dtype}")
 
 
 def _check_device(x, **others):

@@ -104,7 +104,7 @@ def grouped_mm(a_ND, b_EFD, ends):
 
 def grouped_mm_backward(dc_NF, a_ND, b_EFD, ends):
     """Returns gradients (a, b)."""
-    da_ND, db_EFD = torch.empty_like(a_ND), torch.zeros_like(b_EFD)
+    da_ND, db_EFD = a_ND.new_empty(a_ND.shape), b_EFD.new_zeros(b_EFD.shape)
     for e, lo, hi in spans(ends):
         torch.mm(dc_NF[lo:hi], b_EFD[e], out=da_ND[lo:hi])
         torch.mm(dc_NF[lo:hi].T, a_ND[lo:hi], out=db_EFD[e])

@@ -9,7 +9,7 @@ import torch
 
 from tmoe.ops import hopper, kernels
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
-from tmoe.ops.routing import Metadata, route
+from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import pick
 
 
@@ -42,19 +42,13 @@ def halves(h_N2F, F, block, tma):
 class Layer:
     """One call's shapes and choices, and a method for each kernel launch."""
 
-    def __init__(self, x, gate_up, down, weights, meta):
-        self.x, self.gate_up, self.down, self.weights, self.meta = (
-            x,
-            gate_up,
-            down,
-            weights,
-            meta,
-        )
-        self.E, self.D, self.F = down.shape
-        self.T, self.K = weights.shape
-        self.N = self.T * self.K
+    def __init__(self, x, shape, K, meta, weights=None, operands=()):
+        """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
+        self.x, self.K, self.meta, self.weights = x, K, meta, weights
+        self.E, self.D, self.F = shape
+        self.T, self.N = x.shape[0], x.shape[0] * K
         self.arch, self.sms, _ = device_facts(x.device)
-        self.tma = has_tma(x, self.D, self.F, gate_up, down)
+        self.tma = has_tma(x, self.D, self.F, *operands)
         self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
     def config(self, kernel):
@@ -68,11 +62,7 @@ class Layer:
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
     def tile_args(self, cfg):
-        return (
-            self.meta.tiles[cfg.BM],
-            Metadata.capacity(self.N, self.E, cfg.BM),
-            self.meta.offsets,
-        )
+        return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
     def even(self, cfg, length):
         return length % cfg.BL == 0
@@ -83,23 +73,11 @@ class Layer:
     def gathered(self, t_TD):
         """The rows of a [T, D] tensor in expert order."""
         rows = self.empty(self.N, self.D)
-        R, block = 8, min(1024, 1 << (self.D - 1).bit_length())
-        grid = cdiv(self.N, R), cdiv(self.D, block)
-        meta = self.meta
+        R, block = 8, min(1024, power_of_2(self.D))
         launch(
-            kernels.gather_kernel,
-            grid,
-            t_TD,
-            meta.order,
-            meta.offsets,
-            rows,
-            self.D,
-            self.E,
-            self.K,
-            R,
-            block,
-            num_warps=4,
-        )
+            kernels.gather_kernel, (cdiv(self.N, R), cdiv(self.D, block)),
+            t_TD, self.meta.order, self.meta.offsets, rows, self.D, self.E, self.K, R, block, num_warps=4,
+        )  # fmt: skip
         return rows
 
     def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", keep=True, h=None, ds=None):
@@ -107,18 +85,15 @@ class Layer:
 
         outs are its c, c2, c3; h the halves of H for "dh". See there for kind and gather.
         """
-        dw, pair = kind == "dw", kind == "up"
-        columns = cfg.BN // 2 if pair else cfg.BN
+        dw = kind == "dw"
+        columns = cfg.BN // 2 if kind == "up" else cfg.BN
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
-        b_box = (
-            [cfg.BL, cfg.BN]
-            if dw
-            else [2, columns, cfg.BL]
-            if pair
-            else [1, cfg.BN, cfg.BL]
-            if b_rows
-            else [1, cfg.BL, cfg.BN]
-        )
+        if dw:
+            b_box = [cfg.BL, cfg.BN]
+        elif kind == "up":
+            b_box = [2, columns, cfg.BL]
+        else:
+            b_box = [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
         rows = describe_ragged if dw else describe
         a_arg = a if gather == "a" else rows(a, a_box)
         b_arg = b if gather == "b" else rows(b, b_box)
@@ -138,13 +113,13 @@ class Layer:
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, b_rows, keep, gather, num_warps=8,
         )  # fmt: skip
 
-    def up(self, h_N2F):
+    def up(self, gate_up, h_N2F):
         """act [N, F]; writes H unless it is None."""
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
         x = self.x if cfg.gather else self.gathered(self.x)
+        w = gate_up.view(2 * self.E, self.F, self.D)
         if cfg.outs:
-            w = self.gate_up.view(2 * self.E, self.F, self.D)
             outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
             gather = "a" if cfg.gather else ""
             self.specialised("up", cfg, x, w, outs, self.F, self.D, True, gather, keep=h_N2F is not None)
@@ -152,11 +127,7 @@ class Layer:
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
         x = x if cfg.gather else plain(x, [cfg.BM, cfg.BL], self.tma)
-        w = plain(
-            self.gate_up.view(2 * self.E, self.F, self.D),
-            [2, cfg.BN // 2, cfg.BL],
-            self.tma,
-        )
+        w = plain(w, [2, cfg.BN // 2, cfg.BL], self.tma)
         launch(
             kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
             x, w, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
@@ -186,27 +157,23 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def dh(self, dy, h_N2F):
+    def dh(self, dy, down, h_N2F):
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
         parts = cdiv(self.F, cfg.BN)
-        dh, act, ds = (
-            self.empty(self.N, 2 * self.F),
-            self.empty(self.N, self.F),
-            self.empty(parts, self.N, dtype=torch.float32),
-        )
+        dh, act = self.empty(self.N, 2 * self.F), self.empty(self.N, self.F)
+        ds = self.empty(parts, self.N, dtype=torch.float32)
         if cfg.outs:
             outs = dh[:, : self.F], dh[:, self.F :], act
             h = h_N2F[:, : self.F], h_N2F[:, self.F :]
-            self.specialised(
-                "dh", cfg, dy, self.down, outs, self.F, self.D, False, "a" if cfg.gather else "", h=h, ds=ds
-            )
+            gather = "a" if cfg.gather else ""
+            self.specialised("dh", cfg, dy, down, outs, self.F, self.D, gather=gather, h=h, ds=ds)
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
             kernels.dh_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN)),
             dy if cfg.gather else plain(dy, [cfg.BM, cfg.BL], self.tma),
-            plain(self.down, [1, cfg.BL, cfg.BN], self.tma),
+            plain(down, [1, cfg.BL, cfg.BN], self.tma),
             *halves(h_N2F, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
             ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
             self.N, self.D, self.F, self.D,
@@ -237,8 +204,8 @@ class Layer:
     def combine(self, rows, weights, ds=None):
         """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient."""
         y = self.empty(self.T, self.D)
-        d_weights = torch.empty_like(self.weights) if ds is not None else None
-        block = min(1024, 1 << (self.D - 1).bit_length())
+        d_weights = self.weights.new_empty(self.weights.shape) if ds is not None else None
+        block = min(1024, power_of_2(self.D))
         launch(
             kernels.combine_kernel, (self.T, cdiv(self.D, block)),
             rows, weights, self.meta.row_of, y, ds, d_weights, self.N, self.D, 0 if ds is None else ds.shape[0],
@@ -246,30 +213,59 @@ class Layer:
         )  # fmt: skip
         return y, d_weights
 
+    def clear_rest(self, c):
+        """Zeros in the rows of c [N, W] that belong to no expert."""
+        N, W = c.shape
+        R, block = 16, min(1024, power_of_2(W))
+        launch(
+            kernels.clear_kernel, (cdiv(N, R), cdiv(W, block)),
+            c, self.meta.offsets, N, self.E, W, R, block, num_warps=4,
+        )  # fmt: skip
+        return c
+
 
 def forward(x, gate_up, down, weights, ids, keep):
-    """Returns y, H (empty unless keep) and the packed metadata."""
+    """moe_mlp: y, H (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
-    layer = Layer(x, gate_up, down, weights, route(ids, down.shape[0]))
+    layer = Layer(x, down.shape, ids.shape[1], route(ids, down.shape[0]), weights, (gate_up, down))
     h = x.new_empty(layer.N if keep else 0, 2 * layer.F)
     if layer.N == 0:
         return torch.zeros_like(x), h, layer.meta.packed
-    act = layer.up(h if keep else None)
+    act = layer.up(gate_up, h if keep else None)
     y, _ = layer.combine(layer.rows("down", act, down, True), weights)
     return y, h, layer.meta.packed
 
 
 def backward(dy, x, gate_up, down, weights, h, packed):
-    """Returns the gradients of x, gate_up, down and weights."""
+    """moe_mlp's gradients of x, gate_up, down and weights."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
-    layer = Layer(x, gate_up, down, weights, Metadata(packed, weights.numel(), down.shape[0]))
+    meta = Metadata(packed, weights.numel(), down.shape[0])
+    layer = Layer(x, down.shape, weights.shape[1], meta, weights, (gate_up, down, dy))
     if layer.N == 0:
         return tuple(torch.zeros_like(t) for t in (x, gate_up, down, weights))
     fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
     dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
-    dh, act, ds = layer.dh(dy if fused[0] else dy_N, h)
+    dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
     d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "")
     del dy_N, act
     dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, ds)
     d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "")
     return dx, d_gate_up, d_down, d_weights
+
+
+def grouped_mm(a, b, ends):
+    """c of grouped_mm: the down projection of rows that are sorted already."""
+    a, b = a.contiguous(), b.contiguous()
+    if a.shape[0] == 0:
+        return a.new_empty(0, b.shape[1])
+    layer = Layer(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b,))
+    return layer.clear_rest(layer.rows("down", a, b, True))
+
+
+def grouped_mm_backward(dc, a, b, ends):
+    """grouped_mm's gradients of a and b."""
+    dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
+    if a.shape[0] == 0:
+        return torch.zeros_like(a), torch.zeros_like(b)
+    layer = Layer(a, b.shape, 1, group(ends.contiguous(), a.shape[0]), operands=(b, dc))
+    return layer.clear_rest(layer.rows("dx", dc, b, False)), layer.dw("dw_down", dc, a, "")

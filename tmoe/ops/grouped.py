@@ -1,8 +1,8 @@
-"""grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable custom op."""
+"""grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
 import torch
 
-from tmoe.ops import cpu
+from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_grouped_mm
 
 
@@ -18,30 +18,49 @@ def grouped_mm(a_ND, b_EFD, ends_E):
         c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b.
         Raises ValueError for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
     """
-    return _forward(a_ND, b_EFD, ends_E)
+    return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)
 
 
-@torch.library.custom_op("tmoe::grouped_mm", mutates_args=(), device_types="cpu")
-def _forward(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
+_lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_lib.define(
+    "grouped_mm_backward(Tensor dc, Tensor a, Tensor b, Tensor ends) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("tmoe::grouped_mm", "CPU", lib=_lib)
+def _forward_cpu(a, b, ends):
     check_grouped_mm(a, b, ends)
     return cpu.grouped_mm(a, b, ends.tolist())
 
 
-@_forward.register_fake
-def _(a, b, ends):
+@torch.library.impl("tmoe::grouped_mm", "CUDA", lib=_lib)
+def _forward_gpu(a, b, ends):
+    check_grouped_mm(a, b, ends)
+    with torch.cuda.device(a.device):
+        return gpu.grouped_mm(a, b, ends)
+
+
+@torch.library.register_fake("tmoe::grouped_mm", lib=_lib)
+def _forward_fake(a, b, ends):
     return a.new_empty(a.shape[0], b.shape[1])
 
 
-@torch.library.custom_op("tmoe::grouped_mm_backward", mutates_args=(), device_types="cpu")
-def _backward(
-    dc: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.impl("tmoe::grouped_mm_backward", "CPU", lib=_lib)
+def _backward_cpu(dc, a, b, ends):
     return cpu.grouped_mm_backward(dc, a, b, ends.tolist())
 
 
-@_backward.register_fake
-def _(dc, a, b, ends):
-    return torch.empty_like(a), torch.empty_like(b)
+@torch.library.impl("tmoe::grouped_mm_backward", "CUDA", lib=_lib)
+def _backward_gpu(dc, a, b, ends):
+    with torch.cuda.device(a.device):
+        return gpu.grouped_mm_backward(dc, a, b, ends)
+
+
+@torch.library.register_fake("tmoe::grouped_mm_backward", lib=_lib)
+def _backward_fake(dc, a, b, ends):
+    return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 def _save(ctx, inputs, output):
@@ -49,7 +68,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dc):
-    return *_backward(dc, *ctx.saved_tensors), None
+    return *torch.ops.tmoe.grouped_mm_backward(dc, *ctx.saved_tensors), None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("tmoe::grouped_mm", _differentiate, setup_context=_save, lib=_lib)

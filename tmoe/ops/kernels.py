@@ -53,8 +53,8 @@ def load_tile(desc, lo, count, r, c):
 def store_rows(c, tile, lo, hi, row, col, width, stride, TMA: tl.constexpr):
     """Store the tile at (row, col) of an [N, width] result, clipped to the expert's rows and to the width."""
     if TMA:
-        shape: tl.constexpr = (1, 1, tile.shape[0], tile.shape[1])
-        c.store([RAGGED, hi, RAGGED - (hi - row), col], tl.reshape(tile.to(c.dtype), shape))
+        box = tl.reshape(tile.to(c.dtype), (1, 1, tile.shape[0], tile.shape[1]))
+        c.store([RAGGED, hi, RAGGED - (hi - row), col], box)
     else:
         r = row + tl.arange(0, tile.shape[0])
         cols = col + tl.arange(0, tile.shape[1])
@@ -169,7 +169,9 @@ def sigmoid(x, FAST: tl.constexpr):
     """1 / (1 + exp(-x)); FAST (NVIDIA) divides by the hardware's reciprocal, one instruction of 1 ulp instead of eight."""
     d = 1 + tl.exp2(x * -1.4426950408889634)
     if FAST:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return 1 / d
 
@@ -369,3 +371,13 @@ def gather_kernel(x, order, offsets, rows, D, E, K: tl.constexpr, R: tl.constexp
     mask = here[:, None] & (cols < D)[None, :]
     tile = tl.load(x + t.to(tl.int64)[:, None] * D + cols[None, :], mask=mask)
     tl.store(rows + r.to(tl.int64)[:, None] * D + cols[None, :], tile, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N", "E"])
+def clear_kernel(c, offsets, N, E, W, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the rows of C [N, W] past the last expert's end."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rest = (r >= tl.load(offsets + E)) & (r < N)
+    zeros = tl.zeros((R, BLOCK), c.dtype.element_ty)
+    tl.store(c + r.to(tl.int64)[:, None] * W + cols[None, :], zeros, mask=rest[:, None] & (cols < W)[None, :])

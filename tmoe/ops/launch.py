@@ -6,7 +6,7 @@ layouts): longer than such a kernel runs at T=4096. Here a launch looks its bina
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _target = None  # inside compile_only: the architecture compiled for
-_compiling = None  # inside compile_only: called with (kernel, compiled) instead of launching
+_compiling = None  # inside compile_only: called with what would be launched
 _binaries = {}  # (kernel, device, what its binary depends on) -> the compiled kernel
 
 
@@ -53,7 +53,7 @@ def _native(arg, kernel):
     if not isinstance(kernel, GluonJITFunction):
         return TensorDescriptor(arg.base, arg.shape, arg.strides, arg.block)
     element = {torch.bfloat16: bfloat16, torch.float16: float16}[arg.base.dtype]
-    layout = NVMMASharedLayout.get_default_for(arg.block, element)
+    layout = cast(Any, NVMMASharedLayout.get_default_for(arg.block, element))
     return GluonDescriptor(arg.base, arg.shape, arg.strides, arg.block, layout)
 
 
@@ -86,30 +86,31 @@ def _fixed(kernel):
     return tuple(p.do_not_specialize for p in kernel.params)
 
 
-def _key(kernel, device, args, options):
+def _key(kernel, device, args, options, fixed):
     """What a binary depends on: finer than triton's own distinctions, which costs no more than another lookup."""
     key = [kernel, device, *options.values()]
-    for arg, fixed in zip(args, _fixed(kernel), strict=True):
+    for arg, is_fixed in zip(args, fixed, strict=True):
         if isinstance(arg, Descriptor):
             key += arg.base.dtype, *arg.block
         elif isinstance(arg, torch.Tensor):
             key += arg.dtype, arg.data_ptr() % 16
         else:
-            key.append(arg.bit_length() > 31 if fixed else arg)
+            key.append(arg.bit_length() > 31 if is_fixed else arg)
     return tuple(key)
 
 
 def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
     if _compiling is not None:
-        _compiling(kernel, kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options))
+        compile = functools.partial(kernel.warmup, *[_native(a, kernel) for a in args], grid=grid, **options)
+        _compiling(kernel.__name__, str(_key(kernel.__name__, _target, args, options, _fixed(kernel))), compile)
         return
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*[_native(a, kernel) for a in args], **options)
         return
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
-    key = _key(kernel, device, args, options)
+    key = _key(kernel, device, args, options, _fixed(kernel))
     compiled = _binaries.get(key)
     if compiled is None:
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
@@ -144,15 +145,16 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def compile_only(arch, on_kernel: Any):
-    """Compile for arch ("cuda:90", "hip:gfx942") what would be launched; tensors may be on the meta device.
+def compile_only(arch, visit):
+    """Instead of launching, call visit(kernel's name, key, compile) at every launch; tensors may be on the meta device.
 
-    on_kernel(kernel, compiled) is called at every launch. Needs no GPU. Not re-entrant.
+    compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must be called inside.
+    Equal keys mean equal binaries. Not re-entrant.
     """
     global _compiling, _target
     before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_Driver(arch))
-    _compiling, _target = on_kernel, arch
+    triton.runtime.driver.set_active(cast(Any, _Driver(arch)))
+    _compiling, _target = visit, arch
     try:
         yield
     finally:

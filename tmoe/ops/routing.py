@@ -57,6 +57,9 @@ class Metadata:
     def capacity(N, E, bm):
         return _pad(N // bm + E)
 
+    def capacities(self):
+        return [self.capacity(self.N, self.E, bm) for bm in TILES]
+
     @staticmethod
     def size(N, E):
         return sum(Metadata.sections(N, E))
@@ -71,9 +74,9 @@ def histogram(ids, counts, N, NB, E: tl.constexpr, BINS: tl.constexpr, B: tl.con
     """counts[e, b] = slots of block b that go to expert e."""
     b = tl.program_id(0)
     i = b * B + tl.arange(0, B)
-    x = tl.load(ids + i, mask=i < N, other=-1).to(tl.int32)
+    x = tl.load(ids + i, mask=i < N, other=-1)
     here = (x >= 0) & (x < E)
-    counted = tl.histogram(tl.where(here, x, E), BINS)  # bin E takes what is not here
+    counted = tl.histogram(tl.where(here, x, E).to(tl.int32), BINS)  # bin E takes what is not here
     e = tl.arange(0, BINS)
     tl.store(counts + e * NB + b, counted, mask=e < E)
 
@@ -116,6 +119,34 @@ def write_tiles(
         tl.store(table, first + mine)
 
 
+@triton.jit
+def write_expert(
+    p, tot, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr
+):
+    """Expert p's entries of every table, from the row counts of all."""
+    lo = tl.sum(tl.where(ee < p, tot, 0))
+    count = tl.sum(tl.where(ee == p, tot, 0))
+    tl.store(offsets + p, lo)
+    if p == E - 1:
+        tl.store(offsets + E, lo + count)
+    larger = (tot > count) | ((tot == count) & (ee < p))
+    tl.store(by_size + tl.sum((larger & (ee < E)).to(tl.int32)), p)
+    write_tiles(tiles0, cap0, p, tot, lo, count, ee, BM0, E - 1, 64)
+    write_tiles(tiles1, cap1, p, tot, lo, count, ee, BM1, E - 1, 64)
+
+
+@triton.jit(do_not_specialize=["cap0", "cap1"])
+def tabulate(
+    ends, offsets, by_size, tiles0, tiles1, cap0, cap1,
+    E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
+):  # fmt: skip
+    """The tables of rows that are sorted already: program e writes expert e's entries from the ends of all."""
+    ee = tl.arange(0, EP)
+    hi = tl.load(ends + ee, mask=ee < E, other=0)
+    lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
+    write_expert(tl.program_id(0), hi - lo, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+
+
 @triton.jit(do_not_specialize=["N", "NB", "cap0", "cap1"])
 def place(
     ids, base, totals, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, NB,
@@ -126,20 +157,12 @@ def place(
     ee = tl.arange(0, EP)
     tot = tl.load(totals + ee, mask=ee < E, other=0)
     if p < E:
-        lo = tl.sum(tl.where(ee < p, tot, 0))
-        count = tl.sum(tl.where(ee == p, tot, 0))
-        tl.store(offsets + p, lo)
-        if p == E - 1:
-            tl.store(offsets + E, lo + count)
-        larger = (tot > count) | ((tot == count) & (ee < p))
-        tl.store(by_size + tl.sum((larger & (ee < E)).to(tl.int32)), p)
-        write_tiles(tiles0, cap0, p, tot, lo, count, ee, BM0, E - 1, 64)
-        write_tiles(tiles1, cap1, p, tot, lo, count, ee, BM1, E - 1, 64)
+        write_expert(p, tot, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
     if p < NB:
         run = tl.cumsum(tot, 0) - tot + tl.load(base + ee * NB + p, mask=ee < E, other=0)
         for c in range(B // C):
             i = p * B + c * C + tl.arange(0, C)
-            x = tl.load(ids + i, mask=i < N, other=-1).to(tl.int32)
+            x = tl.load(ids + i, mask=i < N, other=-1)
             here = (x >= 0) & (x < E)
             hot = ((x[:, None] == ee[None, :]) & (ee < E)[None, :]).to(tl.int32)  # [C, EP]
             row = tl.sum(hot * (run[None, :] + tl.cumsum(hot, 0) - 1), 1)  # earlier slots of the same expert come first
@@ -148,32 +171,38 @@ def place(
             tl.store(row_of + i, tl.where(here, row, -1), mask=i < N)
 
 
+def power_of_2(n):
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def empty_metadata(N, E, device):
+    return Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32, device=device), N, E)
+
+
 def route(ids_TK, E):
     """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync."""
     N = ids_TK.numel()
-    meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32, device=ids_TK.device), N, E)
+    meta = empty_metadata(N, E, ids_TK.device)
     NB = cdiv(N, BLOCK)
-    scratch = torch.empty(E * (NB + 1), dtype=torch.int32, device=ids_TK.device)
-    counts, totals = scratch[E:], scratch[:E]
-    EP = 1 << (E - 1).bit_length()
+    scratch = torch.empty(_pad(E) + E * NB, dtype=torch.int32, device=ids_TK.device)
+    totals, counts = scratch[:E], scratch[_pad(E) :]
     if NB:
-        launch(
-            histogram,
-            (NB,),
-            ids_TK,
-            counts,
-            N,
-            NB,
-            E,
-            1 << E.bit_length(),
-            BLOCK,
-            num_warps=4,
-        )
+        launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
-    caps = [Metadata.capacity(N, E, bm) for bm in TILES]
     launch(
-            place, (max(NB, E),),
-        ids_TK, counts, totals, meta.offsets, meta.by_size, meta.order, meta.row_of, *meta.tiles.values(), *caps, N, NB,
-        E, EP, BLOCK, 32, *TILES, num_warps=4,
+        place, (max(NB, E),), ids_TK, counts, totals, meta.offsets, meta.by_size, meta.order, meta.row_of,
+        *meta.tiles.values(), *meta.capacities(), N, NB, E, power_of_2(E), BLOCK, 32, *TILES, num_warps=4,
+    )  # fmt: skip
+    return meta
+
+
+def group(ends_E, N):
+    """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
+    E = ends_E.shape[0]
+    meta = empty_metadata(N, E, ends_E.device)
+    launch(
+        tabulate, (E,), ends_E, meta.offsets, meta.by_size, *meta.tiles.values(), *meta.capacities(),
+        E, power_of_2(E), *TILES, num_warps=4,
     )  # fmt: skip
     return meta

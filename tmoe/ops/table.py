@@ -56,7 +56,7 @@ def pick(kernel, arch, dtype, D, F, rows_per_expert, tma):
     """Configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
     if tma:
         return tuned(kernel, arch, D, F, round(math.log2(max(rows_per_expert, 1))))
-    return portable(kernel, arch, dtype)
+    return portable(kernel, arch, dtype, D % 64 == 0 and F % 64 == 0)
 
 
 # Hopper, where the table has no entry for the kernel.
@@ -70,11 +70,14 @@ DESCRIPTOR = {
 }
 
 
-def portable(kernel, arch, dtype):
-    """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles."""
+def portable(kernel, arch, dtype, even):
+    """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles.
+
+    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still (no spills: tests hold it to that).
+    """
     if dtype == torch.float32:
-        return Config(64, 64, 16, 8, 1, 4, 2, 2, True)
-    BN = 64 if kernel == "dh" else 128
+        return Config(64, 32 if kernel.startswith("dw") else 64, 16, 8, 1, 4, 2, 2, True)
+    columns = 64 if kernel == "dh" or not even else 128
     if arch.startswith("hip"):
-        return Config(128, BN, 32, 8, 1, 8, 2, 1, True)
-    return Config(64, BN, 32, 8, 1, 4, 3, 2, True)
+        return Config(128, columns, 32, 8, 1, 8, 2, 1, True)
+    return Config(64, columns if even else columns // 2, 32, 8, 1, 4, 3 if even else 2, 2, True)

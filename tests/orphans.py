@@ -1,0 +1,44 @@
+"""A fixture that fails the test which leaves a process behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import gloo as gloo_module
+import pytest
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture
+def no_orphans() -> Iterator[None]:
+    """Descendants that live on after the test are orphans; the kernel is asked to hand them to us, not to init."""
+    gloo_module.start_server()  # it stays, with its resource tracker
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before = descendants()
+    yield
+    deadline = time.monotonic() + 2
+    while (left := descendants() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"processes left behind: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"
+
+
+def descendants() -> set[int]:
+    """Processes below this one, zombies left out."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:  # ended meanwhile
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    found, grown = {os.getpid()}, True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        found, grown = found | more, bool(more)
+    return found - {os.getpid()}

@@ -1,0 +1,37 @@
+"""Cases 1 to 15 and 18 of the fault list on tmoe's checkpoints: what `python -m benchmarks.faults` injects goes wrong nowhere.
+
+Each case states in benchmarks/faults.py what it does and what it complains about. Stock DCP fails most of them by the same
+complaints, and must: a case that nothing fails tests nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from orphans import no_orphans  # noqa: F401
+
+from benchmarks.faults import CASES, NOT_OFFERED, disk_full
+from benchmarks.inject import Stock, Tmoe
+
+pytestmark = [
+    pytest.mark.usefixtures("no_orphans"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected pickle protocol"),
+]
+STOCK_PASSES = {"1", "3a", "4", "7", "18"}  # on torch 2.13: a fresh step, an error that is asked for, another world
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c}-{CASES[c][1].__name__}")
+def test_tmoe_has_nothing_to_complain_about(tmp_path, case):
+    begin = time.monotonic()
+    assert CASES[case][1](Tmoe, tmp_path) == []
+    assert time.monotonic() - begin < 20
+
+
+def test_5_disk_full_in_the_background(tmp_path):
+    assert disk_full(Tmoe, tmp_path, background=True) == []
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - STOCK_PASSES - {c for _, c in NOT_OFFERED} - {"3b"}))
+def test_the_injection_bites(tmp_path, case):
+    assert CASES[case][1](Stock, tmp_path), "stock DCP withstood it: is the fault still injected?"

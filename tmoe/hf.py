@@ -1,0 +1,217 @@
+"""Hugging Face's models in and out: a step folder from theirs, theirs from a step folder, each rank's shards straight from theirs.
+
+    python -m tmoe.hf import HF_DIR STEP_DIR                      a checkpoint for `train.py PRESET --init STEP_DIR`
+    python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8    the same, in files for 64 ranks
+    python -m tmoe.hf export STEP_DIR HF_DIR                      from_pretrained loads it
+    python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL      config, tokenizer and files as in ORIGINAL
+
+Exit code 0: done; 1: refused or failed, the reason on stderr, nothing left behind; 2: not a command line. Memory is that of a few
+tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
+tensor its type again. A step folder carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
+
+next: hf_tables.py, hf_config.py, hf_files.py, hf_export.py, hf_swap.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.filesize import decimal
+from torch import Tensor
+
+from tmoe.config import ModelConfig
+from tmoe.hf_config import architecture, differences, read_config
+from tmoe.hf_export import export_hf
+from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
+from tmoe.hf_swap import swap_experts
+from tmoe.hf_tables import Piece, divide, model_shapes, their_shapes
+from tmoe.layout import Box, lay_out
+from tmoe.manifest import CheckpointError, Manifest
+from tmoe.metrics import versions
+from tmoe.parallel.mesh import local_part, local_slices
+from tmoe.rewrite import Output, Plan, check_space, rewrite
+
+__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "swap_experts"]
+
+
+# ---- import ----
+
+
+def import_hf(
+    hf_dir: Annotated[Path, tyro.conf.arg(metavar="HF_DIR")],
+    step_dir: Annotated[Path, tyro.conf.arg(metavar="STEP_DIR")],
+    /,
+    *,
+    world: int = 1,
+    ep: int = 1,
+    dry_run: bool = False,
+) -> None:
+    """Write a step folder from a Hugging Face folder. Killed, the same command goes on where it was.
+
+    Args:
+        hf_dir: config.json and safetensors
+        step_dir: a new folder
+        world: number of ranks that will load it; any other number can, too
+        ep: ranks of an expert group
+        dry_run: check everything, write nothing
+    """
+    plan = plan_import(hf_dir, world, ep)
+    needed, free = check_space(plan, step_dir)
+    if not dry_run:
+        rewrite(plan, step_dir)
+    done = "nothing written" if dry_run else "verified"
+    print(f"{step_dir}: {len(plan.outputs)} tensors, {decimal(needed)} of {decimal(free)} free; {done}")
+
+
+def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
+    """Plan of `import`. ConfigError: settings that tmoe does not compute; MismatchError lists every tensor that does not fit."""
+    folder = Folder(Path(hf_dir))
+    arch, cfg = architecture(folder.config), read_config(folder.config)
+    found, extra = divide(arch, cfg, folder.shapes)
+    refuse(
+        f"{hf_dir} is no whole {arch.model_type}",
+        folder.compare(arch, their_shapes(found), extra) or _copies(folder, cfg),
+    )
+    shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
+    outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()]
+    carried: dict[str, Callable[[], Tensor]] = {
+        FILE + name: partial(_bytes, folder.path / name) for name in folder.others()
+    }
+    carried |= {EXTRA + name: partial(folder.whole, name) for name in extra}
+    carried[LAYOUT] = partial(_as_tensor, json.dumps(folder.layout).encode())
+    outputs += [_carried_output(name, load()) for name, load in carried.items()]
+    manifest = Manifest(
+        step=0,
+        tokens=0,
+        world=world,
+        saved_ns=0,
+        info=dict(config=dict(model=asdict(cfg)), versions=versions(), hf=arch.model_type),
+        state=dict(step=0, tokens=0),
+        files={},
+        tensors={},
+    )
+    stats = ((name, (folder.path / name).stat()) for name in sorted({*folder.layout, *folder.others()}))
+    stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
+
+
+def _imported(folder: Folder, found: dict[str, list[Piece]], carried: dict, output: Output) -> Iterator[Tensor]:
+    if output.name in carried:
+        yield carried[output.name]()
+        return
+    with folder.reading() as read:
+        for box in output.boxes:
+            target = torch.empty(box.shape, dtype=output.dtype)
+            fill(target, box.offset, found[output.name.removeprefix(MODEL)], read)
+            yield target
+
+
+def _copies(folder: Folder, cfg: ModelConfig) -> list[str]:
+    """A tied head that differs from the embedding would be lost on the way."""
+    if not cfg.tied or "lm_head.weight" not in folder.shapes:
+        return []
+    head, embedding = (folder.whole(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    same = head.dtype == embedding.dtype and torch.equal(head, embedding)
+    return [] if same else ["lm_head.weight: differs from model.embed_tokens.weight, though config.json ties them"]
+
+
+def _carried_output(name: str, tensor: Tensor) -> Output:
+    box = Box(0, (0,) * tensor.dim(), tuple(tensor.shape))
+    return Output(name, box.shape, tensor.dtype, "replicated", (box,))
+
+
+def _bytes(path: Path) -> Tensor:
+    return _as_tensor(path.read_bytes())
+
+
+def _as_tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+# ---- direct start ----
+
+
+@torch.no_grad()
+def load_hf(
+    hf_dir: str | Path, named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor], model_cfg: ModelConfig
+) -> None:
+    """Fill a tmoe model's parameters, DTensors on any mesh or plain tensors, from a Hugging Face folder that every rank can read.
+
+    Each rank reads the slices that it holds and nothing else, converted to the parameter's type. Collective: every rank calls it.
+    Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute, MismatchError listing
+    every setting in which config.json differs from `model_cfg` and every tensor that is missing, extra or of another shape.
+    """
+    parameters = dict(named_parameters)
+    plan = _together(lambda: _plan_load(Path(hf_dir), parameters, model_cfg))
+
+    def read() -> None:
+        folder, found = plan
+        for name, parameter in parameters.items():
+            offset = tuple(part.start for part in local_slices(parameter))
+            with folder.reading() as reading:
+                fill(local_part(parameter), offset, found[name], reading)
+
+    _together(read)
+
+
+def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
+    folder = Folder(hf_dir)
+    arch, theirs = architecture(folder.config), read_config(folder.config)
+    refuse(f"{hf_dir / CONFIG} is not this model's", differences(cfg, theirs))
+    found, extra = divide(arch, theirs, folder.shapes)
+    shapes = model_shapes(theirs)
+    problems = folder.compare(arch, their_shapes(found), extra)
+    problems += [
+        f"{name}: shape {tuple(p.shape)} here, by config.json {shapes.get(name)}"
+        for name, p in parameters.items()
+        if shapes.get(name) != tuple(p.shape)
+    ]
+    refuse(f"{hf_dir} does not fit", problems)
+    return folder, found
+
+
+def _together(work: Callable[[], Any]) -> Any:
+    """The result of `work` on this rank, or on every rank the error of the first that failed: nobody waits for the others."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+    if dist.is_initialized():
+        votes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(votes, error and f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(votes) if why]
+        if failed and error is None:
+            raise CheckpointError(failed[0])
+    if error is not None:
+        raise error
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; ends the process with an error's one message."""
+    commands: dict[str, Any] = {"import": import_hf, "export": export_hf}
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands,
+            prog="python -m tmoe.hf",
+            description=(__doc__ or "").partition("\nnext:")[0],
+            args=None if argv is None else list(argv),
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except (CheckpointError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("error: interrupted; an import goes on with the same command") from None
+
+
+if __name__ == "__main__":
+    main()

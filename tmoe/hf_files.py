@@ -1,0 +1,205 @@
+"""A folder of Hugging Face's: its config, its safetensors read box by box, and safetensors written tensor by tensor.
+
+next: hf.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tmoe.checkpoint import MismatchError
+from tmoe.hf_tables import HF, Architecture, Piece
+from tmoe.manifest import CheckpointError
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
+DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
+ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider types first
+FILE, EXTRA, LAYOUT = "hf.file.", "hf.extra.", "hf.layout"  # what a step folder carries for the way back
+MODEL = "model."
+Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors names it
+Read = Callable[[str, tuple], Tensor]
+
+
+class Folder:
+    """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config: HF = self._json(CONFIG)
+        index = self._json(INDEX)["weight_map"] if (path / INDEX).is_file() else {}
+        self.layout: Layout = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.file_of: dict[str, str] = {}
+        for file in sorted(set(index.values())) or [SINGLE]:
+            self._read_header(file)
+        self.problems = [
+            f"{name}: {INDEX} places it in {file}, it is {f'in {self.file_of[name]}' if name in self.file_of else 'not there'}"
+            for name, file in index.items()
+            if self.file_of.get(name) != file
+        ]
+
+    def _json(self, name: str) -> Any:
+        try:
+            value = json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path / name}: missing; {self.path} is no Hugging Face folder") from None
+        except ValueError as error:
+            raise CheckpointError(f"{self.path / name}: malformed: {error}") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.path / name}: malformed: not an object")
+        return value
+
+    def _read_header(self, file: str) -> None:
+        with opened(self.path / file) as handle:
+            for name in handle.keys():  # noqa: SIM118
+                if name in self.file_of:
+                    raise CheckpointError(f"{name}: both in {self.file_of[name]} and in {file}")
+                part = handle.get_slice(name)
+                self.layout.setdefault(file, {})[name] = part.get_dtype()
+                self.shapes[name], self.file_of[name] = tuple(part.get_shape()), file
+
+    def dtype(self, name: str) -> str:
+        return self.layout[self.file_of[name]][name]
+
+    def others(self) -> list[str]:
+        """Files that travel with the weights: config, generation settings, tokenizer, licence; the index too."""
+        names = sorted(entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != ".")
+        return [name for name in names if name == INDEX or not name.endswith(WEIGHTS)]
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """read(name, slices) -> view of the mapped file; valid, and memory held, until the scope ends."""
+        with ExitStack() as stack:
+            handles: dict[str, Any] = {}
+
+            def read(name: str, box: tuple) -> Tensor:
+                file = self.file_of[name]
+                if file not in handles:
+                    handles[file] = stack.enter_context(opened(self.path / file))
+                return handles[file].get_slice(name)[box]
+
+            yield read
+
+    def whole(self, name: str) -> Tensor:
+        with self.reading() as read:
+            return read(name, tuple(slice(0, n) for n in self.shapes[name])).clone()
+
+    def compare(self, arch: Architecture, expected: dict[str, tuple[int, ...]], extra: list[str]) -> list[str]:
+        """Every tensor that is missing, not expected, of another shape, or of a type that fp32 does not hold."""
+        found = list(self.problems)
+        for name, shape in expected.items():
+            if name not in self.shapes:
+                found.append(f"{name}: missing")
+            elif self.shapes[name] != shape:
+                found.append(f"{name}: shape {self.shapes[name]}, {arch.model_type} with this config has {shape}")
+            elif self.dtype(name) not in DTYPES:
+                found.append(f"{name}: {self.dtype(name)}; valid are {', '.join(DTYPES)}")
+        known = expected.keys() | set(extra)
+        return found + [f"{name}: {arch.model_type} has no such tensor" for name in self.shapes if name not in known]
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether `path` looks like a Hugging Face folder (and not like a step folder)."""
+    try:
+        return "model_type" in json.loads((Path(path) / CONFIG).read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def refuse(what: str, problems: list[str]) -> None:
+    """MismatchError with every problem, if there is one."""
+    if problems:
+        raise MismatchError("\n  ".join([f"{what}: {len(problems)} differences", *problems]))
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as handle:
+            yield handle
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: missing") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: damaged: {error}") from error
+
+
+def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read) -> None:
+    """Copy into `target`, the box of one of our tensors that starts at `offset`, what the pieces hold of it."""
+    for piece in found:
+        sides = list(zip(offset, target.shape, piece.offset, piece.shape, strict=True))
+        spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+        if any(low >= high for low, high in spans):
+            continue
+        inside = [slice(low - b, high - b) for (low, high), b in zip(spans, piece.offset, strict=True)]
+        theirs = read(piece.name, piece.to_theirs(tuple(inside)))
+        theirs = theirs.mT if piece.transposed else theirs
+        target[tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))] = theirs
+
+
+class Writer:
+    """A safetensors file whose header is written at once and whose tensors may come in any order.
+
+    The library's own save_file wants a whole file, 5 GB as a rule, in memory. Order and spelling are the library's, so that a file
+    which it wrote comes back byte for byte.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], nbytes: dict[str, int]):
+        self.path, self.offset = path, {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+        end = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0])):
+            self.offset[name], end = end, end + nbytes[name]
+            header[name] = dict(dtype=dtype, shape=shape, data_offsets=[self.offset[name], end])
+        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        raw += b" " * (-len(raw) % 8)
+        self.start = 8 + len(raw)
+        self.file = open(path, "xb")  # noqa: SIM115
+        self._call(lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end))  # a full disk says so now
+        self._put(0, len(raw).to_bytes(8, "little") + raw)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._put(self.start + self.offset[name], flat)
+
+    def _put(self, at: int, data: Any) -> None:
+        self.file.seek(at)
+        self._call(lambda: self.file.write(data))
+
+    def close(self) -> None:
+        with self.file:
+            self._call(self.file.flush)
+            self._call(lambda: os.fsync(self.file.fileno()))
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def split(tensors: dict[str, tuple[int, ...]], dtype: str, limit: int) -> Layout:
+    """Files of at most `limit` bytes, in order, under the names that transformers looks for."""
+    size = DTYPES[dtype].itemsize
+    groups: list[dict[str, str]] = [{}]
+    held = 0
+    for name, shape in tensors.items():
+        nbytes = math.prod(shape) * size
+        if groups[-1] and held + nbytes > limit:
+            groups.append({})
+            held = 0
+        groups[-1][name] = dtype
+        held += nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}

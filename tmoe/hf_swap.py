@@ -1,0 +1,94 @@
+"""Put tmoe's fused, optionally expert-parallel experts into a loaded transformers model, in place.
+
+transformers 5 keeps the experts of a layer in one module with `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F], called as
+(hidden_states, top_k_index, top_k_weights); the router beside it is untouched, so its logits, the auxiliary loss and every hook on it
+stay what they were. The new module has the old one's parameters under the old names: state dicts, save_pretrained and optimizers
+built before the swap do not notice (without a mesh: the Parameter objects themselves are kept).
+Registering a function with transformers' ALL_EXPERTS_FUNCTIONS was the other way: it sees no mesh and cannot own DTensors.
+
+next: experts.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tmoe.config import ConfigError
+from tmoe.experts import Experts, LocalExperts
+from tmoe.hf_tables import SWAPPABLE
+from tmoe.parallel.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tmoe.parallel.mesh import Mesh, local_part
+from tmoe.router import Routing
+
+
+class SwappedExperts(Experts):
+    """A transformers experts module computed by tmoe: same parameters, same call. An Experts, so parallelize shards it as one."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, theirs: Any, mesh: Mesh | None):
+        nn.Module.__init__(self)  # not Experts': the parameters exist and keep their names
+        self.gate_up_proj, self.down_proj = theirs.gate_up_proj, theirs.down_proj
+        self.dispatcher: Dispatcher = LocalDispatcher()
+        if mesh is not None:
+            self._spread(mesh)
+        self.train(theirs.training)
+
+    def _spread(self, mesh: Mesh) -> None:
+        """Rank p of the expert group keeps experts p*L and on, as a DTensor."""
+        experts, ep = self.gate_up_proj.shape[0], mesh.ep.size()
+        if experts % ep:
+            raise ConfigError(f"mesh: ep={ep} must divide the {experts} experts of a layer")
+        L, p = experts // ep, mesh.ep.get_local_rank()
+        for name, full in list(self.named_parameters()):
+            local = full.data[p * L : (p + 1) * L].clone()
+            spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
+            setattr(self, name, nn.Parameter(spread, full.requires_grad))
+        if ep > 1:
+            self.dispatcher = AllToAllDispatcher(mesh.ep.get_group(), L)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, D], experts and weights [T, K] as the router gives them; [T, D] of hidden_states' type."""
+        kind = hidden_states.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_up_proj.dtype
+        with torch.autocast(kind, enabled=False):  # cast here once, as autocast does at F.linear; the op takes one type
+            weights = LocalExperts(*(local_part(p).to(dtype) for p in (self.gate_up_proj, self.down_proj)))
+            weights_TK = top_k_weights.float()
+            routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)  # no dispatcher reads the logits
+            rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
+            return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
+
+
+def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
+    """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
+
+    mesh: spread the experts over its ep axis; every rank must hold the same weights, and every rank takes part in every forward and
+    backward with a batch of its own. `tmoe.parallel.parallelize(model, mesh)` then shards the rest and sums gradients over the ranks,
+    so divide each rank's loss by the global count. Raises ConfigError: no table entry, no such block, an activation other than
+    SiLU, or ep does not divide the experts; the model is unchanged then.
+    """
+    kind = getattr(model.config, "model_type", None)
+    if kind not in SWAPPABLE:
+        raise ConfigError(f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}")
+    place = SWAPPABLE[kind]
+    found = {name: m for name, m in model.named_modules() if name.endswith(f".{place}") and _is_experts(m)}
+    if not found:
+        raise ConfigError(f"swap_experts: no module *.{place} in this {kind} holds gate_up_proj and down_proj alone")
+    if model.config.hidden_act != "silu":
+        raise ConfigError(f"swap_experts: hidden_act={model.config.hidden_act!r}; the fused op computes silu")
+    swapped = {name: SwappedExperts(theirs, mesh) for name, theirs in found.items()}
+    for name, ours in swapped.items():
+        model.set_submodule(name, ours)
+    return model
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether the weights lie as tmoe's: gate rows above up rows, no bias. transformers marks what lies otherwise."""
+    names = {name for name, _ in module.named_parameters()}
+    odd = getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True)
+    return names == {"gate_up_proj", "down_proj"} and not odd and not isinstance(module, SwappedExperts)

@@ -1,0 +1,85 @@
+"""Compiles every kernel of given layers into triton's cache, each once, however many processes want it at the same time.
+
+A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever finds a lock taken
+goes on with the next kernel and comes back. Nobody waits for anything but a file, so no collective can be left waiting either.
+Kernels that the cache already holds whole are only looked at, so a half-written cache costs what is missing.
+"""
+
+import fcntl
+import hashlib
+import os
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from triton import knobs
+
+from tmoe.ops import gpu
+from tmoe.ops.launch import compile_only
+
+
+def trace(T, D, F, E, K, dtype):
+    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
+    x = torch.empty(T, D, dtype=dtype, device="meta")
+    gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
+    down = torch.empty(E, D, F, dtype=dtype, device="meta")
+    weights, ids = torch.empty(T, K, device="meta"), torch.empty(T, K, dtype=torch.int64, device="meta")
+    gpu.forward(x, gate_up, down, weights, ids, False)
+    _, h, packed = gpu.forward(x, gate_up, down, weights, ids, True)
+    gpu.backward(x, x, gate_up, down, weights, h, packed)
+
+
+def compile_under_locks(wanted, folder):
+    """wanted: {key: compile}. Returns when every one is in the cache."""
+    names = sorted(
+        wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest()
+    )  # each its own order
+    while names:
+        busy = [
+            key for key in names if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)
+        ]
+        if len(busy) == len(names):  # all are being compiled elsewhere: wait for one
+            key = busy.pop(0)
+            _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), True)
+        names = busy
+
+
+def _compile(compile, path, wait):
+    """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        compile()
+        return True
+
+
+def work(arch, layers):
+    """One process's share: returns how many kernels it compiled itself, and how many there are."""
+    compiled, wanted = [], {}
+    before = knobs.compilation.listener
+    knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
+    folder = Path(knobs.cache.dir) / "tmoe-locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with compile_only(arch, lambda name, key, compile: wanted.setdefault(key, compile)):
+            for layer in layers:
+                trace(*layer)
+            compile_under_locks(wanted, folder)
+    finally:
+        knobs.compilation.listener = before
+    return len(compiled), len(wanted)
+
+
+def precompile(arch, layers, processes):
+    """Compile all kernels of layers [(T, D, F, E, K, dtype)] for arch, in this many processes. Returns (compiled, wanted).
+
+    The processes are forked: they only compile, and a fork does not import torch again. Call it before threads and process
+    groups exist.
+    """
+    if processes == 1:
+        return work(arch, layers)
+    with get_context("fork").Pool(processes) as pool:
+        done = pool.starmap(work, [(arch, layers)] * processes, chunksize=1)
+    return sum(compiled for compiled, _ in done), done[0][1]
