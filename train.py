@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tmoe import runtime
+from tmoe import hf, runtime, warmup
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops
 from tmoe.balance import Totals
 from tmoe.checkpoint import Checkpoints
@@ -42,6 +42,7 @@ def main(argv: list[str]) -> None:
         cfg = replace(cfg, compile=False)
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
+    warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
     run = runtime.start(cfg.seed)
     with run.watch:
         trainer = Trainer(cfg, run)
@@ -153,12 +154,8 @@ class Trainer:
             for i in range(cfg.train.eval_batches):
                 batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
                 tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
-                model(
-                    tokens,
-                    labels,
-                    documents_BS=documents if cfg.train.isolate_documents else None,
-                    totals=Totals(one, one, one),
-                )
+                documents = documents if cfg.train.isolate_documents else None
+                model(tokens, labels, documents_BS=documents, totals=Totals(one, one, one))
                 total += model.cross_entropy
                 targets += (batch.targets_ABS != IGNORE).sum().item()
             model.reshard()  # no backward follows to free what the root gathered
@@ -201,6 +198,8 @@ class Trainer:
             self.guard.load_state_dict(state["guard"])
             if rng is not None:  # another number of ranks draws other numbers
                 runtime.set_rng_states(rng, self.run.device)
+        elif cfg.init and hf.is_folder(cfg.init):
+            hf.load_hf(cfg.init, self.model.named_parameters(), cfg.model)
         elif cfg.init:
             self.checkpoints.load(Path(cfg.init), self.tensors(("model",)), only="model.")
         self.run.together(lambda: require_finite(self.tensors(("model",))))

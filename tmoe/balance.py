@@ -63,12 +63,17 @@ def stack(loads: list[Load]) -> Load:
     return Load(*(torch.stack(field) for field in zip(*loads, strict=True)))
 
 
+def alone(t: Tensor) -> Tensor:
+    """The sum over one rank."""
+    return t
+
+
 class Balancer:
     """Turns the layers' loads into the balancing loss, and remembers counts: of the step, and for the log."""
 
     def __init__(self, cfg: MoEConfig):
         self.cfg = cfg
-        self.all_reduce: Callable[[Tensor], Tensor] = lambda t: t  # sum over the ranks; set by parallelize
+        self.all_reduce: Callable[[Tensor], Tensor] = alone  # sum over the ranks; set by parallelize
         self.log: RouterLog | None = None
         self.start_step()
 

@@ -3,6 +3,7 @@
 next: config.py
 """
 
+import sys
 from collections.abc import Sequence
 
 import tyro
@@ -21,7 +22,9 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     try:
         return _parse(list(argv), description, rank, world)
     except ValueError as error:
-        raise SystemExit(f"error: {error}" if rank == 0 else 2) from None
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:

@@ -11,7 +11,7 @@ next: train.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -21,6 +21,15 @@ class ConfigError(ValueError):
 def require(ok: bool, message: str) -> None:
     if not ok:
         raise ConfigError(message)
+
+
+def require_choices(cfg: Any, section: str) -> None:
+    """Library users pass strings past the command line: a typo must not quietly mean the last branch."""
+    for name, hint in get_type_hints(type(cfg)).items():
+        value, valid = getattr(cfg, name), get_args(hint)
+        if get_origin(hint) is Literal and value not in valid:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{section}.{flag}={value}: must be one of {', '.join(map(str, valid))}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class RopeConfig:
     """yarn: factor on cos and sin; None gives 0.1 ln(factor) + 1"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "model.rope")
+        require(self.theta > 1, f"--model.rope.theta={self.theta}: must be above 1")
         require(self.max_seq > 0, f"--model.rope.max-seq={self.max_seq}: must be positive")
         require(self.factor >= 1.0, f"--model.rope.factor={self.factor}: must be at least 1")
 
@@ -83,6 +94,7 @@ class MoEConfig:
     """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "model.moe")
         require(self.experts >= 1, f"--model.moe.experts={self.experts}: must be at least 1")
         require(
             1 <= self.top_k <= self.experts,
@@ -133,6 +145,7 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
+        require_choices(self, "model")
         for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "moe_every", "ffn_dim"):
             flag = name.replace("_", "-")
             require(getattr(self, name) >= 1, f"--model.{flag}={getattr(self, name)}: must be at least 1")
@@ -168,6 +181,7 @@ class TrainConfig:
     """validation micro-batches a rank"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "train")
         for name in ("batch", "seq", "accumulate", "eval_batches"):
             flag = name.replace("_", "-")
             require(getattr(self, name) >= 1, f"--train.{flag}={getattr(self, name)}: must be at least 1")
@@ -186,6 +200,7 @@ class ParallelConfig:
     """how rows reach their experts: local (ep=1), nccl (torch.distributed all-to-all; gloo on CPU)"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "parallel")
         require(self.ep >= 1, f"--parallel.ep={self.ep}: must be at least 1")
         require(self.dp is None or self.dp >= 1, f"--parallel.dp={self.dp}: must be at least 1")
         require(
@@ -222,6 +237,7 @@ class OptimConfig:
     """non-finite steps in a row after which the run ends with an error"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "optim")
         require(self.lr > 0, f"--optim.lr={self.lr}: must be positive")
         require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
@@ -262,6 +278,7 @@ class CheckpointConfig:
     """async: training goes on while a copy of the state is written; off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
+        require_choices(self, "checkpoint")
         require(self.every >= 0, f"--checkpoint.every={self.every}: must be 0 or more")
         require(self.keep >= 0, f"--checkpoint.keep={self.keep}: must be 0 (all) or more")
 
@@ -298,7 +315,7 @@ class Config:
     resume: str = "auto"
     """'auto': newest whole checkpoint of the run folder, if any; 'none'; or the path of a step folder"""
     init: str | None = None
-    """start from the weights of this step folder (optimizer, schedule and data start anew)"""
+    """start from the weights of this step folder or Hugging Face folder (optimizer, schedule and data start anew)"""
     eval_only: bool = False
     """validate and exit"""
     dry_run: bool = False

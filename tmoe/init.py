@@ -3,8 +3,8 @@
 The scheme: matrices are normal with standard deviation `std`; matrices whose output is added to the residual stream
 (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2);
 norm weights are one. Each tensor draws from a generator of its own, seeded by a hash of (seed, name): a rank draws the
-full tensor and keeps its part, so every mesh starts from the same numbers, and cutting layers leaves the rest alone.
-(CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
+full tensor and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
+residual scale. (CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
 """
 
 import hashlib

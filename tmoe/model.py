@@ -3,9 +3,9 @@
 next: attention.py, then moe.py
 """
 
-from torch import Tensor, nn
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tmoe.attention import Attention, document_mask, rope_table
 from tmoe.balance import Balancer, Load, Totals, stack
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers (None: no such layer)."""
         S = tokens_BS.shape[1]
-        if S > self.cfg.rope.max_seq:
+        if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.head_dim, S, tokens_BS.device)
         if padding_BS is not None:

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +60,9 @@ class Runtime:
         if messages := sorted({e for e in errors if e}):
             who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
-            raise SystemExit("error: " + "\n".join(lines) if self.rank == 0 else 2)
+            if self.rank == 0:
+                print("error: " + "\n".join(lines), file=sys.stderr)
+            raise SystemExit(2)
         return cast(T, result)
 
     def blame(self, step: int, share: float, samples: list[int]) -> None:

@@ -103,7 +103,7 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     grid = root.mesh
     if "pp" in (root.mesh_dim_names or ()):
         axis = root.mesh_dim_names.index("pp")
-        grid = grid.select(axis, root.get_coordinate()[axis])
+        grid = grid.select(axis, root.get_coordinate()[axis])  # type: ignore[index]
     return first and bool((mesh.mesh == grid.flatten()[0]).any())
 
 
