@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tmoe import shards
+
 TEST_TIMEOUT_S = 180
 
 
@@ -47,3 +49,9 @@ def _seeds() -> None:
     random.seed(gloo_module.SEED)
     np.random.seed(gloo_module.SEED)
     torch.manual_seed(gloo_module.SEED)
+
+
+@pytest.fixture(autouse=True)
+def _shard_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault cases make shards small in this process (benchmarks/inject.py); the next test gets the real size back."""
+    monkeypatch.setattr(shards, "SMALL", shards.SMALL)
