@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tmoe.attention import Attention, document_mask, rope_frequencies, rope_table, rotate
+from tmoe.attend import document_mask
+from tmoe.attention import Attention, rope_frequencies, rope_table, rotate
 from tmoe.config import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")

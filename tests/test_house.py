@@ -32,6 +32,7 @@ FLOORS = [
         "tmoe.metrics",
         "tmoe.init",
         "tmoe.watch",
+        "tmoe.attend",
     ),
     ("tmoe.router",),
     ("tmoe.balance", "tmoe.parallel.dispatch"),

@@ -1,15 +1,15 @@
 """Causal grouped-query attention with rotary positions and optional QK-norm.
 
-next: moe.py
+next: attend.py
 """
 
 import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tmoe.attend import attend
 from tmoe.config import ModelConfig, RopeConfig
 
 
@@ -59,12 +59,6 @@ def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
     return turned.to(x_BSHC.dtype)
 
 
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """[B, 1, S, S] bool, True where a query may look: earlier or itself, in its own document."""
-    same = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return same.tril()[:, None]
-
-
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over earlier tokens; G key/value heads serve H query heads (Ainslie et al. 2023)."""
 
@@ -88,14 +82,5 @@ class Attention(nn.Module):
         if cfg.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC)
-        if mask is not None and x_BSD.is_cuda:  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
-            k, v = (t.repeat_interleave(cfg.heads // cfg.kv_heads, 2) for t in (k, v))
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=k.shape[2] != cfg.heads,
-        )
-        return self.o(y.transpose(1, 2).flatten(-2))
+        y = attend(q, k, v, mask)
+        return self.o(y.flatten(-2))

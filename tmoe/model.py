@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.attention import Attention, document_mask, rope_table
+from tmoe.attend import document_mask
+from tmoe.attention import Attention, rope_table
 from tmoe.balance import Balancer, Load, Totals, stack
 from tmoe.config import ModelConfig
 from tmoe.experts import LocalExperts
