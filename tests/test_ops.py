@@ -78,7 +78,7 @@ def test_gradcheck():
 
 def test_opcheck():
     args = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
-    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], True))
+    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], None, "swiglu", 74, True))
     a, b = torch.randn(20, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     torch.library.opcheck(torch.ops.tmoe.grouped_mm.default, (a, b, torch.tensor([5, 5, 17], dtype=torch.int32)))
 
@@ -145,7 +145,7 @@ def test_errors_name_the_argument(argument):
     args = list(layer(5, 8, 8, 4, 2))
     args[position] = spoil(args[position])
     with pytest.raises(ValueError, match=message):
-        ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(*args)
+        ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(*args, None, "swiglu")
 
 
 def test_grouped_mm_errors_name_the_argument():
@@ -153,3 +153,27 @@ def test_grouped_mm_errors_name_the_argument():
     for args, message in [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]:
         with pytest.raises(ValueError, match=message):
             ops.grouped_mm(*args)
+
+
+@pytest.mark.parametrize("shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (64, 16, 32, 16, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped"])
+def test_bias_activation_and_bound(dtype, shape, activation):
+    """Gates beyond the clamp, a bias with gradient, and a bound on pairs that changes nothing."""
+    T, D, F, E, K = shape
+    args = (*layer(*shape, dtype=dtype), torch.randn(E, 2 * F).to(dtype))
+    args[1].mul_(5)
+
+    def fused(*a):
+        return ops.moe_mlp(*a, activation=activation, pairs=16)
+
+    want = run(lambda *a: reference.moe_mlp(*a, activation=activation), args, torch.float64)
+    assert_near(run(fused, args), want, TOLERANCE[dtype])
+
+
+def test_unknown_activation_and_bound_are_named():
+    args = layer(5, 8, 8, 4, 2)
+    with pytest.raises(ValueError, match="activation: got 'gelu', valid is 'swiglu' or 'clamped'"):
+        ops.moe_mlp(*args, activation="gelu")
+    with pytest.raises(ValueError, match="pairs: got 0"):
+        ops.moe_mlp(*args, pairs=0)

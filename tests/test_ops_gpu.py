@@ -93,8 +93,8 @@ def test_graph_replays_with_new_routing():
     x, gate_up, down, weights, ids, dy = args
 
     def step():
-        y, h, meta = gpu.forward(x, gate_up, down, weights, ids, True)
-        return y, *gpu.backward(dy, x, gate_up, down, weights, h, meta)
+        y, h, meta = gpu.forward(x, gate_up, down, weights, ids, None, "swiglu", 8000, True)
+        return y, *gpu.backward(dy, x, gate_up, down, weights, h, meta, None, "swiglu", 8000)[:4]
 
     step()
     torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def test_opcheck():
     leaves = [t.requires_grad_() for t in args[:4]]
     # not test_aot_dispatch: it compares whole outputs, and the tile tables' unused ends are not written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], True), test_utils=checks)
+    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], None, "swiglu", 600, True), test_utils=checks)
 
 
 @pytest.mark.parametrize("entry", table.entries("cuda:90"), ids=lambda e: f"{e[0]}-{e[1]}-{e[2]}-{e[3]}")

@@ -112,9 +112,14 @@ def compare(names, got, want, tolerance):
         assert error < tolerance, (name, error)
 
 
-def check_layer(gpu, reference, T, D, F, E, K, mode="random", dtype=torch.float32):
+def check_layer(
+    gpu, reference, T, D, F, E, K, mode="random", dtype=torch.float32, pairs=None, biased=False, activation="swiglu"
+):
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
     gate_up, down = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype), (torch.randn(E, D, F) * F**-0.5).to(dtype)
+    bias = torch.randn(E, 2 * F).to(dtype) if biased else None
+    if activation == "clamped":
+        gate_up *= 6  # far enough for the clamps to act
     ids = torch.randint(0, E, (T, K))
     ids[torch.rand(T, K) < 0.2] = -1
     if mode == "one":
@@ -123,15 +128,19 @@ def check_layer(gpu, reference, T, D, F, E, K, mode="random", dtype=torch.float3
         ids[ids == 0] = 1
     weights = torch.rand(T, K)
     weights[ids < 0] = float("nan")  # may not be looked at
-    y, h, packed = gpu.forward(x, gate_up, down, weights, ids, True)
-    got = y, *gpu.backward(dy, x, gate_up, down, weights, h, packed)
+    x[(ids < 0).all(1)] = float("nan")  # nor may these rows
+    how = bias, activation, T * K if pairs is None else pairs
+    y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
+    got = y, *gpu.backward(dy, x, gate_up, down, weights, h, packed, *how)
     leaves = [t.double().requires_grad_() for t in (x, gate_up, down, weights)]
-    want = reference.moe_mlp(*leaves, ids)
+    leaves += [bias.double().requires_grad_()] if biased else []
+    want = reference.moe_mlp(*leaves[:4], ids, *leaves[4:], activation=activation)
     want.backward(dy.double())
     want = want.detach(), *(t.grad.nan_to_num() for t in leaves)
     # the interpreter cuts fp32 off to bf16 instead of rounding: twice the error of a GPU
-    compare(("y", "x", "gate_up", "down", "weights"), got, want, 1e-5 if dtype == torch.float32 else 2e-2)
-    assert torch.equal(gpu.forward(x, gate_up, down, weights, ids, False)[0], y)
+    names = ("y", "x", "gate_up", "down", "weights", "bias")[: len(want)]
+    compare(names, got[: len(want)], want, 1e-5 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(gpu.forward(x, gate_up, down, weights, ids, *how, False)[0], y)
 
 
 def check_grouped(gpu, reference, ends, dtype=torch.float32):
@@ -158,6 +167,11 @@ def main():
         (True, True, 4, 70, 64, 64, 4, 2, "one"),
         (False, True, 1, 70, 40, 24, 5, 3, "empty"),
         (False, True, 1, 33, 40, 24, 3, 3, "random", torch.bfloat16),
+        (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, None, True, "clamped"),
+        (False, True, 1, 70, 40, 24, 5, 3, "empty", torch.float32, None, True, "clamped"),
+        (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, 64, True),  # windows of 64 of up to 140 rows
+        (False, True, 1, 70, 40, 24, 5, 3, "one", torch.float32, 64),
+        (True, False, 1, 40, 64, 64, 4, 2, "empty", torch.float32, 256),
     ]:
         small_tiles(gpu, tma, gather, sub)
         check_layer(gpu, reference, *shape)

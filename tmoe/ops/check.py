@@ -2,6 +2,8 @@
 
 import torch
 
+from tmoe.ops.reference import ACTIVATIONS
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
 
@@ -12,7 +14,7 @@ def require(ok, name, got, valid):
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
-def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
+def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, activation):
     """Raise ValueError unless the arguments fit moe_mlp's contract."""
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
     require(down_EDF.dim() == 3, "down", f"shape {tuple(down_EDF.shape)}", "[E, D, F]")
@@ -36,7 +38,11 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
             f"shape {tuple(t.shape)}",
             f"{shape} = {letters}",
         )
-    _check_types("x", x_TD, gate_up=gate_up_E2FD, down=down_EDF)
+    biases = {} if bias_E2F is None else {"gate_up_bias": bias_E2F}
+    for name, bias in biases.items():
+        require(tuple(bias.shape) == (E, 2 * F), name, f"shape {tuple(bias.shape)}", f"({E}, {2 * F}) = [E, 2F]")
+    require(activation in ACTIVATIONS, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+    _check_types("x", x_TD, gate_up=gate_up_E2FD, down=down_EDF, **biases)
     require(
         weights_TK.dtype in (x_TD.dtype, torch.float32),
         "weights",
@@ -44,7 +50,7 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
         f"float32 or {x_TD.dtype}",
     )
     require(ids_TK.dtype in INTS, "ids", ids_TK.dtype, "int32 or int64")
-    _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK)
+    _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)
 
 
 def check_grouped_mm(a_ND, b_EFD, ends_E):

@@ -7,6 +7,8 @@ order, nothing else.
 import torch
 import torch.nn.functional as F
 
+from tmoe.ops.reference import ACTIVATIONS, ALPHA, LIMIT
+
 
 def route(ids_TK, E):
     """Sort rows by expert, stably. Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
@@ -46,7 +48,13 @@ def combine(rows_ND, order, weights_TK, T, K):
     return y_TD.to(dtype)
 
 
-def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, h):
+def pre_activations(x_TD, tokens, gate_up_FD, bias_F, out):
+    """One expert's rows of H, into out."""
+    h = torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
+    return h if bias_F is None else h.add_(bias_F)
+
+
+def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, bias_E2F, activation, h):
     """Returns y_TD; writes the pre-activations into h [>= rows, 2F]."""
     T, D = x_TD.shape
     K = weights_TK.shape[1]
@@ -54,19 +62,20 @@ def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, h):
     out_ND = x_TD.new_empty(order.numel() + 1, D)
     out_ND[-1] = 0
     for e, lo, hi in spans(ends):
-        h_e = torch.mm(x_TD.index_select(0, tokens[lo:hi]), gate_up_E2FD[e].T, out=h[lo:hi])
-        gate, up = h_e.chunk(2, dim=1)
-        torch.mm(F.silu(gate).mul_(up), down_EDF[e].T, out=out_ND[lo:hi])
+        bias_F = None if bias_E2F is None else bias_E2F[e]
+        gate, up = pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi]).chunk(2, dim=1)
+        torch.mm(ACTIVATIONS[activation](gate, up), down_EDF[e].T, out=out_ND[lo:hi])
     return combine(out_ND, order, weights_TK, T, K)
 
 
-def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, ends):
-    """Returns gradients (x, gate_up, down, weights)."""
+def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, ends, bias_E2F, activation):
+    """Returns gradients (x, gate_up, down, weights, bias)."""
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
     s_N = weights_TK.reshape(-1)[order].to(x_TD.dtype)
     d_gate_up, d_down = gate_up_E2FD.new_zeros(gate_up_E2FD.shape), down_EDF.new_zeros(down_EDF.shape)
+    d_bias = None if bias_E2F is None else bias_E2F.new_zeros(bias_E2F.shape)
     ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)
     dx_ND = x_TD.new_empty(order.numel() + 1, D)
     dx_ND[-1] = 0
@@ -74,19 +83,31 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
         s = s_N[lo:hi, None]
         gate, up = h[lo:hi].chunk(2, dim=1)
         dy = dy_TD.index_select(0, tokens[lo:hi])
-        silu = F.silu(gate)
-        act = silu * up
+        act = ACTIVATIONS[activation](gate, up)
         d_act = dy @ down_EDF[e]  # before the routing weight: its product with act is the weight's own gradient
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         torch.mm(dy.T, act.mul_(s), out=d_down[e])
-        d_act *= s
         dh = torch.empty_like(h[lo:hi])
-        torch.mul(d_act, silu, out=dh[:, up.shape[1] :])
-        dh[:, : up.shape[1]] = torch.ops.aten.silu_backward(d_act.mul_(up), gate)
+        activation_gradient(gate, up, d_act.mul_(s), *dh.chunk(2, dim=1), activation)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
         torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
+        if d_bias is not None:
+            d_bias[e] = dh.sum(0, dtype=_acc(dh))
     ds = weights_TK.new_zeros(T * K).index_copy_(0, order, ds_N).view(T, K)
-    return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds
+    return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds, d_bias
+
+
+def activation_gradient(gate, up, d_act, d_gate, d_up, activation):
+    """Writes d_gate and d_up; d_act is used up."""
+    if activation == "swiglu":
+        torch.mul(d_act, F.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(d_act.mul_(up), gate))
+        return
+    g, u = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    sig = torch.sigmoid(ALPHA * g)
+    glu = g * sig
+    torch.mul(d_act, glu, out=d_up).masked_fill_(up.abs() > LIMIT, 0)
+    d_gate.copy_(d_act.mul_((u + 1) * (sig + ALPHA * glu * (1 - sig)))).masked_fill_(gate > LIMIT, 0)
 
 
 def _acc(t):

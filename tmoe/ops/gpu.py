@@ -1,7 +1,8 @@
 """moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
 
 Forward: route, up (gathers x, keeps H), down, combine. Backward: dh (gathers dy, recomputes the activation), down's gradient,
-dx, gate_up's gradient, combine. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy
+dx, gate_up's gradient, combine. With a bound on the routed pairs, the same walk goes over windows of so many sorted rows, adding up;
+windows behind the first are empty in all but skewed routing, and H is recomputed for them. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy
 serves all kernels that read it.
 """
 
@@ -42,11 +43,11 @@ def halves(h_N2F, F, block, tma):
 class Layer:
     """One call's shapes and choices, and a method for each kernel launch."""
 
-    def __init__(self, x, shape, K, meta, weights=None, operands=()):
+    def __init__(self, x, shape, K, meta, weights=None, operands=(), activation="swiglu"):
         """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
-        self.x, self.K, self.meta, self.weights = x, K, meta, weights
+        self.x, self.K, self.meta, self.weights, self.activation = x, K, meta, weights, activation
         self.E, self.D, self.F = shape
-        self.T, self.N = x.shape[0], x.shape[0] * K
+        self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
         self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
@@ -80,7 +81,8 @@ class Layer:
         )  # fmt: skip
         return rows
 
-    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", keep=True, h=None, ds=None):
+    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", keep=True, h=None, ds=None,
+                    bias=None):  # fmt: skip
         """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
 
         outs are its c, c2, c3; h the halves of H for "dh". See there for kind and gather.
@@ -108,12 +110,12 @@ class Layer:
             tiles, tile_args = self.row_tiles(cfg, width, columns), self.tile_args(cfg)
         launch(
             hopper.specialised, self.grid(cfg, tiles),
-            a_arg, b_arg, *h_args, *c_args, self.weights, ds, self.meta.order, *tile_args,
+            a_arg, b_arg, bias, self.F, *h_args, *c_args, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, b_rows, keep, gather, num_warps=8,
+            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, self.activation, b_rows, keep, gather, num_warps=8,
         )  # fmt: skip
 
-    def up(self, gate_up, h_N2F):
+    def up(self, gate_up, bias, h_N2F):
         """act [N, F]; writes H unless it is None."""
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
@@ -122,7 +124,7 @@ class Layer:
         if cfg.outs:
             outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
             gather = "a" if cfg.gather else ""
-            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, gather, keep=h_N2F is not None)
+            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, gather, keep=h_N2F is not None, bias=bias)
             return act
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
@@ -130,9 +132,9 @@ class Layer:
         w = plain(w, [2, cfg.BN // 2, cfg.BL], self.tma)
         launch(
             kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
-            x, w, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
+            x, w, bias, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
             self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, h_N2F is not None, cfg.gather, self.tma,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather, self.tma,
             self.even(cfg, self.D), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return act
@@ -160,6 +162,8 @@ class Layer:
     def dh(self, dy, down, h_N2F):
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
+        if cfg.outs and self.activation == "clamped":
+            cfg = cfg._replace(BN=128, SUB=2)  # its masks take registers: 128x256 spills at any SUB
         parts = cdiv(self.F, cfg.BN)
         dh, act = self.empty(self.N, 2 * self.F), self.empty(self.N, self.F)
         ds = self.empty(parts, self.N, dtype=torch.float32)
@@ -177,16 +181,20 @@ class Layer:
             *halves(h_N2F, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
             ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
             self.N, self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, cfg.gather, self.tma, self.even(cfg, self.D),
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, cfg.gather, self.tma, self.even(cfg, self.D),
             self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
 
-    def dw(self, kernel, a, b, gather):
-        """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or ""."""
-        cfg = self.config(kernel)
+    def dw(self, kernel, a, b, gather, c=None):
+        """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or "".
+
+        Added to c, if it is given.
+        """
+        add = c is not None
+        cfg = self.config("dw_add" if add else kernel)
         P, Q = a.shape[1], b.shape[1]
-        c = self.empty(self.E, P, Q)
+        c = self.empty(self.E, P, Q) if c is None else c
         if cfg.outs:
             self.specialised("dw", cfg, a, b, (c, c, c), Q, gather=gather)
             return c
@@ -196,22 +204,36 @@ class Layer:
             b if gather == "b" else ragged(b, [cfg.BL, cfg.BN], self.tma),
             plain(c, [1, cfg.BM, cfg.BN // cfg.SUB], self.tma),
             self.meta.order, self.meta.offsets, self.meta.by_size, self.E, P, Q,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, self.precision,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, gather, self.tma, add, self.precision,
             num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return c
 
-    def combine(self, rows, weights, ds=None):
-        """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient."""
-        y = self.empty(self.T, self.D)
-        d_weights = self.weights.new_empty(self.weights.shape) if ds is not None else None
+    def combine(self, rows, weights, y=None, ds=None, d_weights=None):
+        """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
+
+        Added to y and d_weights, if they are given.
+        """
+        add = y is not None
+        y = y if add else self.empty(self.T, self.D)
+        if ds is not None and not add:
+            d_weights = self.weights.new_empty(self.weights.shape)
         block = min(1024, power_of_2(self.D))
         launch(
             kernels.combine_kernel, (self.T, cdiv(self.D, block)),
-            rows, weights, self.meta.row_of, y, ds, d_weights, self.N, self.D, 0 if ds is None else ds.shape[0],
-            self.K, block, weights is not None, ds is not None, num_warps=4,
+            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.D,
+            0 if ds is None else ds.shape[0], self.K, block, weights is not None, ds is not None, add, num_warps=4,
         )  # fmt: skip
         return y, d_weights
+
+    def bias_gradient(self, dh, d_bias=None):
+        """[E, 2F], the sum of each expert's rows of dH; added to d_bias, if it is given."""
+        add, W, block = d_bias is not None, dh.shape[1], 128
+        d_bias = d_bias if add else self.empty(self.E, W)
+        launch(
+            kernels.bias_kernel, (self.E, cdiv(W, block)), dh, d_bias, self.meta.offsets, W, 64, block, add, num_warps=4
+        )
+        return d_bias
 
     def clear_rest(self, c):
         """Zeros in the rows of c [N, W] that belong to no expert."""
@@ -224,33 +246,52 @@ class Layer:
         return c
 
 
-def forward(x, gate_up, down, weights, ids, keep):
-    """moe_mlp: y, H (empty unless keep) and the packed metadata."""
+def windows(first, N):
+    """The metadata of each window of the N sorted rows."""
+    yield first
+    for base in range(first.P, N, first.P):
+        yield first.window(base)
+
+
+def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+    """moe_mlp: y, H of the first window (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
-    layer = Layer(x, down.shape, ids.shape[1], route(ids, down.shape[0]), weights, (gate_up, down))
-    h = x.new_empty(layer.N if keep else 0, 2 * layer.F)
-    if layer.N == 0:
-        return torch.zeros_like(x), h, layer.meta.packed
-    act = layer.up(gate_up, h if keep else None)
-    y, _ = layer.combine(layer.rows("down", act, down, True), weights)
-    return y, h, layer.meta.packed
+    bias = None if bias is None else bias.contiguous()
+    meta = route(ids, down.shape[0], pairs)
+    h, y = x.new_empty(pairs if keep else 0, gate_up.shape[1]), None
+    if ids.numel() == 0:
+        return torch.zeros_like(x), h, meta.packed
+    for window in windows(meta, ids.numel()):
+        layer = Layer(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
+        act = layer.up(gate_up, bias, h if keep and y is None else None)
+        y, _ = layer.combine(layer.rows("down", act, down, True), weights, y)
+    return y, h, meta.packed
 
 
-def backward(dy, x, gate_up, down, weights, h, packed):
-    """moe_mlp's gradients of x, gate_up, down and weights."""
+def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+    """moe_mlp's gradients of x, gate_up, down, weights and bias (None without one)."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
-    meta = Metadata(packed, weights.numel(), down.shape[0])
-    layer = Layer(x, down.shape, weights.shape[1], meta, weights, (gate_up, down, dy))
-    if layer.N == 0:
-        return tuple(torch.zeros_like(t) for t in (x, gate_up, down, weights))
-    fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
-    dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
-    dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
-    d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "")
-    del dy_N, act
-    dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, ds)
-    d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "")
-    return dx, d_gate_up, d_down, d_weights
+    bias = None if bias is None else bias.contiguous()
+    if weights.numel() == 0:
+        return *(torch.zeros_like(t) for t in (x, gate_up, down, weights)), None if bias is None else torch.zeros_like(
+            bias
+        )
+    dx = d_gate_up = d_down = d_weights = d_bias = None
+    for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
+        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        if dx is not None:
+            h = layer.empty(*h.shape)
+            layer.up(gate_up, bias, h)
+        fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
+        dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
+        dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
+        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
+        del dy_N, act
+        dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
+        d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up)
+        if bias is not None:
+            d_bias = layer.bias_gradient(dh, d_bias)
+    return dx, d_gate_up, d_down, d_weights, d_bias
 
 
 def grouped_mm(a, b, ends):

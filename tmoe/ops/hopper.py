@@ -174,7 +174,7 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
 
 
 @gluon.jit
-def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred):
+def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred, ACT: gl.constexpr):
     """Turn a slice of H in shared memory into dH in place, leave w * act beside it; returns this slice's <d_act, act>.
 
     The slice before has left shared memory by the time this one has been computed: its buffers are then handed back (freed).
@@ -183,7 +183,7 @@ def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred):
     gate = gate_smem.load(layout).to(gl.float32)
     up = up_smem.load(layout).to(gl.float32)
     w = gl.expand_dims(gl.convert_layout(w, gl.SliceLayout(1, layout)), 1)
-    act, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True)
+    act, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True, ACT)
     tma.store_wait(pendings=0)
     mbarrier.arrive(freed, count=1, pred=pred)
     gate_smem.store(d_gate.to(gate_smem.dtype))
@@ -195,10 +195,10 @@ def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred):
 
 @gluon.jit
 def consume_tiles(
-    c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
+    c, c2, c3, bias, bias_width, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
     a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
-    HS: gl.constexpr, KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+    HS: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """The consumer: the product and the epilogue of every tile of this program."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
@@ -241,13 +241,21 @@ def consume_tiles(
             for j in gl.static_range(SUB):
                 col = pn * (BN // 2) + j * W
                 base = j % ROUNDS * 3
+                gate = gates[j]
+                up = ups[j]
+                if bias is not None:
+                    cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
+                    at = bias + e.to(gl.int64) * 2 * bias_width + cols
+                    here = cols < bias_width
+                    gate += gl.expand_dims(gl.load(at, mask=here, other=0.0).to(gl.float32), 0)
+                    up += gl.expand_dims(gl.load(at + bias_width, mask=here, other=0.0).to(gl.float32), 0)
                 if KEEP:
                     tma.store_wait(pendings=OUTS - 3)  # the stores that last used these buffers have read them
-                    out.index(base).reshape([BM, W]).store(gates[j].to(out.dtype))
-                    out.index(base + 1).reshape([BM, W]).store(ups[j].to(out.dtype))
+                    out.index(base).reshape([BM, W]).store(gate.to(out.dtype))
+                    out.index(base + 1).reshape([BM, W]).store(up.to(out.dtype))
                 else:
                     tma.store_wait(pendings=ROUNDS - 1)
-                out.index(base + 2).reshape([BM, W]).store(activate(gates[j], ups[j], True).to(out.dtype))
+                out.index(base + 2).reshape([BM, W]).store(activate(gate, up, True, ACT).to(out.dtype))
                 fence_async_shared()
                 if KEEP:
                     store_tile(c, out.index(base), e, hi, row, col, KIND)
@@ -263,7 +271,7 @@ def consume_tiles(
                 gate = h_bufs.index(2 * s)
                 up = h_bufs.index(2 * s + 1)
                 part = backward_slice(
-                    parts[j], w, gate, up, out.index(0).reshape([BM, BS]), h_empty.index((i + HS - 1) % HS), j > 0
+                    parts[j], w, gate, up, out.index(0).reshape([BM, BS]), h_empty.index((i + HS - 1) % HS), j > 0, ACT
                 )
                 total += gl.convert_layout(part, gl.SliceLayout(1, mma))
                 store_tile(c, gate.reshape([1, 1, BM, BS]), e, hi, row, pn * BN + j * BS, KIND)
@@ -286,16 +294,17 @@ def consume_tiles(
 
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
-    a, b, h_gate, h_up, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP, stride,
+    a, b, bias, bias_width, h_gate, h_up, c, c2, c3, weights, ds, order, tiles, capacity, offsets,
+    N, E, num_m, num_n, steps, GROUP, stride,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
     HS: gl.constexpr, K: gl.constexpr,
-    KIND: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+    KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c2, c3 = d_gate, d_up, s * act, and ds partials.
     "dw": C[e] = A[rows]^T @ B[rows].
 
     GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
-    KEEP false: "up" stores act alone.
+    KEEP false: "up" stores act alone. ACT: the activation, see `activate`. bias [E, 2 bias_width] or None is added to H.
     """
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
@@ -323,9 +332,9 @@ def specialised(
     WARPS: gl.constexpr = 1 if GATHER == "" else 4
     REGS: gl.constexpr = 24 if GATHER == "" else 56 if KIND != "dw" else 88
     gl.warp_specialize([
-        (consume_tiles, (c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-                         a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
-                         BM, BN, BL, S, SUB, OUTS, HS, KIND, B_ROWS, KEEP, GATHER)),
+        (consume_tiles, (c, c2, c3, bias, bias_width, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n,
+                         steps, GROUP, a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
+                         BM, BN, BL, S, SUB, OUTS, HS, KIND, ACT, B_ROWS, KEEP, GATHER)),
         (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
                       a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
                       BM, BN, BL, S, SUB, HS, K, KIND, B_ROWS, GATHER, LAYOUT)),

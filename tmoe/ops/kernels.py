@@ -176,33 +176,59 @@ def sigmoid(x, FAST: tl.constexpr):
         return 1 / d
 
 
-@triton.jit
-def activate(gate, up, FAST: tl.constexpr):
-    """SwiGLU: silu(gate) * up. The place to add another activation, with its derivative below."""
-    return gate * sigmoid(gate, FAST) * up
+ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # of the clamped SwiGLU
 
 
 @triton.jit
-def activate_backward(gate, up, d, w, FAST: tl.constexpr):
+def clamped(gate, up):
+    """min(gate, LIMIT) and up within +-LIMIT; NaN stays NaN."""
+    nan: tl.constexpr = tl.PropagateNan.ALL
+    up = tl.maximum(tl.minimum(up, LIMIT, propagate_nan=nan), -LIMIT, propagate_nan=nan)
+    return tl.minimum(gate, LIMIT, propagate_nan=nan), up
+
+
+@triton.jit
+def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
+    """SwiGLU: silu(gate) * up; "clamped": see reference.py. The place to add another activation, with its derivative below."""
+    if ACT == "clamped":
+        gate, up = clamped(gate, up)
+        return gate * sigmoid(ALPHA * gate, FAST) * (up + 1)
+    else:
+        return gate * sigmoid(gate, FAST) * up
+
+
+@triton.jit
+def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
     """Recompute the activation, chain the gradient d of w * act: (w * act, d_gate, d_up, d * act), in ten multiplications.
 
     The epilogue that calls this is bound by instructions, so what is shared is computed once.
     """
-    sig = sigmoid(gate, FAST)
-    silu = gate * sig
-    weighted = up * w
-    d_silu = d * silu
-    return silu * weighted, d * weighted * (sig + silu * (1 - sig)), d_silu * w, d_silu * up
+    if ACT == "clamped":
+        g, u = clamped(gate, up)
+        sig = sigmoid(ALPHA * g, FAST)
+        glu = g * sig
+        weighted = (u + 1) * w
+        d_glu = d * glu
+        d_gate = tl.where(gate > LIMIT, 0.0, d * weighted * (sig + ALPHA * glu * (1 - sig)))
+        d_up = tl.where(tl.abs(up) > LIMIT, 0.0, d_glu * w)
+        return glu * weighted, d_gate, d_up, d_glu * (u + 1)
+    else:
+        sig = sigmoid(gate, FAST)
+        silu = gate * sig
+        weighted = up * w
+        d_silu = d * silu
+        return silu * weighted, d * weighted * (sig + silu * (1 - sig)), d_silu * w, d_silu * up
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_kernel(
-    x, gate_up, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    x, gate_up, bias, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """H = X[tokens] @ gate_up[e]^T and act = silu(gate) * up, for BN/2 columns of each half at a time."""
+    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up, for BN/2 columns of each half at a time."""
     BF: tl.constexpr = BN // 2
+    BS: tl.constexpr = BF // SUB
     num_n = tl.cdiv(F, BF)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
@@ -212,11 +238,18 @@ def up_kernel(
         gates = slices(gate, SUB)
         ups = slices(up, SUB)
         for j in tl.static_range(SUB):
-            col = pn * BF + j * (BF // SUB)
+            col = pn * BF + j * BS
+            gate = gates[j]
+            up = ups[j]
+            if bias is not None:
+                cols = col + tl.arange(0, BS)
+                at = bias + e.to(tl.int64) * 2 * F + cols
+                gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(at + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
             if KEEP:
-                store_rows(h_gate, gates[j], lo, hi, row, col, F, 2 * F, TMA)
-                store_rows(h_up, ups[j], lo, hi, row, col, F, 2 * F, TMA)
-            store_rows(act, activate(gates[j], ups[j], False), lo, hi, row, col, F, F, TMA)
+                store_rows(h_gate, gate, lo, hi, row, col, F, 2 * F, TMA)
+                store_rows(h_up, up, lo, hi, row, col, F, 2 * F, TMA)
+            store_rows(act, activate(gate, up, False, ACT), lo, hi, row, col, F, F, TMA)
 
 
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
@@ -239,7 +272,7 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["capacity", "N", "GROUP"])
 def dh_kernel(
     dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F, stride_dy,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From dA = dY[tokens] @ down[e], with the activation recomputed from H: dH, s * act (for down's gradient), ds partials.
@@ -261,7 +294,7 @@ def dh_kernel(
             col = pn * BN + j * BS
             gate = load_rows(h_gate, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
             up = load_rows(h_up, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
-            a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False)
+            a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
             total += tl.sum(d_weight, 1)
             store_rows(act, a, lo, hi, row, col, F, F, TMA)
             store_rows(dh_gate, d_gate, lo, hi, row, col, F, 2 * F, TMA)
@@ -287,16 +320,19 @@ def dw_operand(
 def dw_kernel(
     a, b, c, order, offsets, by_size, E, P, Q,
     BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
-    GATHER: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
+    """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "". ADD: added to what C holds.
 
     Experts come by decreasing row count. An expert without rows stores zeros: no memset. The token index of the next step is
     loaded a step ahead by hand, since an index load inside the loop halves the depth of the compiler's pipeline.
     """
     num_m = tl.cdiv(P, BM)
     num_n = tl.cdiv(Q, BN)
-    for t in tl.range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0)):
+    experts = E
+    if ADD:
+        experts = tl.where(tl.load(offsets + E) > 0, E, 0)  # nothing to add, the usual case: done
+    for t in tl.range(tl.program_id(0), experts * num_m * num_n, tl.num_programs(0)):
         e, lo, hi, pm, pn = weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         r = lo + tl.arange(0, BL)
@@ -309,56 +345,71 @@ def dw_kernel(
                 tok = tl.load(order + r, mask=r < hi, other=0) // K
             acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
         parts = slices(acc, SUB)
+        c_e = c if TMA else c + e.to(tl.int64) * P * Q
         for j in tl.static_range(SUB):
             col = pn * BN + j * (BN // SUB)
+            part = parts[j]
+            if ADD:
+                if TMA:
+                    part += tl.reshape(c.load([e, pm * BM, col]), (BM, BN // SUB)).to(tl.float32)
+                else:
+                    part += load_rows(c_e, 0, P, pm * BM, col, Q, Q, BM, BN // SUB, False).to(tl.float32)
             if TMA:
-                c.store(
-                    [e, pm * BM, col],
-                    tl.reshape(parts[j].to(c.dtype), (1, BM, BN // SUB)),
-                )
+                c.store([e, pm * BM, col], tl.reshape(part.to(c.dtype), (1, BM, BN // SUB)))
             else:
-                store_rows(
-                    c + e.to(tl.int64) * P * Q,
-                    parts[j],
-                    0,
-                    P,
-                    pm * BM,
-                    col,
-                    Q,
-                    Q,
-                    False,
-                )
+                store_rows(c_e, part, 0, P, pm * BM, col, Q, Q, False)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["base", "N", "E"])
 def combine_kernel(
-    rows, weights, row_of, y, ds, d_weights, N, D, num_parts,
-    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, D, num_parts,
+    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k]], in float32 in slot order. With DS also d_weights from ds."""
+    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
+
+    Slots whose row lies outside of the N rows from base on add nothing. ADD: added to what y and d_weights hold.
+    """
+    if ADD:
+        if tl.load(offsets + E) == 0:
+            return
     t = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
+    if ADD:
+        acc += tl.load(y + t * D + cols, mask=cols < D, other=0.0).to(tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(row_of + t * K + k).to(tl.int64)
-        x = tl.load(
-            rows + row * D + cols,
-            mask=(cols < D) & (row >= 0),
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        row = tl.load(row_of + t * K + k).to(tl.int64) - base
+        here = (row >= 0) & (row < N)
+        x = tl.load(rows + row * D + cols, mask=(cols < D) & here, other=0.0, eviction_policy="evict_first")
         if WEIGHTED:
             # a slot that is not here may carry any weight, NaN too
-            x = x.to(tl.float32) * tl.load(weights + t * K + k, mask=row >= 0, other=0.0).to(tl.float32)
+            x = x.to(tl.float32) * tl.load(weights + t * K + k, mask=here, other=0.0).to(tl.float32)
         acc += x.to(tl.float32)
         if DS and tl.program_id(1) == 0:
             total = 0.0
             at = ds + row
             for _ in range(num_parts):
-                total += tl.load(at, mask=row >= 0, other=0.0)
+                total += tl.load(at, mask=here, other=0.0)
                 at += N
-            tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty))
+            stored = here if ADD else tl.full((), True, tl.int1)
+            tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty), mask=stored)
     tl.store(y + t * D + cols, acc.to(y.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """d_bias[e] = sum of the expert's rows of dH [N, W], in float32, in order. ADD: added to what d_bias holds."""
+    e = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lo = tl.load(offsets + e)
+    hi = tl.load(offsets + e + 1)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.cdiv(hi - lo, R)):
+        acc += tl.sum(load_rows(dh, lo, hi, lo + i * R, tl.program_id(1) * BLOCK, W, W, R, BLOCK, False).to(tl.float32), 0)
+    at = d_bias + e.to(tl.int64) * W + cols
+    if ADD:
+        acc += tl.load(at, mask=cols < W, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(d_bias.dtype.element_ty), mask=cols < W)
 
 
 @triton.jit(do_not_specialize=["E"])

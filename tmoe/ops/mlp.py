@@ -8,12 +8,12 @@ needs the host, or keeps a CUDA graph from being captured.
 import torch
 
 from tmoe.ops import cpu, gpu
-from tmoe.ops.check import check_moe_mlp
+from tmoe.ops.check import check_moe_mlp, require
 from tmoe.ops.routing import Metadata
 
 
-def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
-    """Each token through its K experts: y[t] = sum_k weights[t, k] * down[e] (silu(gate[e] x[t]) * (up[e] x[t])), e = ids[t, k].
+def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):
+    """Each token through its K experts: y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
 
     Args:
         x_TD: tokens [T, D]; float32, bfloat16 or float16 (float64 on the CPU). T may be 0 and may change without recompilation.
@@ -22,92 +22,113 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
         weights_TK: routing weights [T, K]; float32 or the dtype of x.
         ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot that is not here and adds nothing. Any routing: empty
             experts, all tokens on one, an expert twice for one token. On a GPU an id outside the range counts as -1 (checking it
-            would stall the stream); on the CPU it raises.
+            would stall the stream); on the CPU it raises. The row of a token whose slots are all -1 is not read.
+        gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
+        activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.ops.reference.clamped`.
+        pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When more are here, as
+            only the device knows, they pass in further rounds of `pairs` whose pre-activations are computed again in
+            backward: any routing stays right, with memory that follows `pairs` (an expert group receives T of each rank's
+            tokens at most, but on average only one share of their pairs).
 
     Returns:
         y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in float32 in slot order,
-        so equal inputs give equal bits.
+        so equal inputs give equal bits. (Between two rounds of `pairs` the sum is rounded to the dtype of x.)
 
-    Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the pre-activations H [T*K, 2F] and
-    8 bytes a routed row of metadata. Raises ValueError for shapes, dtypes or devices that do not fit together.
-    Definition: `tmoe.ops.reference.moe_mlp`; scheme of what is kept: SonicMoE, Guo et al. 2025.
+    Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the pre-activations H
+    [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for shapes, dtypes or devices that do not fit
+    together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of what is kept: SonicMoE, Guo et al. 2025.
     """
-    differentiable = (x_TD, gate_up_E2FD, down_EDF, weights_TK)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
-    return torch.ops.tmoe.moe_mlp(*differentiable, ids_TK, keep)[0]
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if pairs is None:
+        pairs = ids_TK.numel()
+    else:
+        require(pairs > 0, "pairs", pairs, "a positive number or None")
+        pairs = (pairs + 127) // 128 * 128  # windows start on 16 bytes
+    return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
 
 
 # Library.define instead of @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long as a whole forward.
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
-    "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, bool keep) -> (Tensor, Tensor, Tensor)",
+    "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, SymInt pairs, "
+    "bool keep) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
-    "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
+    "Tensor? bias, str activation, SymInt pairs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
+def _rows(x, ids, pairs):
+    """Rows of H: the CPU has room for all of them, since pages that nobody touches cost nothing."""
+    return ids.numel() if x.device.type == "cpu" else pairs
+
+
 @torch.library.impl("tmoe::moe_mlp", "CPU", lib=_lib)
-def _forward_cpu(x, gate_up, down, weights, ids, keep):
+def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     """y, H (empty unless keep) and the packed metadata."""
-    check_moe_mlp(x, gate_up, down, weights, ids)
-    (T, K), (E, F2, _) = ids.shape, gate_up.shape
+    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
+    N, (E, F2, _) = ids.numel(), gate_up.shape
     order, ends = cpu.route(ids, E)
-    h = x.new_empty(T * K, F2)
-    y = cpu.moe_mlp_forward(x, gate_up, down, weights, order, ends, h)
-    meta = Metadata(ids.new_zeros(Metadata.size(T * K, E), dtype=torch.int32), T * K, E)
-    meta.offsets[1:] = torch.tensor(ends, dtype=torch.int32)
+    h = x.new_empty(N, F2)
+    y = cpu.moe_mlp_forward(x, gate_up, down, weights, order, ends, bias, activation, h)
+    meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
+    meta.ends[:] = torch.tensor(ends, dtype=torch.int32)
     meta.order[: order.numel()] = order
     return y, h if keep else h.new_empty(0, F2), meta.packed
 
 
 @torch.library.impl("tmoe::moe_mlp", "CUDA", lib=_lib)
-def _forward_gpu(x, gate_up, down, weights, ids, keep):
-    check_moe_mlp(x, gate_up, down, weights, ids)
+def _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     with torch.cuda.device(x.device):
-        return gpu.forward(x, gate_up, down, weights, ids, keep)
+        return gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
 
 
 @torch.library.register_fake("tmoe::moe_mlp", lib=_lib)
-def _forward_fake(x, gate_up, down, weights, ids, keep):
-    (T, K), (E, F2, _) = ids.shape, gate_up.shape
-    return x.new_empty(x.shape), x.new_empty(T * K if keep else 0, F2), Metadata.fake(T * K, E, x)
+def _forward_fake(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+    N, (E, F2, _) = ids.numel(), gate_up.shape
+    rows = _rows(x, ids, pairs)
+    return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
 
 @torch.library.impl("tmoe::moe_mlp_backward", "CPU", lib=_lib)
-def _backward_cpu(dy, x, gate_up, down, weights, h, packed):
-    """The gradients of x, gate_up, down and weights."""
+def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+    """The gradients of x, gate_up, down, weights and the bias (empty without one)."""
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
-    ends = meta.offsets[1:].tolist()
+    ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    return cpu.moe_mlp_backward(dy, x, gate_up, down, weights, h, order, ends)
+    *grads, d_bias = cpu.moe_mlp_backward(dy, x, gate_up, down, weights, h, order, ends, bias, activation)
+    return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 
 @torch.library.impl("tmoe::moe_mlp_backward", "CUDA", lib=_lib)
-def _backward_gpu(dy, x, gate_up, down, weights, h, packed):
+def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     with torch.cuda.device(x.device):
-        return gpu.backward(dy, x, gate_up, down, weights, h, packed)
+        *grads, d_bias = gpu.backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs)
+    return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 
 @torch.library.register_fake("tmoe::moe_mlp_backward", lib=_lib)
-def _backward_fake(dy, x, gate_up, down, weights, h, packed):
-    return tuple(t.new_empty(t.shape) for t in (x, gate_up, down, weights))
+def _backward_fake(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+    return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(0 if bias is None else bias.shape)
 
 
 def _save(ctx, inputs, output):
-    x, gate_up, down, weights, _, _ = inputs
+    x, gate_up, down, weights, _, bias, ctx.activation, ctx.pairs, _ = inputs
     _, h, packed = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, gate_up, down, weights, h, packed)
+    ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
 
 
 def _differentiate(ctx, dy, *_):
     if dy is None:
-        return (None,) * 6
-    return *torch.ops.tmoe.moe_mlp_backward(dy, *ctx.saved_tensors), None, None
+        return (None,) * 9
+    *grads, d_bias = torch.ops.tmoe.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.activation, ctx.pairs)
+    return *grads, None, d_bias if ctx.saved_tensors[-1] is not None else None, None, None, None
 
 
 torch.library.register_autograd("tmoe::moe_mlp", _differentiate, setup_context=_save, lib=_lib)

@@ -18,15 +18,17 @@ from tmoe.ops import gpu
 from tmoe.ops.launch import compile_only
 
 
-def trace(T, D, F, E, K, dtype):
+def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
     """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
     x = torch.empty(T, D, dtype=dtype, device="meta")
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
     down = torch.empty(E, D, F, dtype=dtype, device="meta")
-    weights, ids = torch.empty(T, K, device="meta"), torch.empty(T, K, dtype=torch.int64, device="meta")
-    gpu.forward(x, gate_up, down, weights, ids, False)
-    _, h, packed = gpu.forward(x, gate_up, down, weights, ids, True)
-    gpu.backward(x, x, gate_up, down, weights, h, packed)
+    bias = torch.empty(E, 2 * F, dtype=dtype, device="meta") if biased else None
+    weights, ids = torch.empty(T, K, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    how = bias, activation, T * K if pairs is None else pairs
+    gpu.forward(x, gate_up, down, weights, ids, *how, False)
+    _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
+    gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
 
 
 def compile_under_locks(wanted, folder):

@@ -8,15 +8,39 @@ import torch
 import torch.nn.functional as F
 
 
-def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK):
-    """y[t] = sum_k weights[t, k] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t])) with e = ids[t, k]; -1 adds nothing."""
+def swiglu(gate, up):
+    """silu(gate) * up (Shazeer 2020)."""
+    return F.silu(gate) * up
+
+
+ALPHA, LIMIT = 1.702, 7.0
+
+
+def clamped(gate, up):
+    """(u + 1) * g sigmoid(ALPHA g) with g = min(gate, LIMIT) and u = up within +-LIMIT (gpt-oss, OpenAI 2025)."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+
+
+ACTIVATIONS = {"swiglu": swiglu, "clamped": clamped}
+
+
+def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu"):
+    """y[t] = sum_k weights[t, k] * down[e] @ act(gate[e] @ x[t] + ..., up[e] @ x[t] + ...) with e = ids[t, k]; -1 adds nothing."""
     y_TD = torch.zeros_like(x_TD)
     for e in range(gate_up_E2FD.shape[0]):
         t, k = torch.where(ids_TK == e)
-        gate, up = (x_TD[t] @ gate_up_E2FD[e].T).chunk(2, dim=-1)
-        out = (F.silu(gate) * up) @ down_EDF[e].T
+        h = x_TD[t] @ gate_up_E2FD[e].T
+        gate, up = (h if gate_up_bias_E2F is None else h + gate_up_bias_E2F[e]).chunk(2, dim=-1)
+        out = ACTIVATIONS[activation](gate, up) @ down_EDF[e].T
         y_TD = y_TD.index_add(0, t, out * weights_TK[t, k, None].to(out.dtype))
     return y_TD
+
+
+def softmax_topk(logits_TE, K, renormalize):
+    """The K largest of softmax(logits) in fp32 and which they are; divided by their sum if renormalize."""
+    weights_TK, ids_TK = logits_TE.float().softmax(-1).topk(K, -1)
+    return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalize else weights_TK), ids_TK.int()
 
 
 def grouped_mm(a_ND, b_EFD, ends_E):

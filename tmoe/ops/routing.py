@@ -1,7 +1,8 @@
 """Routing metadata: which row of the expert-sorted order belongs to which slot of ids, in one packed int32 tensor.
 
-Row r of expert e, offsets[e] <= r < offsets[e + 1], is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is
-not here. Inside an expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
+Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The other tables speak of
+a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it), so that memory follows P, not N. Inside an
+expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
 
 On the GPU three kernels compute it without a sort, an atomic or the host: histogram of each block of slots, scan along the
 blocks of each expert, stable rank of each slot inside its block.
@@ -26,47 +27,51 @@ def _pad(n):
 
 
 class Metadata:
-    """Views into the packed tensor.
+    """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
 
-    offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); order [N]; row_of [N];
-    tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); tiles[BM]: count [4, only
+    the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
-    def __init__(self, packed, N, E):
-        self.packed, self.N, self.E = packed, N, E
-        sections = self.sections(N, E)
+    def __init__(self, packed, N, E, P=None):
+        P = N if P is None else P
+        self.packed, self.N, self.E, self.P, self.base = packed, N, E, P, 0
+        sections = self.sections(N, E, P)
         starts = [sum(sections[:i]) for i in range(len(sections))]
         self.offsets = packed[: E + 1]
         self.by_size = packed[starts[1] : starts[1] + E]
-        self.order = packed[starts[2] : starts[2] + N]
-        self.row_of = packed[starts[3] : starts[3] + N]
-        self.tiles = {bm: packed[starts[4 + i] :] for i, bm in enumerate(TILES)}
+        self.tiles = {bm: packed[starts[2 + i] :] for i, bm in enumerate(TILES)}
+        self.ends = packed[starts[4] : starts[4] + E]
+        self.order = packed[starts[5] : starts[5] + N]
+        self.row_of = packed[starts[6] : starts[6] + N]
 
     @staticmethod
-    def sections(N, E):
-        """Entries of each section. A table of BM-row tiles has at most N // BM + E entries: known to the host."""
-        return [
-            _pad(E + 1),
-            _pad(E),
-            _pad(N),
-            _pad(N),
-            *(4 + 2 * Metadata.capacity(N, E, bm) for bm in TILES),
-        ]
+    def sections(N, E, P):
+        """Entries of each section. A table of BM-row tiles has at most P // BM + E entries: known to the host."""
+        return [_pad(E + 1), _pad(E), *(4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES), _pad(E), _pad(N), _pad(N)]
 
     @staticmethod
-    def capacity(N, E, bm):
-        return _pad(N // bm + E)
+    def capacity(P, E, bm):
+        return _pad(P // bm + E)
 
     def capacities(self):
-        return [self.capacity(self.N, self.E, bm) for bm in TILES]
+        return [self.capacity(self.P, self.E, bm) for bm in TILES]
 
     @staticmethod
-    def size(N, E):
-        return sum(Metadata.sections(N, E))
+    def size(N, E, P=None):
+        return sum(Metadata.sections(N, E, N if P is None else P))
 
     @classmethod
-    def fake(cls, N, E, like):
-        return like.new_empty(cls.size(N, E), dtype=torch.int32)
+    def fake(cls, N, E, P, like):
+        return like.new_empty(cls.size(N, E, P), dtype=torch.int32)
+
+    def window(self, base):
+        """The metadata of the P rows from base on."""
+        meta = Metadata(torch.empty_like(self.packed[: self.size(0, self.E, self.P)]), 0, self.E, self.P)
+        meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
+        tabulate_from(self.ends, meta)
+        return meta
 
 
 @triton.jit(do_not_specialize=["N", "NB"])
@@ -135,31 +140,40 @@ def write_expert(
     write_tiles(tiles1, cap1, p, tot, lo, count, ee, BM1, E - 1, 64)
 
 
-@triton.jit(do_not_specialize=["cap0", "cap1"])
+@triton.jit
+def inside(ends, counts, base, P):
+    """How many of each expert's rows, ends - counts to ends, lie in the window of P rows from base on."""
+    return tl.minimum(tl.maximum(ends - base, 0), P) - tl.minimum(tl.maximum(ends - counts - base, 0), P)
+
+
+@triton.jit(do_not_specialize=["base", "P", "cap0", "cap1"])
 def tabulate(
-    ends, offsets, by_size, tiles0, tiles1, cap0, cap1,
+    ends, offsets, by_size, tiles0, tiles1, cap0, cap1, base, P,
     E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
     """The tables of rows that are sorted already: program e writes expert e's entries from the ends of all."""
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
-    write_expert(tl.program_id(0), hi - lo, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    here = inside(hi, hi - lo, base, P)
+    write_expert(tl.program_id(0), here, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
 
 
-@triton.jit(do_not_specialize=["N", "NB", "cap0", "cap1"])
+@triton.jit(do_not_specialize=["N", "NB", "P", "cap0", "cap1"])
 def place(
-    ids, base, totals, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, NB,
+    ids, base, totals, ends, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, NB, P,
     E: tl.constexpr, EP: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB)."""
     p = tl.program_id(0)
     ee = tl.arange(0, EP)
     tot = tl.load(totals + ee, mask=ee < E, other=0)
+    end = tl.cumsum(tot, 0)
     if p < E:
-        write_expert(p, tot, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+        tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
+        write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
     if p < NB:
-        run = tl.cumsum(tot, 0) - tot + tl.load(base + ee * NB + p, mask=ee < E, other=0)
+        run = end - tot + tl.load(base + ee * NB + p, mask=ee < E, other=0)
         for c in range(B // C):
             i = p * B + c * C + tl.arange(0, C)
             x = tl.load(ids + i, mask=i < N, other=-1)
@@ -176,14 +190,17 @@ def power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
-def empty_metadata(N, E, device):
-    return Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32, device=device), N, E)
+def empty_metadata(N, E, P, device):
+    return Metadata(torch.empty(Metadata.size(N, E, P), dtype=torch.int32, device=device), N, E, P)
 
 
-def route(ids_TK, E):
-    """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync."""
+def route(ids_TK, E, P=None):
+    """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync.
+
+    P: rows of the window that the tables speak of; None: all.
+    """
     N = ids_TK.numel()
-    meta = empty_metadata(N, E, ids_TK.device)
+    meta = empty_metadata(N, E, P, ids_TK.device)
     NB = cdiv(N, BLOCK)
     scratch = torch.empty(_pad(E) + E * NB, dtype=torch.int32, device=ids_TK.device)
     totals, counts = scratch[:E], scratch[_pad(E) :]
@@ -191,18 +208,23 @@ def route(ids_TK, E):
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
     launch(
-        place, (max(NB, E),), ids_TK, counts, totals, meta.offsets, meta.by_size, meta.order, meta.row_of,
-        *meta.tiles.values(), *meta.capacities(), N, NB, E, power_of_2(E), BLOCK, 32, *TILES, num_warps=4,
+        place, (max(NB, E),), ids_TK, counts, totals, meta.ends, meta.offsets, meta.by_size, meta.order, meta.row_of,
+        *meta.tiles.values(), *meta.capacities(), N, NB, meta.P, E, power_of_2(E), BLOCK, 32, *TILES, num_warps=4,
     )  # fmt: skip
     return meta
 
 
-def group(ends_E, N):
-    """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
-    E = ends_E.shape[0]
-    meta = empty_metadata(N, E, ends_E.device)
+def tabulate_from(ends_E, meta):
+    """Fill meta's tables from the cumulative ends of the groups of all rows."""
+    E = meta.E
     launch(
-        tabulate, (E,), ends_E, meta.offsets, meta.by_size, *meta.tiles.values(), *meta.capacities(),
+        tabulate, (E,), ends_E, meta.offsets, meta.by_size, *meta.tiles.values(), *meta.capacities(), meta.base, meta.P,
         E, power_of_2(E), *TILES, num_warps=4,
     )  # fmt: skip
+
+
+def group(ends_E, N):
+    """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
+    meta = empty_metadata(N, ends_E.shape[0], N, ends_E.device)
+    tabulate_from(ends_E, meta)
     return meta

@@ -67,6 +67,7 @@ DESCRIPTOR = {
     "dx": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
     "dw_down": Config(128, 256, 64, 16, 2, 8, 4, 1, True, 1),
     "dw_up": Config(256, 128, 64, 16, 2, 8, 4, 1, True, 1),
+    "dw_add": Config(128, 128, 64, 16, 2, 8, 3, 1, True),  # either of them, adding to what is there
 }
 
 

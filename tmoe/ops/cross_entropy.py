@@ -1,0 +1,48 @@
+"""Cross-entropy of a block of logits and its gradient in their place: one kernel that reads each row twice and writes it once."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cross_entropy_kernel(logits, targets, losses, V: tl.constexpr, IGNORE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * V
+    target = tl.load(targets + row)
+    columns = tl.arange(0, BLOCK)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for start in range(0, V, BLOCK):
+        x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher))
+        top = higher
+    lse = top + tl.log(total)
+    if target == IGNORE:
+        tl.store(losses + row, 0.0)
+        if GRAD:
+            for start in range(0, V, BLOCK):
+                tl.store(logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < V)
+    else:
+        tl.store(losses + row, lse - tl.load(logits + target).to(tl.float32))
+        tl.debug_barrier()  # the target's logit is read before a thread writes over it
+        if GRAD:
+            for start in range(0, V, BLOCK):
+                x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
+                p = tl.exp(x - lse) - tl.where(start + columns == target, 1.0, 0.0)
+                tl.store(logits + start + columns, p.to(logits.dtype.element_ty), start + columns < V)
+
+
+def cross_entropy_(logits_RV, targets_R, ignore, grad):
+    """-log softmax(logits)[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
+
+    With grad the logits become softmax - onehot (zeros in rows to ignore), rounded to their type; else they stay.
+    logits_RV: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read from memory once.
+    """
+    R, V = logits_RV.shape
+    losses = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
+    if R:
+        with torch.cuda.device(logits_RV.device):
+            cross_entropy_kernel[(R,)](logits_RV, targets_R, losses, V, ignore, grad, 8192, num_warps=16)
+    return losses
