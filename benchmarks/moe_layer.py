@@ -1,20 +1,24 @@
-"""Times one MoE layer, router's top-k softmax to combined output, beside torch's grouped_mm and dense products of equal FLOPs.
+"""Times one MoE layer, router's softmax and top-k to combined output, beside its rivals and dense products of equal FLOPs.
 
-    python -m benchmarks.moe_layer                                  # all shapes, the table last
+    python -m benchmarks.moe_layer                                  # all shapes, who is installed, the table last
     python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
+    python -m benchmarks.moe_layer --only tmoe sonicmoe             # some contestants (benchmarks/rivals.py has them all)
     python -m benchmarks.moe_layer --shapes qwen3 --breakdown       # each kernel beside its floor
 
-Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and both weights.
-GPU time is taken with CUDA events, with a cold L2 and the host far ahead, in rounds over all contestants (one after another,
-whoever came first won by 12%: the clock sinks under load), and the median is printed; the host's own time stands beside it.
-The first line of a shape says how far the result lies from float32. `sonic` is what SonicMoE 0.1.2 took on an H200 on
-2026-11-21, and its share of the dense products of that day.
+Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and all weights. Before
+it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py); who is not installed, fails or is wrong
+is named with the reason. GPU time is taken with CUDA events, with a cold L2 and the host far ahead, in rounds over all contestants
+(one after another, whoever came first won by 12%: the clock sinks under load), and the median is printed; the host's own
+time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output.
+
+next: rivals.py
 """
 
 import argparse
 import functools
 import json
 import statistics
+import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -22,8 +26,8 @@ from pathlib import Path
 import torch
 import triton
 
-from tmoe import ops
-from tmoe.ops import gpu, reference, table
+from benchmarks import rivals
+from tmoe.ops import gpu, table
 from tmoe.ops.routing import route
 
 SHAPES = {  # name: (T, D, F, E, K)
@@ -39,7 +43,7 @@ SHAPES = {  # name: (T, D, F, E, K)
     "qwen3-512": (512, 2048, 768, 128, 8),
     "olmoe-512": (512, 2048, 1024, 64, 8),
 }
-SONIC = {  # forward + backward ms, share of dense
+SONIC = {  # SonicMoE 0.1.2, another run, H200, 2026-11-21: forward + backward ms, share of that run's dense products
     "qwen3": (13.79, 0.81), "olmoe": (17.46, 0.83), "mixtral": (55.23, 0.93), "deepseek": (18.24, 0.84),
     "fine": (37.06, 0.80), "narrow": (3.13, 0.72), "pilot": (3.31, 0.77),
 }  # fmt: skip
@@ -57,23 +61,6 @@ def make(shape, device, dtype=torch.bfloat16):
     gate_up = torch.randn(E, 2 * F, D, device=device, dtype=dtype) * D**-0.5
     down = torch.randn(E, D, F, device=device, dtype=dtype) * F**-0.5
     return x, logits, gate_up, down, dy
-
-
-def ours(x, logits, gate_up, down, K):
-    weights, ids = logits.softmax(-1).topk(K, dim=-1)
-    return ops.moe_mlp(x, gate_up, down, weights, ids)
-
-
-def grouped_mm(x, logits, gate_up, down, K):
-    """What PyTorch itself offers: sort, gather, two torch._grouped_mm, gather back, weighted sum."""
-    weights, ids = logits.softmax(-1).topk(K, dim=-1)
-    flat = ids.flatten()
-    order = flat.argsort(stable=True)
-    ends = torch.histc(flat.float(), down.shape[0], 0, down.shape[0] - 1).cumsum(0).to(torch.int32)
-    gate, up = torch._grouped_mm(x[order // K], gate_up.mT, ends).chunk(2, dim=-1)
-    out = torch._grouped_mm(torch.nn.functional.silu(gate) * up, down.mT, ends)
-    rows = torch.empty_like(out).index_copy(0, order, out).view(*ids.shape, -1)
-    return (rows * weights.to(rows.dtype)[..., None]).sum(1)
 
 
 class Bench:
@@ -95,7 +82,7 @@ class Bench:
         layer.config = lambda kernel: cfg
         dy, x = (self.dy, self.x) if cfg.gather else (self.rows, self.rows)
         if kernel == "up":
-            layer.up(self.gate_up, self.h)
+            layer.up(self.gate_up, None, self.h)
         elif kernel == "down":
             layer.rows("down", self.act, self.down, True)
         elif kernel == "dx":
@@ -172,59 +159,47 @@ def host_ms(fn, rounds=20):
     return statistics.median(times)
 
 
-def errors(fn, K):
-    """Relative errors of y and the gradients on a smaller layer, against float32 of the same rounded inputs."""
-    *leaves, dy = make((2048, 1024, 512, 16, K), "cuda")
-
-    def run(fn, dtype):
-        inputs = [t.detach().to(dtype if t.dtype == torch.bfloat16 else t.dtype).requires_grad_() for t in leaves]
-        y = fn(*inputs, K)
-        return y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))
-
-    def exact(x, logits, gate_up, down, K):
-        weights, ids = logits.softmax(-1).topk(K, dim=-1)
-        return reference.moe_mlp(x, gate_up, down, weights, ids)
-
-    want = run(exact, torch.float32)  # tf32 is off unless a program asks for it
-    return [float((a.float() - b).norm() / b.norm()) for a, b in zip(run(fn, torch.bfloat16), want, strict=True)]
-
-
-def measure(name):
-    """Every contestant on one shape: {"shape": name, contestant: {fwd, both, host_fwd, host_both, kept_mib}}.
+def measure(name, contestants):
+    """One shape: {"shape", "dense", "results": {contestant: {...}}, "missing": {contestant: reason}}.
 
     "dense" is all six products of forward and backward as cuBLAS does them on plain matrices, in the same rounds.
     """
     shape = SHAPES[name]
     K = shape[-1]
-    bench = Bench(shape, "cuda")
+    torch.manual_seed(0)
     x, logits, gate_up, down, dy = make(shape, "cuda")
-    leaves = x, logits, gate_up, down
-    for t in leaves:
-        t.requires_grad_()
-    contestants = {
-        "tmoe": ours,
-        "grouped_mm": grouped_mm,
-        "grouped_mm compiled": torch.compile(grouped_mm, fullgraph=True, dynamic=False),
-    }
-
-    def forward(fn):
-        return fn(*leaves, K)
-
-    def both(fn):
-        return torch.autograd.grad(fn(*leaves, K), leaves, dy)
-
-    calls = [functools.partial(f, fn) for fn in contestants.values() for f in (forward, both)]
+    x.requires_grad_(), logits.requires_grad_()
+    want = rivals.exact(x, logits, gate_up, down, dy, K)
+    results, missing, calls = {}, {}, []
+    for who in contestants:
+        try:
+            (layer, weights, _), errors = rivals.enter(who, x, logits, gate_up, down, dy, K, want)
+        except Exception as reason:  # a rival's own code may raise anything
+            missing[who] = f"{type(reason).__name__}: {str(reason).strip().splitlines()[0][:200]}"
+            continue
+        calls.append(functools.partial(layer, x, logits))
+        calls.append(functools.partial(both, layer, (x, logits), weights, dy))
+        results[who] = {"version": rivals.version(who), "errors": errors, "kept_mib": kept(calls[-2]) / 2**20}
+    del want
+    bench = Bench(shape, "cuda")
     dense, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], *calls])
-    result = {"shape": name, "dense": dense}
-    for i, (who, fn) in enumerate(contestants.items()):
-        before = torch.cuda.memory_allocated()
-        y = fn(x, logits, gate_up, down, K)
-        kept = torch.cuda.memory_allocated() - before - y.nbytes
-        del y
-        result[who] = {"fwd": times[2 * i], "both": times[2 * i + 1], "kept_mib": kept / 2**20}
-    result["tmoe"] |= {"host_fwd": host_ms(calls[0]), "host_both": host_ms(calls[1])}
+    for i, result in enumerate(results.values()):
+        result |= {"fwd": times[2 * i], "both": times[2 * i + 1]}
+        result |= {"host_fwd": host_ms(calls[2 * i]), "host_both": host_ms(calls[2 * i + 1])}
     torch.compiler.reset()
-    return result
+    return {"shape": name, "dense": dense, "results": results, "missing": missing}
+
+
+def both(layer, inputs, weights, dy):
+    """Forward and backward."""
+    return torch.autograd.grad(layer(*inputs), [*inputs, *weights], dy)
+
+
+def kept(forward):
+    """Bytes that live after forward, besides what it returns."""
+    before = torch.cuda.memory_allocated()
+    y = forward()
+    return torch.cuda.memory_allocated() - before - y.nbytes
 
 
 def breakdown(name):
@@ -251,48 +226,56 @@ def breakdown(name):
     return "\n".join(lines)
 
 
-def line(r):
-    """One shape's row of the table."""
-    us, rival = r["tmoe"], r["grouped_mm compiled"]
-    sonic = SONIC.get(r["shape"])
-    bar = f"{sonic[0]:6.2f} {sonic[1]:4.0%}" if sonic else " " * 11
-    return (
-        f"{r['shape']:>11} {r['dense']:8.2f} {us['fwd']:8.3f} {us['both']:8.3f} {r['dense'] / us['both']:6.0%}  {bar} "
-        f"{r['grouped_mm']['both']:8.2f} {rival['fwd']:8.2f} {rival['both']:8.2f} {rival['both'] / us['both']:6.2f}x "
-        f"{us['host_fwd']:6.2f} {us['host_both']:6.2f} {us['kept_mib']:7.0f} {rival['kept_mib']:7.0f}"
-    )
+def rows(r):
+    """One shape's rows of the table."""
+    T, D, F, _, K = SHAPES[r["shape"]]
+    ours, flops = r["results"].get("tmoe"), 18 * T * K * D * F
+    yield f"{r['shape']:>10} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
+    for who, m in r["results"].items():
+        ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
+        sonic = ""
+        if who == "tmoe" and "sonicmoe" not in r["results"] and r["shape"] in SONIC:
+            sonic = "{:12.2f} {:4.0%}".format(*SONIC[r["shape"]])
+        yield (
+            f"{r['shape']:>10} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
+            f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} {m['kept_mib']:7.0f} "
+            f"{max(m['errors']):8.1e} {m['version']:>13} {sonic}"
+        )
+    yield from (f"{r['shape']:>10} {who:>20} not timed: {why}" for who, why in r["missing"].items())
 
 
 HEADER = (
-    f"{'shape':>11} {'dense':>8} {'fwd':>8} {'f+b ms':>8} {'of it':>6}  {'sonic':>11} {'gmm':>8} {'gmm.c f':>8} {'f+b':>8} "
-    f"{'ahead':>7} {'host f':>6} {'f+b':>6} {'keptMiB':>7} {'gmm':>7}"
+    f"{'shape':>10} {'':>20} {'fwd ms':>9} {'f+b ms':>8} {'TF/s':>5} {'dense':>6} {'tmoe is':>7} {'host f':>6} {'f+b':>6} "
+    f"{'keptMiB':>7} {'error':>8} {'version':>13} sonic 11-21"
 )
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    p.add_argument("--only", nargs="+", default=list(rivals.CONTESTANTS), choices=list(rivals.CONTESTANTS))
     p.add_argument("--breakdown", action="store_true", help="each kernel by itself instead of whole layers")
     p.add_argument("--json", type=Path, help="append each shape's result to this file, one JSON object a line")
     args = p.parse_args()
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    print(about, date.today())
+    about |= {"date": str(date.today()), "command": " ".join(["python -m benchmarks.moe_layer", *sys.argv[1:]])}
+    print(about)
     if args.breakdown:
         for name in args.shapes:
             print(breakdown(name), flush=True)
             torch.cuda.empty_cache()
         return
-    print("relative error of y, dx, dlogits, dgate_up, ddown:", " ".join(f"{e:.1e}" for e in errors(ours, 4)))
-    rows = []
+    lines = [HEADER]
     for name in args.shapes:
-        result = measure(name)
-        rows.append(line(result))
-        print(rows[-1], flush=True)
+        result = measure(name, args.only)
+        torch.cuda.empty_cache()
+        lines += rows(result)
+        print(*lines[-len(args.only) - 1 :], sep="\n", flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             with args.json.open("a") as file:
-                file.write(json.dumps({**result, **about, "date": str(date.today())}) + "\n")
-    print(HEADER, *rows, sep="\n")
+                file.write(json.dumps({**result, **about}) + "\n")
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

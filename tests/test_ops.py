@@ -78,7 +78,9 @@ def test_gradcheck():
 
 def test_opcheck():
     args = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
-    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], None, "swiglu", 74, True))
+    torch.library.opcheck(
+        torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], None, "swiglu", 74, True)
+    )
     a, b = torch.randn(20, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     torch.library.opcheck(torch.ops.tmoe.grouped_mm.default, (a, b, torch.tensor([5, 5, 17], dtype=torch.int32)))
 
@@ -160,8 +162,7 @@ def test_grouped_mm_errors_name_the_argument():
 @pytest.mark.parametrize("activation", ["swiglu", "clamped"])
 def test_bias_activation_and_bound(dtype, shape, activation):
     """Gates beyond the clamp, a bias with gradient, and a bound on pairs that changes nothing."""
-    T, D, F, E, K = shape
-    args = (*layer(*shape, dtype=dtype), torch.randn(E, 2 * F).to(dtype))
+    args = (*layer(*shape, dtype=dtype), torch.randn(shape[3], 2 * shape[2]).to(dtype))
     args[1].mul_(5)
 
     def fused(*a):
@@ -177,3 +178,29 @@ def test_unknown_activation_and_bound_are_named():
         ops.moe_mlp(*args, activation="gelu")
     with pytest.raises(ValueError, match="pairs: got 0"):
         ops.moe_mlp(*args, pairs=0)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("shape", [(37, 24, 5), (0, 8, 2), (9, 1, 1), (16, 8, 8)], ids=str)
+def test_softmax_topk(shape, renormalize):
+    T, E, K = shape
+    logits = torch.randn(T, E, dtype=torch.float64, requires_grad=True)
+    weights, ids = ops.softmax_topk(logits, K, renormalize)
+    want, want_ids = reference.softmax_topk(logits, K, renormalize)
+    assert torch.equal(ids, want_ids) and ids.dtype == torch.int32 and not ids.requires_grad
+    dw = torch.randn(T, K, dtype=torch.float64)
+    assert_near(
+        [weights, *torch.autograd.grad(weights, logits, dw)], [want, *torch.autograd.grad(want, logits, dw)], 1e-12
+    )
+
+
+def test_softmax_topk_compiles_and_names_bad_input():
+    logits = torch.randn(20, 8, requires_grad=True)
+    torch.library.opcheck(torch.ops.tmoe.softmax_topk.default, (logits, 3, True))
+    torch.library.opcheck(torch.ops.tmoe.softmax_topk.default, (logits, 3, False))
+    for args, message in [
+        ((logits, 9, True), "K: got 9, valid is 1 to E=8"),
+        ((logits[0], 2, True), "logits: got shape"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ops.softmax_topk(*args)

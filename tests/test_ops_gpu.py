@@ -160,7 +160,9 @@ def test_opcheck():
     leaves = [t.requires_grad_() for t in args[:4]]
     # not test_aot_dispatch: it compares whole outputs, and the tile tables' unused ends are not written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], None, "swiglu", 600, True), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], None, "swiglu", 600, True), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("entry", table.entries("cuda:90"), ids=lambda e: f"{e[0]}-{e[1]}-{e[2]}-{e[3]}")
@@ -172,3 +174,48 @@ def test_every_tuned_configuration(entry, monkeypatch):
     monkeypatch.setattr(gpu, "pick", lambda k, *a: config if k == kernel else pick(k, *a))
     got, plain = errors(run(ops.moe_mlp, args), want), errors(run(reference.moe_mlp, args), want)
     assert all(ours <= 1.5 * theirs for ours, theirs in zip(got, plain, strict=True)), (got, plain)
+
+
+@pytest.mark.parametrize(
+    "shape", [s for s in SHAPES if s[0] > 200], ids=str
+)  # a gate at the clamp may fall on either side
+@pytest.mark.parametrize("activation", ["swiglu", "clamped"])
+def test_bias_and_activation(shape, activation):
+    x, gate_up, down, weights, ids, dy = layer(*shape)
+    bias = torch.randn(gate_up.shape[:2], device="cuda").to(x.dtype)
+    args = [x, gate_up * (1 if activation == "swiglu" else 4), down, weights, bias, ids, dy]
+
+    def call(fn):
+        return lambda x, gate_up, down, weights, bias, ids: fn(x, gate_up, down, weights, ids, bias, activation)
+
+    want = run(call(reference.moe_mlp), args, torch.float64)
+    got, plain = (errors(run(call(fn), args), want) for fn in (ops.moe_mlp, reference.moe_mlp))
+    for name, ours, theirs in zip((*NAMES, "bias"), got, plain, strict=True):
+        assert ours <= max(1.5 * theirs, 3e-6), (name, ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["random", "zipf", "one", "absent", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("D, F", [(512, 256), (200, 72)])
+def test_windows_of_pairs_change_nothing(mode, dtype, D, F):
+    args = layer(1000, D, F, 16, 4, mode, dtype)
+    want = run(reference.moe_mlp, args, torch.float64)
+    whole = errors(run(ops.moe_mlp, args), want)
+    cut = errors(run(lambda *a: ops.moe_mlp(*a, pairs=700), args), want)
+    for name, ours, theirs in zip(NAMES, cut, whole, strict=True):
+        assert ours <= max(1.5 * theirs, 3e-6), (name, ours, theirs)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1000, 128, 8), (33, 60, 7), (5, 1, 1), (64, 512, 16), (0, 8, 2), (129, 16, 16)], ids=str
+)
+def test_softmax_topk(shape, renormalize):
+    T, E, K = shape
+    logits = torch.randn(T, E, device="cuda", requires_grad=True)
+    weights, ids = ops.softmax_topk(logits, K, renormalize)
+    want, want_ids = reference.softmax_topk(logits.double(), K, renormalize)
+    assert torch.equal(ids, want_ids)
+    dw = torch.randn(T, K, device="cuda")
+    got = weights, *torch.autograd.grad(weights, logits, dw)
+    assert all(e < 1e-5 for e in errors(got, [want, *torch.autograd.grad(want, logits, dw.double())]))

@@ -143,6 +143,26 @@ def check_layer(
     assert torch.equal(gpu.forward(x, gate_up, down, weights, ids, *how, False)[0], y)
 
 
+def check_topk(topk, T, E, K, renormalize, hard=False):
+    logits = torch.randn(T, E)
+    if hard:  # equal logits, infinite ones, fewer than K finite ones, NaN
+        logits = logits.round()
+        logits[1, K - 1 :] = float("-inf")
+        logits[2, 3] = float("nan")
+    weights, ids = topk.forward(logits, K, renormalize)
+    chosen = logits.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+    want = chosen.sort(dim=-1, descending=True, stable=True).indices[:, :K]
+    assert torch.equal(ids.long(), want)
+    leaf = logits.double().requires_grad_()
+    picked = leaf.softmax(-1).gather(1, want)
+    picked = picked / picked.sum(-1, keepdim=True) if renormalize else picked
+    assert torch.allclose(weights.double(), picked, rtol=1e-5, atol=1e-30, equal_nan=True)
+    dw = torch.randn(T, K)
+    if not hard:
+        picked.backward(dw.double())
+        compare(("logits",), (topk.backward(dw, logits, weights, ids, renormalize),), (leaf.grad,), 1e-5)
+
+
 def check_grouped(gpu, reference, ends, dtype=torch.float32):
     a, b, dc = torch.randn(130, 40).to(dtype), torch.randn(3, 72, 40).to(dtype), torch.randn(130, 72).to(dtype)
     ends = torch.tensor(ends, dtype=torch.int32)
@@ -155,11 +175,15 @@ def check_grouped(gpu, reference, ends, dtype=torch.float32):
 
 def main():
     repair_interpreter()
-    from tmoe.ops import gpu, reference, routing
+    from tmoe.ops import gpu, reference, routing, topk
 
     poison()
     torch.manual_seed(0)
     check_metadata(routing)
+    for T, E, K in [(70, 8, 2), (33, 60, 7), (5, 1, 1), (9, 16, 16)]:
+        for renormalize in (True, False):
+            check_topk(topk, T, E, K, renormalize)
+    check_topk(topk, 40, 16, 5, True, hard=True)
     for tma, gather, sub, *shape in [
         (True, True, 2, 70, 64, 64, 4, 2),
         (False, True, 2, 70, 64, 64, 4, 2),

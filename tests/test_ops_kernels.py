@@ -13,6 +13,7 @@ import triton
 
 from tmoe.ops import gpu, table
 from tmoe.ops.launch import compile_only
+from tmoe.ops.precompile import trace
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED = {"cuda:90": 232448, "cuda:80": 166912, "hip:gfx942": 65536}  # bytes a block may have
@@ -35,13 +36,10 @@ def kernels_of(arch, T, D, F, E, K, dtype):
     """[(kernel's name, compiled)] of one forward and backward of moe_mlp, and of grouped_mm."""
     found = []
     with compile_only(arch, lambda name, key, compile: found.append((name, compile()))):
-        x, dy = (torch.empty(T, D, dtype=dtype, device="meta") for _ in range(2))
-        gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
+        trace(T, D, F, E, K, dtype)
+        trace(T, D, F, E, K, dtype, pairs=T * K // 2, activation="clamped", biased=True)
+        x = torch.empty(T, D, dtype=dtype, device="meta")
         down = torch.empty(E, D, F, dtype=dtype, device="meta")
-        weights, ids = torch.empty(T, K, device="meta"), torch.empty(T, K, device="meta", dtype=torch.int64)
-        _, h, packed = gpu.forward(x, gate_up, down, weights, ids, True)
-        gpu.forward(x, gate_up, down, weights, ids, False)
-        gpu.backward(dy, x, gate_up, down, weights, h, packed)
         ends = torch.empty(E, device="meta", dtype=torch.int32)
         gpu.grouped_mm_backward(gpu.grouped_mm(x, down.mT.contiguous(), ends), x, down.mT.contiguous(), ends)
     return found

@@ -16,17 +16,36 @@ from tmoe.parallel.mesh import local_part
 
 
 class LocalExperts(NamedTuple):
-    """This rank's gathered weights: y = down(silu(gate x) * up x), a row's experts added up by weight."""
+    """This rank's gathered weights: y = down(activation(gate x, up x)), a row's experts added up by weight."""
 
     gate_up: Tensor  # [L, 2F, D], gate rows first
     down: Tensor  # [L, D, F]
+    gate_up_bias: Tensor | None = None  # [L, 2F]
+    down_bias: Tensor | None = None  # [L, D]
+    activation: str = "swiglu"
 
     def __call__(self, rows: Rows) -> Tensor:
-        return moe_mlp(rows.x_RD, self.gate_up, self.down, rows.weights_RK, rows.ids_RK)
+        y_RD = moe_mlp(
+            rows.x_RD,
+            self.gate_up,
+            self.down,
+            rows.weights_RK,
+            rows.ids_RK,
+            self.gate_up_bias,
+            self.activation,
+            rows.pairs,
+        )
+        if self.down_bias is None:
+            return y_RD
+        weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], self.down_bias.shape[0] + 1)  # the first: id -1
+        weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
+        return y_RD + weights_RE.to(y_RD.dtype) @ self.down_bias
 
 
 class Experts(nn.Module):
     """gate_up [E, 2F, D] and down [E, D, F]; DTensors sharded on ep, then on dp, once parallelized.
+
+    cfg.bias: gate_up_bias [E, 2F] and down_bias [E, D] as well, else both are None.
 
     Calling it opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts gathered. FSDP2 hangs
     its all-gather and reduce-scatter on that call, which stands outside the compiled graph that fn is: inside a graph
@@ -37,6 +56,11 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim, dim))
         self.down = nn.Parameter(torch.empty(cfg.experts, dim, cfg.ffn_dim))
+        self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
+        self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
+        self.activation = cfg.activation
 
     def forward(self, fn: Callable, *args):
-        return fn(*args, LocalExperts(local_part(self.gate_up), local_part(self.down)))
+        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        local = [None if w is None else local_part(w) for w in weights]
+        return fn(*args, LocalExperts(*local, self.activation))

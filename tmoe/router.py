@@ -1,4 +1,4 @@
-"""Chooses K experts for every token and weighs them: softmax top-k in fp32.
+"""Chooses K experts for every token and weighs them: softmax or sigmoid scores in fp32, the top K of all or of the best groups.
 
 next: balance.py
 """
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.config import MoEConfig
+from tmoe.ops import softmax_topk
 
 
 class Routing(NamedTuple):
@@ -23,15 +24,18 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """logits = x W^T, then the top K of E.
 
-    `softmax="before"`: softmax over all E, the K largest, divided by their sum if `renormalize` (Qwen3, OLMoE, DeepSeek).
+    `softmax="before"`: scores (softmax over all E, or sigmoid of each), the K largest, divided by their sum if `renormalize`.
     `softmax="after"`: the K largest logits, softmax over those (Mixtral; the same numbers as before + renormalize).
-    Both times `scaling`. Product, softmax and weights are fp32 whatever the type of x and W.
+    Both times `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T + b (gpt-oss). Product, softmax and weights are fp32 whatever the type of x and W.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.experts, dim))
+        self.bias = nn.Parameter(torch.empty(cfg.experts)) if cfg.router_bias else None
+        self.choice_bias: Tensor | None
+        self.register_buffer("choice_bias", torch.zeros(cfg.experts) if cfg.choice_bias else None)
 
     def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
@@ -40,15 +44,52 @@ class Router(nn.Module):
             x_TD = x_TD.float()
             if cfg.jitter and self.training:
                 x_TD = x_TD * (1 + cfg.jitter * (2 * torch.rand_like(x_TD) - 1))
-            logits_TE = F.linear(x_TD, self.weight.float())
-            if cfg.softmax == "before":
-                weights_TK, ids_TK = logits_TE.softmax(-1).topk(cfg.top_k, -1)
-                if cfg.renormalize:
-                    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
+            after = cfg.softmax == "after"
+            if after or (cfg.score == "softmax" and self.choice_bias is None and cfg.top_groups == cfg.groups):
+                weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)
             else:
-                top_TK, ids_TK = logits_TE.topk(cfg.top_k, -1)
-                weights_TK = top_TK.softmax(-1)
+                scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
+                ids_TK = self.preference(scores_TE.detach()).topk(cfg.top_k, -1).indices
+                weights_TK = scores_TE.gather(-1, ids_TK)
+                if cfg.renormalize:
+                    weights_TK = weights_TK / (
+                        weights_TK.sum(-1, keepdim=True) + 1e-20
+                    )  # DeepSeek's: sigmoids may be 0
         ids_TK = ids_TK.to(torch.int32)
         if padding_T is not None:
             ids_TK = ids_TK.masked_fill(padding_T[:, None], -1)
         return Routing(weights_TK * cfg.scaling, ids_TK, logits_TE)
+
+    def preference(self, scores_TE: Tensor) -> Tensor:
+        """What the K experts are the largest of: scores plus `choice_bias`, -inf outside a token's `top_groups` best groups.
+
+        A group counts as much as its best expert (DeepSeek-V2, 2024, section 2.2.2) or its two best (DeepSeek-V3, 2024, released code).
+        """
+        cfg = self.cfg
+        if self.choice_bias is not None:
+            scores_TE = scores_TE + self.choice_bias
+        if cfg.top_groups == cfg.groups:
+            return scores_TE
+        groups = scores_TE.unflatten(-1, (cfg.groups, -1))
+        worth = groups.amax(-1) if cfg.group_score == "max" else groups.topk(2, -1).values.sum(-1)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, worth.topk(cfg.top_groups, -1).indices, False)
+        return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: Tensor) -> None:
+        """choice_bias += bias_speed * sign(mean load - load) (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", algorithm 1).
+
+        counts_E: integers, the step's routed pairs over all ranks: exact, so that every rank and every layout takes the same step.
+        """
+        assert self.choice_bias is not None
+        error_E = counts_E.sum() - counts_E * self.cfg.experts
+        self.choice_bias += self.cfg.bias_speed * error_E.sign()
+
+    def _apply(self, fn, recurse=True):
+        """`.to(device)` moves the choice bias, but `.bfloat16()` leaves it fp32: a step of 0.001 would round to nothing."""
+        before = self.choice_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.choice_bias is not None and self.choice_bias.dtype != before.dtype:
+            self.choice_bias = before.to(self.choice_bias.device)
+        return self

@@ -18,19 +18,24 @@ import torch
 
 from tmoe.config import Config
 from tmoe.ops.launch import device_facts
-from tmoe.ops.precompile import precompile
+from tmoe.ops.precompile import precompile, trace, trace_router
+from tmoe.parallel.dispatch import pairs_bound
 from tmoe.zoo import presets
 
 
-def layers(cfg: Config) -> list[tuple]:
-    """(T, D, F, E, K, dtype) of every MoE layer that a rank runs under this configuration.
+def traces(cfg: Config) -> list[tuple]:
+    """What a rank launches under this configuration, as precompile takes it.
 
-    With expert parallelism a rank holds E / ep experts, and the rows that arrive carry their K slots too.
+    With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
-    m, experts = cfg.model, cfg.model.moe
+    m, experts, ep = cfg.model, cfg.model.moe, cfg.parallel.ep
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
-    rows = cfg.train.batch * cfg.train.seq
-    return [(rows, m.dim, experts.ffn_dim, experts.experts // cfg.parallel.ep, experts.top_k, dtype)]
+    T, E, K = cfg.train.batch * cfg.train.seq, experts.experts, experts.top_k
+    pairs = pairs_bound(T, K, ep, E // ep)
+    return [
+        (trace, T * ep, m.dim, experts.ffn_dim, E // ep, K, dtype, pairs, experts.activation, experts.bias),
+        (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
+    ]
 
 
 def local_arch() -> str | None:
@@ -43,7 +48,7 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
     arch = arch or local_arch()
     if arch is None:
         return 0, 0
-    return precompile(arch, [layer for cfg in cfgs for layer in layers(cfg)], processes or min(8, os.cpu_count() or 1))
+    return precompile(arch, [t for cfg in cfgs for t in traces(cfg)], processes or min(8, os.cpu_count() or 1))
 
 
 def main() -> None:

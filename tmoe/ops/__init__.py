@@ -1,4 +1,4 @@
-"""The two ops that everything else stands on: `moe_mlp`, a whole layer of SwiGLU experts, and `grouped_mm`.
+"""The ops that everything else stands on: `moe_mlp`, a whole layer of experts, `softmax_topk`, which chooses them, and `grouped_mm`.
 
 They know tensors only: no config, no module, no process group. Both run on CPU and GPU, differentiate in all but their
 integer arguments, trace under torch.compile(fullgraph=True), and have their definition in `reference.py`.
@@ -6,5 +6,6 @@ integer arguments, trace under torch.compile(fullgraph=True), and have their def
 
 from tmoe.ops.grouped import grouped_mm
 from tmoe.ops.mlp import moe_mlp
+from tmoe.ops.topk import softmax_topk
 
-__all__ = ["grouped_mm", "moe_mlp"]
+__all__ = ["grouped_mm", "moe_mlp", "softmax_topk"]

@@ -209,14 +209,14 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def combine(self, rows, weights, y=None, ds=None, d_weights=None):
+    def combine(self, rows, weights, y=None, ds=None, d_weights=None, add=None):
         """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
 
-        Added to y and d_weights, if they are given.
+        Added to y and d_weights, if they are given, or with add=False written over them.
         """
-        add = y is not None
-        y = y if add else self.empty(self.T, self.D)
-        if ds is not None and not add:
+        add = y is not None if add is None else add
+        y = self.empty(self.T, self.D) if y is None else y
+        if ds is not None and d_weights is None:
             d_weights = self.weights.new_empty(self.weights.shape)
         block = min(1024, power_of_2(self.D))
         launch(

@@ -1,4 +1,4 @@
-"""Compiles every kernel of given layers into triton's cache, each once, however many processes want it at the same time.
+"""Compiles every kernel that given layers launch into triton's cache, each once, however many processes want it at the same time.
 
 A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever finds a lock taken
 goes on with the next kernel and comes back. Nobody waits for anything but a file, so no collective can be left waiting either.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from triton import knobs
 
-from tmoe.ops import gpu
+from tmoe.ops import gpu, topk
 from tmoe.ops.launch import compile_only
 
 
@@ -57,7 +57,14 @@ def _compile(compile, path, wait):
         return True
 
 
-def work(arch, layers):
+def trace_router(T, E, K, renormalize):
+    """Run softmax_topk forward and backward on meta tensors, inside compile_only."""
+    logits = torch.empty(T, E, device="meta")
+    weights, ids = topk.forward(logits, K, renormalize)
+    topk.backward(weights, logits, weights, ids, renormalize)
+
+
+def work(arch, traces):
     """One process's share: returns how many kernels it compiled itself, and how many there are."""
     compiled, wanted = [], {}
     before = knobs.compilation.listener
@@ -66,22 +73,24 @@ def work(arch, layers):
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with compile_only(arch, lambda name, key, compile: wanted.setdefault(key, compile)):
-            for layer in layers:
-                trace(*layer)
+            for run, *args in traces:
+                run(*args)
             compile_under_locks(wanted, folder)
     finally:
         knobs.compilation.listener = before
     return len(compiled), len(wanted)
 
 
-def precompile(arch, layers, processes):
-    """Compile all kernels of layers [(T, D, F, E, K, dtype)] for arch, in this many processes. Returns (compiled, wanted).
+def precompile(arch, traces, processes):
+    """Compile all kernels that traces [(trace or its like, *arguments)] launch on arch, in this many processes.
+
+    Returns (compiled, wanted).
 
     The processes are forked: they only compile, and a fork does not import torch again. Call it before threads and process
     groups exist.
     """
     if processes == 1:
-        return work(arch, layers)
+        return work(arch, traces)
     with get_context("fork").Pool(processes) as pool:
-        done = pool.starmap(work, [(arch, layers)] * processes, chunksize=1)
+        done = pool.starmap(work, [(arch, traces)] * processes, chunksize=1)
     return sum(compiled for compiled, _ in done), done[0][1]

@@ -4,15 +4,20 @@
 at most T rows from each peer however skewed the routing is, and nothing is dropped. `combine` needs the plan and
 nothing else: no state crosses the pair.
 
+    LocalDispatcher         ep=1
+    AllToAllDispatcher      torch.distributed, any backend; the host waits once a layer for the counts
+    SymmDispatcher          one NVLink node; all three steps are one op, and the host never waits
+
 next: experts.py
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.parallel import collectives
+from tmoe.parallel import collectives, symm
 from tmoe.router import Routing
 
 
@@ -22,6 +27,7 @@ class Rows(NamedTuple):
     x_RD: Tensor
     weights_RK: Tensor  # fp32
     ids_RK: Tensor  # int32, local to this rank, -1: another rank's
+    pairs: int | None = None  # how many routed pairs to allocate for at once, see moe_mlp
 
 
 class Plan(NamedTuple):
@@ -33,12 +39,30 @@ class Plan(NamedTuple):
     tokens: int
 
 
-class Dispatcher(Protocol):
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]: ...
-    def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor: ...
+def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | None:
+    """Routed pairs to allocate for at once: half as many again as arrive under balance, at most all that can arrive.
+
+    Memory follows this, not the worst case; what exceeds it costs time (further rounds), never correctness. None: ep=1.
+    """
+    most = tokens * ep * min(top_k, local_experts)
+    return None if ep == 1 else 128 * max(1, -(-min(tokens * top_k * 3 // 2, most) // 128))  # whole tiles
 
 
-class LocalDispatcher:
+class Dispatcher:
+    """`dispatcher(x_TD, routing, experts)` is y_TD: the experts of all ranks, applied to this rank's tokens."""
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
+        rows, plan = self.dispatch(x_TD, routing)
+        return self.combine(experts(rows), plan)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
+        raise NotImplementedError
+
+    def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
+        raise NotImplementedError
+
+
+class LocalDispatcher(Dispatcher):
     """ep=1: every expert is here."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, None]:
@@ -48,11 +72,11 @@ class LocalDispatcher:
         return y_RD
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """`torch.distributed` all-to-all with split sizes (gloo, NCCL, RCCL): the portable reference. One host sync a layer."""
 
     def __init__(self, group: dist.ProcessGroup, local_experts: int):
-        self.group = group.group_name
+        self.group, self.ranks = group.group_name, group.size()
         self.local_experts = local_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
@@ -60,8 +84,42 @@ class AllToAllDispatcher:
         x_RD, weights_RK = (
             collectives.push(t, ids_RK, order_S, splits_2P, self.group) for t in (x_TD, routing.weights_TK)
         )
-        return Rows(x_RD, weights_RK, ids_RK), Plan(ids_RK, order_S, splits_2P, x_TD.shape[0])
+        pairs = pairs_bound(*routing.ids_TK.shape, self.ranks, self.local_experts)
+        return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, x_TD.shape[0])
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
         assert plan is not None
         return collectives.pull(y_RD, *plan, self.group)
+
+
+class SymmDispatcher(Dispatcher):
+    """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes.
+
+    tokens: the most that any rank has in a call, 0 if all have as many in each call. More tokens than ever before grow the
+    buffers, which takes all ranks: that is agreed by their seeing the same shapes, or by none exceeding `tokens`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tokens: int = 0):
+        self.group = group.group_name
+        self.tokens = tokens
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts) -> Tensor:
+        local = experts.gate_up, experts.down, experts.gate_up_bias, experts.activation
+        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, self.tokens, self.group)
+
+
+def dispatcher_for(
+    group: dist.ProcessGroup, local_experts: int, dispatch: str, tokens: int, biased: bool
+) -> AllToAllDispatcher | SymmDispatcher:
+    """The dispatcher of an expert group, by `--parallel.dispatch` auto, nccl or symm. A collective, with one answer on all ranks.
+
+    auto: symm where the peers' memory can be reached, else nccl. biased: the experts' down projection has a bias.
+    Raises ValueError where symm is asked for and cannot work.
+    """
+    if dispatch in ("auto", "symm"):
+        obstacle = "experts whose down projection has a bias" if biased else symm.obstacle(group.group_name)
+        if not obstacle:
+            return SymmDispatcher(group, tokens)
+        if dispatch == "symm":
+            raise ValueError(f"--parallel.dispatch=symm: {obstacle}; use auto or nccl")
+    return AllToAllDispatcher(group, local_experts)

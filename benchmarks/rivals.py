@@ -1,0 +1,222 @@
+"""The layers that tmoe is timed beside, each set up as its users would, on the same inputs, routing and work.
+
+A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An Entry's layer takes x [T, D] and the router's
+logits [T, E], fp32, through softmax, top-k (no renormalisation) and the experts to y [T, D]. Weights lie as their maker stores
+them, so no contestant pays for another's layout. Who is not installed raises ImportError, which `enter` reports.
+
+next: moe_layer.py
+"""
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tmoe import ops
+from tmoe.ops import reference
+
+
+class Entry(NamedTuple):
+    """One contestant's layer, ready to run."""
+
+    layer: Callable  # (x, logits) -> y
+    weights: list  # what its gradients are taken for, besides x and the logits
+    standard: Callable  # gradients of weights -> gradients of gate_up and down
+
+
+def top_k(logits, K, dtype=torch.float32):
+    """Weights [T, K] and ids [T, K] for the contestants that bring no top-k of their own."""
+    weights, ids = logits.softmax(-1).topk(K, dim=-1)
+    return weights.to(dtype), ids
+
+
+def leaf(t):
+    return torch.nn.Parameter(t.detach().clone(memory_format=torch.contiguous_format))
+
+
+def compiled(entry):
+    return entry._replace(layer=torch.compile(entry.layer, fullgraph=True, dynamic=False))
+
+
+def tmoe(gate_up, down, K):
+    gate_up, down = leaf(gate_up), leaf(down)
+
+    def layer(x, logits):
+        return ops.moe_mlp(x, gate_up, down, *ops.softmax_topk(logits, K, False))
+
+    return Entry(layer, [gate_up, down], lambda *grads: grads)
+
+
+def grouped_mm(gate_up, down, K):
+    """What PyTorch itself offers: sort, gather, two torch._grouped_mm, gather back, weighted sum."""
+    gate_up, down = leaf(gate_up), leaf(down)
+    E = down.shape[0]
+
+    def layer(x, logits):
+        weights, ids = top_k(logits, K, x.dtype)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.histc(flat.float(), E, 0, E - 1).cumsum(0).to(torch.int32)
+        gate, up = torch._grouped_mm(x[order // K], gate_up.mT, ends).chunk(2, dim=-1)
+        out = torch._grouped_mm(F.silu(gate) * up, down.mT, ends)
+        rows = torch.empty_like(out).index_copy(0, order, out).view(*ids.shape, -1)
+        return (rows * weights[..., None]).sum(1)
+
+    return Entry(layer, [gate_up, down], lambda *grads: grads)
+
+
+def transformers(gate_up, down, K):
+    """The experts of transformers' Qwen3-MoE block, in the implementation that it recommends for training, compiled."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    E, D, width = down.shape
+    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=width, num_experts=E, num_experts_per_tok=K)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+    experts.gate_up_proj, experts.down_proj = leaf(gate_up), leaf(down)
+
+    def layer(x, logits):
+        weights, ids = top_k(logits, K, x.dtype)
+        return experts(x, ids, weights)
+
+    return Entry(layer, [experts.gate_up_proj, experts.down_proj], lambda *grads: grads)
+
+
+def torchtitan(gate_up, down, K):
+    """torchtitan's routed experts without expert parallelism, compiled as its block is."""
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # pyrefly: ignore[missing-import]
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # pyrefly: ignore[missing-import]
+
+    E, D, width = down.shape
+    experts = GroupedExperts.Config(dim=D, hidden_dim=width, num_experts=E)
+    dispatcher = LocalTokenDispatcher.Config(num_experts=E, top_k=K)
+    routed = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
+    mine = routed.inner_experts
+    mine.w1_EFD, mine.w3_EFD, mine.w2_EDF = leaf(gate_up[:, :width]), leaf(gate_up[:, width:]), leaf(down)
+
+    def layer(x, logits):
+        weights, ids = top_k(logits[None], K)  # its router's scores are fp32
+        counts = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids[0], True).sum(0)
+        return routed(x[None], weights, ids, counts)[0]
+
+    return Entry(
+        layer, [mine.w1_EFD, mine.w3_EFD, mine.w2_EDF], lambda gate, up, down: (torch.cat([gate, up], 1), down)
+    )
+
+
+def scattermoe(gate_up, down, K):
+    from scattermoe.mlp import GLUMLP  # pyrefly: ignore[missing-import]
+
+    E, D, width = down.shape
+    with torch.device("meta"):
+        mlp = GLUMLP(D, width, E, K)
+    mlp.experts.weight = leaf(torch.cat([gate_up[:, width:], gate_up[:, :width]], 1))  # up rows first
+    mlp.output_experts.weight = leaf(down)
+
+    def layer(x, logits):
+        return mlp(x, *top_k(logits, K, x.dtype))
+
+    return Entry(
+        layer, [mlp.experts.weight, mlp.output_experts.weight], lambda up_gate, down: (up_gate.roll(width, 1), down)
+    )
+
+
+def megablocks(gate_up, down, K):
+    """Its dropless MLP in the grouped implementation (the sparse one refuses triton >= 3.2)."""
+    from megablocks.layers.arguments import Arguments  # pyrefly: ignore[missing-import]
+    from megablocks.layers.dmoe import ParallelDroplessMLP  # pyrefly: ignore[missing-import]
+
+    E, D, width = down.shape
+    args = Arguments(
+        hidden_size=D, ffn_hidden_size=width, moe_num_experts=E, moe_top_k=K, mlp_type="glu", mlp_impl="grouped",
+        activation_fn=F.silu, bias=False, fp16=False, bf16=True, device=down.device,
+    )  # fmt: skip
+    experts = ParallelDroplessMLP(args)
+    gate, up, out = (leaf(w.reshape(E * width, D)) for w in (gate_up[:, :width], gate_up[:, width:], down.mT))
+    experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = gate, up, out
+
+    def layer(x, logits):
+        return experts.forward_once(x, *top_k(logits, K, x.dtype))[0]
+
+    def standard(*grads):
+        gate, up, out = (g.view(E, width, D) for g in grads)
+        return torch.cat([gate, up], 1), out.mT
+
+    return Entry(layer, [gate, up, out], standard)
+
+
+def sonicmoe(gate_up, down, K):
+    """SonicMoE's layer after its router's product: `moe_TC_softmax_topk_layer` line for line, with given logits."""
+    from sonicmoe import functional as sonic  # pyrefly: ignore[missing-import]
+    from sonicmoe.enums import ActivationType  # pyrefly: ignore[missing-import]
+
+    E, D, width = down.shape
+    w1 = leaf(gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D))  # gate and up rows take turns
+    w2 = leaf(down)
+
+    def layer(x, logits):
+        T, N = x.shape[0], x.shape[0] * K
+        weights, ids = sonic.TC_Softmax_Topk_Router_Function.apply(logits, E, K, False, False)  # softmax, then top-k
+        empty = {"dtype": torch.int32, "device": x.device}
+        count, offset = torch.empty(E, **empty), torch.empty(E + 1, **empty)
+        gather, scatter, back = (torch.empty(N, **empty) for _ in range(3))
+        sonic.TC_topk_router_metadata_triton(ids, E, count, offset, gather, scatter, back)
+        indices = gather, scatter, back, None, False
+        act, h = sonic._UpProjection.apply(
+            x, w1.permute(1, 2, 0), None, offset, N, K, *indices, ActivationType.SWIGLU, not torch.is_grad_enabled()
+        )
+        return sonic._DownProjection.apply(
+            act, h, w2.permute(1, 2, 0), None, weights, offset, T, K, *indices, ActivationType.SWIGLU
+        )
+
+    def standard(d_w1, d_w2):
+        return d_w1.view(E, width, 2, D).transpose(1, 2).reshape(E, 2 * width, D), d_w2
+
+    return Entry(layer, [w1, w2], standard)
+
+
+CONTESTANTS = {  # name: (distribution, constructor)
+    "tmoe": ("tmoe", tmoe),
+    "grouped_mm": ("torch", grouped_mm),
+    "grouped_mm compiled": ("torch", lambda *args: compiled(grouped_mm(*args))),
+    "sonicmoe": ("sonic-moe", sonicmoe),
+    "transformers": ("transformers", lambda *args: compiled(transformers(*args))),
+    "torchtitan": ("torchtitan", lambda *args: compiled(torchtitan(*args))),
+    "scattermoe": ("scattermoe", scattermoe),
+    "megablocks": ("megablocks", megablocks),
+}
+
+
+def version(name):
+    try:
+        return metadata.version(CONTESTANTS[name][0])
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def exact(x, logits, gate_up, down, dy, K):
+    """y and the gradients of x, logits, gate_up and down by the definition, in float32 of the same rounded inputs."""
+    leaves = [t.detach().float().requires_grad_() for t in (x, logits, gate_up, down)]
+    weights, ids = top_k(leaves[1], K)
+    y = reference.moe_mlp(leaves[0], leaves[2], leaves[3], weights, ids)  # tf32 is off unless a program asks for it
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.float())
+
+
+def enter(name, x, logits, gate_up, down, dy, K, want, limit=2e-2):
+    """The contestant's Entry and its relative errors of y and the gradients of x, logits, gate_up and down against `want`.
+
+    Raises ImportError with the reason if it is not installed, whatever its own code raises, and ArithmeticError if an error
+    is above the limit: its time would mean nothing.
+    """
+    entry = CONTESTANTS[name][1](gate_up, down, K)
+    y = entry.layer(x, logits)
+    dx, dlogits, *grads = torch.autograd.grad(y, [x, logits, *entry.weights], dy)
+    got = y.detach(), dx, dlogits, *entry.standard(*grads)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+    if not max(errors) < limit:  # NaN is not
+        raise ArithmeticError(f"relative errors {', '.join(f'{e:.1e}' for e in errors)}, at most {limit} is right")
+    return entry, errors

@@ -1,0 +1,201 @@
+"""softmax_topk: a router's choice as one differentiable op, which keeps nothing that its callers do not keep anyway.
+
+Eager, softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms of a layer of 64 experts and
+32768 tokens. Here backward computes them again from the logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tmoe.ops import reference
+from tmoe.ops.check import require
+from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.routing import power_of_2
+
+
+def softmax_topk(logits_TE, K, renormalize):
+    """The K largest of softmax(logits[t]), in decreasing order, and which they are; divided by their sum if renormalize.
+
+    With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert comes first (on a
+    GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are NaN.
+
+    Args: logits_TE [T, E], any float type; 1 <= K <= E. T may be 0.
+    Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
+    Raises ValueError for shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
+    """
+    require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
+    require(logits_TE.is_floating_point(), "logits", logits_TE.dtype, "a floating type")
+    require(1 <= K <= logits_TE.shape[1], "K", K, f"1 to E={logits_TE.shape[1]}")
+    return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
+
+
+_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
+_lib.define(
+    "softmax_topk(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+)
+_lib.define(
+    "softmax_topk_backward(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _wide(logits):
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+@torch.library.impl("tmoe::softmax_topk", "CPU", lib=_lib)
+def _forward_cpu(logits, K, renormalize):
+    weights, ids = reference.softmax_topk(logits, K, renormalize)
+    return weights.contiguous(), ids.contiguous()
+
+
+@torch.library.impl("tmoe::softmax_topk", "CUDA", lib=_lib)
+def _forward_gpu(logits, K, renormalize):
+    with torch.cuda.device(logits.device):
+        return forward(logits, K, renormalize)
+
+
+@torch.library.register_fake("tmoe::softmax_topk", lib=_lib)
+def _forward_fake(logits, K, renormalize):
+    T = logits.shape[0]
+    return logits.new_empty(T, K, dtype=_wide(logits)), logits.new_empty(T, K, dtype=torch.int32)
+
+
+@torch.library.impl("tmoe::softmax_topk_backward", "CPU", lib=_lib)
+def _backward_cpu(dw, logits, weights, ids, renormalize):
+    """w_k (dw_k - <w, dw>) at the chosen; without renormalize the pull -p_e <w, dw> goes to all experts."""
+    weighted = weights * dw
+    pull = weighted.sum(-1, keepdim=True)
+    if renormalize:
+        return torch.zeros_like(logits).scatter_(1, ids.long(), (weighted - weights * pull).to(logits.dtype))
+    return (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
+
+
+@torch.library.impl("tmoe::softmax_topk_backward", "CUDA", lib=_lib)
+def _backward_gpu(dw, logits, weights, ids, renormalize):
+    with torch.cuda.device(logits.device):
+        return backward(dw, logits, weights, ids, renormalize)
+
+
+@torch.library.register_fake("tmoe::softmax_topk_backward", lib=_lib)
+def _backward_fake(dw, logits, weights, ids, renormalize):
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx, inputs, output):
+    logits, _, ctx.renormalize = inputs
+    weights, ids = output
+    ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, weights, ids)
+
+
+def _differentiate(ctx, dw, _):
+    if dw is None:
+        return None, None, None
+    return torch.ops.tmoe.softmax_topk_backward(dw, *ctx.saved_tensors, ctx.renormalize), None, None
+
+
+torch.library.register_autograd("tmoe::softmax_topk", _differentiate, setup_context=_save, lib=_lib)
+
+
+@triton.jit
+def softmax_row(logits, T, E, r, e):
+    """Rows r of the logits, and exp(logit - largest) with its sum; a row with NaN or +inf has NaN everywhere."""
+    x = tl.load(
+        logits + r.to(tl.int64)[:, None] * E + e[None, :], mask=(r < T)[:, None] & (e < E)[None, :], other=float("-inf")
+    ).to(tl.float32)
+    p = tl.exp(x - tl.max(x, 1)[:, None])
+    return x, p, tl.sum(p, 1)
+
+
+@triton.jit(do_not_specialize=["T"])
+def topk_kernel(
+    logits, weights, ids, T,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    e = tl.arange(0, EP)
+    x, p, total = softmax_row(logits, T, E, r, e)
+    bits = tl.where(x == x, x + 0.0, float("inf")).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    taken = -(1 << 63)  # below every logit, -inf too, so that K different experts are chosen
+    keys = tl.where(e[None, :] < E, (bits.to(tl.int64) << 32) | (EP - 1 - e)[None, :], taken)
+    k = tl.arange(0, KP)
+    chosen = tl.zeros((R, KP), tl.int32)
+    w = tl.zeros((R, KP), tl.float32)
+    for j in tl.static_range(K):
+        largest = tl.max(keys, 1)
+        i = EP - 1 - (largest & 0xFFFFFFFF).to(tl.int32)
+        here = e[None, :] == i[:, None]
+        chosen = tl.where(k[None, :] == j, i[:, None], chosen)
+        w = tl.where(k[None, :] == j, tl.sum(tl.where(here, p, 0.0), 1)[:, None], w)
+        keys = tl.where(here, taken, keys)
+    if RENORMALIZE:
+        total = tl.where(total == total, tl.sum(w, 1), total)
+    w = w / total[:, None]
+    at = r.to(tl.int64)[:, None] * K + k[None, :]
+    stored = (r < T)[:, None] & (k < K)[None, :]
+    tl.store(weights + at, w, mask=stored)
+    tl.store(ids + at, chosen, mask=stored)
+
+
+@triton.jit(do_not_specialize=["T"])
+def topk_backward_kernel(
+    dw, logits, weights, ids, d_logits, T,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """As in `_backward_cpu`."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    e = tl.arange(0, EP)
+    at = r.to(tl.int64) * K
+    pull = tl.zeros((R,), tl.float32)
+    for k in tl.static_range(K):
+        pull += tl.load(weights + at + k, mask=r < T, other=0.0) * tl.load(dw + at + k, mask=r < T, other=0.0)
+    if RENORMALIZE:
+        d = tl.zeros((R, EP), tl.float32)
+    else:
+        _, p, total = softmax_row(logits, T, E, r, e)
+        d = p * (-pull / total)[:, None]
+    for k in tl.static_range(K):
+        w = tl.load(weights + at + k, mask=r < T, other=0.0)
+        g = tl.load(dw + at + k, mask=r < T, other=0.0)
+        i = tl.load(ids + at + k, mask=r < T, other=-1)
+        d += tl.where(e[None, :] == i[:, None], (w * (g - pull if RENORMALIZE else g))[:, None], 0.0)
+    mask = (r < T)[:, None] & (e < E)[None, :]
+    tl.store(d_logits + r.to(tl.int64)[:, None] * E + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask)
+
+
+def rows_a_program(E):
+    """Tokens whose logits fill 16 registers of each of 128 threads."""
+    return max(1, 2048 // power_of_2(E))
+
+
+def forward(logits, K, renormalize):
+    """The op on the GPU."""
+    logits = logits.contiguous()
+    T, E = logits.shape
+    weights, ids = logits.new_empty(T, K, dtype=torch.float32), logits.new_empty(T, K, dtype=torch.int32)
+    R = rows_a_program(E)
+    if T:
+        launch(
+            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), K, power_of_2(K), R, renormalize,
+            num_warps=4,
+        )  # fmt: skip
+    return weights, ids
+
+
+def backward(dw, logits, weights, ids, renormalize):
+    """Its gradient on the GPU."""
+    dw, logits, weights, ids = (t.contiguous() for t in (dw, logits, weights, ids))
+    T, E = logits.shape
+    d_logits = torch.empty_like(logits)
+    R = rows_a_program(E)
+    if T:
+        launch(
+            topk_backward_kernel, (cdiv(T, R),), dw, logits, weights, ids, d_logits, T, E, power_of_2(E),
+            ids.shape[1], R, renormalize, num_warps=4,
+        )  # fmt: skip
+    return d_logits
