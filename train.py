@@ -12,7 +12,9 @@ next: tmoe/data.py, tmoe/model.py
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
 from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, require_finite, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
-from tmoe.runtime import Runtime
+from tmoe.runtime import OnItsWay, Runtime
 
 
 def main(argv: list[str]) -> None:
@@ -55,15 +57,16 @@ class Trainer:
     """Everything that a run owns, built in the order in which it is needed; `train` is the loop."""
 
     def __init__(self, cfg: Config, run: Runtime):
-        self.cfg, self.run = cfg, run
+        self.cfg, self.run, p = cfg, run, cfg.parallel
+        self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
         self.data, self.val_data = run.together(
             lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
         )
-        self.entropy = unigram_entropy(self.val_data) if cfg.data.tokenizer == "bytes" else None
-        self.mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep)
+        self.entropy = run.together(lambda: unigram_entropy(self.val_data) if cfg.data.tokenizer == "bytes" else None)
         self.model = build_model(cfg, self.mesh, run.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
         init_state(self.optimizer)
+        self.optimizer.keeps_fresh = True  # here nobody else writes weights but Ema, which says so
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
         self.guard = SkipGuard(cfg.optim.max_skips)
         self.graphs = runtime.Graphs()
@@ -93,6 +96,7 @@ class Trainer:
         if cfg.eval_only:
             return self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
+        unread = None  # what `log` takes, of a step whose numbers are on their way to the host
         with data, runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps)):
                 batch = next(data)
@@ -100,23 +104,31 @@ class Trainer:
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
                 loss = self.forward_backward(batch, totals)
-                norm = clip_grad_norm_(model.parameters(), cfg.optim.clip or float("inf"))
+                norm = clip_grad_norm_(model.parameters(), inf)
                 run.watch.vote()  # a skipped collective has summed what does not belong together
-                if self.guard.check(finite := all_finite(loss, norm), step, loss.item()):
-                    run.blame(step, self.share.item(), self.data.indices(step, **self.shape()))
-                if finite:
-                    optimizer.step()
-                    if self.ema:
-                        self.ema.update()
+                optimizer.decide(finite := all_finite(loss, norm), norm, cfg.optim.clip)  # to clip, or to skip it
+                optimizer.step()
+                model.update_bias(finite)
+                if self.ema:
+                    self.ema.update(finite)
                 optimizer.zero_grad()
                 self.graphs.passed("train")
                 self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
                 last = stop or self.step == cfg.steps
-                self.log(step, loss, norm, lr, last)
+                save = last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0)
+                validate = last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0)
+                if unread is not None:  # the step before; the GPU has this one to work on meanwhile
+                    self.log(*unread)
+                val_loss = self.validate() if validate else None
+                router = model.balancer.read_log() if validate or self.metrics.due(step) else None
+                unread = step, OnItsWay((loss, norm, finite, self.share, router)), lr, self.tokens, val_loss
+                if save or validate or run.device.type == "cpu":
+                    self.log(*unread)
+                    unread = None
                 if profile:
                     profile.step()
                 self.checkpoints.poll()
-                if last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0):
+                if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
                     self.save()
                 if last:
                     break
@@ -128,7 +140,6 @@ class Trainer:
         model, device = self.model, self.run.device
         model.balancer.start_step()
         loss = self.share = torch.zeros((), device=device)  # this rank's part of it
-        totals = Totals(*(t.to(device) for t in totals))
         for i, micro in enumerate(zip(*batch, strict=True)):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
@@ -141,8 +152,8 @@ class Trainer:
         """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
         targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
         sequences = batch.tokens_ABS.shape[0] * batch.tokens_ABS.shape[1] * self.run.world
-        totals = (max(targets, 1.0), float(sequences * self.cfg.train.seq), float(sequences))
-        return Totals(*(torch.tensor(v) for v in totals)), stops > 0
+        totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
+        return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -150,7 +161,7 @@ class Trainer:
         model, cfg, one = self.model, self.cfg, torch.ones((), device=self.run.device)
         total, targets = torch.zeros((), device=self.run.device), 0
         model.eval()
-        with self.ema.swapped() if self.ema else nullcontext():
+        with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
             for i in range(cfg.train.eval_batches):
                 batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
                 tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
@@ -163,25 +174,14 @@ class Trainer:
         self.graphs.passed("validate")
         return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
 
-    def log(self, step: int, loss: torch.Tensor, norm: torch.Tensor, lr: float, last: bool) -> None:
-        every = self.cfg.train.eval_every
-        val_loss = router = None
-        if last or (every and self.step % every == 0):
-            with self.metrics.paused():
-                val_loss = self.validate()
-        if self.metrics.due(step) or val_loss is not None:
-            router = self.model.balancer.read_log()
-        self.metrics.log(
-            step,
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            tokens=self.tokens,
-            router=router,
-            val_loss=val_loss,
-            skipped=self.guard.total,
-            recompiles=self.graphs.recompiles,
-        )
+    def log(self, step: int, *results: Any) -> None:
+        """Guards and writes down a step, once its numbers are here."""
+        numbers, lr, tokens, val_loss = results
+        loss, norm, finite, share, router = numbers.read()
+        if self.guard.check(bool(finite), step, loss.item()):
+            self.run.blame(step, share.item(), self.data.indices(step, **self.shape()))
+        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles)
+        self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, val_loss=val_loss, **counts)
 
     def save(self) -> None:
         """Everything that the next step depends on; the data's position is the step itself."""
@@ -191,23 +191,23 @@ class Trainer:
         self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
 
     def restore(self) -> None:
-        cfg = self.cfg
-        if path := self.checkpoints.find(cfg.resume):
-            state, rng = self.checkpoints.load(path, self.tensors())
-            self.step, self.tokens = state["step"], state["tokens"]
-            self.guard.load_state_dict(state["guard"])
-            if rng is not None:  # another number of ranks draws other numbers
-                runtime.set_rng_states(rng, self.run.device)
-        elif cfg.init and hf.is_folder(cfg.init):
-            hf.load_hf(cfg.init, self.model.named_parameters(), cfg.model)
-        elif cfg.init:
-            self.checkpoints.load(Path(cfg.init), self.tensors(("model",)), only="model.")
-        self.run.together(lambda: require_finite(self.tensors(("model",))))
+        cfg, run = self.cfg, self.run
+        with run.refusing():
+            if path := self.checkpoints.find(cfg.resume):
+                run.together(lambda: hf.require_same_model(path, cfg.model))
+                state, rng = self.checkpoints.load(path, self.tensors())
+                self.step, self.tokens = state["step"], state["tokens"]
+                self.guard.load_state_dict(state["guard"])
+                if rng is not None:  # another number of ranks draws other numbers
+                    runtime.set_rng_states(rng, run.device)
+            elif cfg.init:
+                hf.load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
+        run.together(lambda: require_finite(self.tensors(("model",))))
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, torch.Tensor]:
         """Name to tensor of what a checkpoint holds."""
         model = dict(self.model.named_parameters())
-        parts = dict(model=model, optim=optimizer_tensors(self.optimizer, model))
+        parts = dict(model=self.model.state_dict(), optim=optimizer_tensors(self.optimizer, model))
         if self.ema:
             parts["ema"] = self.ema.tensors()
         return {f"{part}.{name}": t for part in wanted for name, t in parts.get(part, {}).items()}
@@ -239,9 +239,9 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
     return model
 
 
-def all_finite(*values: torch.Tensor) -> bool:
-    """The step's one host sync. The values are global, so every rank decides alike."""
-    return bool(torch.stack([v.isfinite() for v in values]).all())
+def all_finite(*values: torch.Tensor) -> torch.Tensor:
+    """1 or 0, and no host waits for it. The values are global, so every rank decides alike."""
+    return torch.stack([v.isfinite() for v in values]).all().float()
 
 
 if __name__ == "__main__":

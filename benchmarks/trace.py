@@ -10,47 +10,76 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
 KINDS = [  # the first pattern that a kernel's name matches
-    ("exchange between GPUs", r"nccl|symm|dispatch_put|combine_get"),
-    ("attention", r"flash|fmha|attention|cudnn.*sdpa|cunn_SoftMax"),
-    ("experts", r"up_fwd|down_fwd|moe_|^_?(up|down|dh|dx|dw|combine|rank|hist|scan|route|gather|grouped)\w*"),
-    ("optimizer, norm, EMA", r"multi_tensor|FusedAdam|foreach|lpnorm|norm_"),
-    ("dense matrix products", r"gemm|cutlass|nvjet|sm90_xmma|cublas|splitK"),
-    ("copies", r"Memcpy|Memset|CatArray|split_with_sizes|chunk_cat|copy"),
-    ("compiled glue", r"^triton_"),
+    ("exchange", r"nccl|^(push|pull|meet)_kernel"),
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa|compute_dot_do_o"),
+    ("experts", r"^(specialised|histogram|scan|tabulate|place|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"),
+    ("optimizer, norm", r"adamw_kernel|multi_tensor|FusedAdam|lpnorm"),
+    ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
+    ("loss", r"cross_entropy"),
 ]
+REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies
 
 
 def main(path: str) -> None:
-    opener = gzip.open if path.endswith(".gz") else open
-    with opener(Path(path), "rt") as file:
+    shares, names = read(Path(path))
+    print(summary(shares))
+    print("| kernel | ms | launches |\n|---|---|---|")
+    for name, us, launches in names[:40]:
+        print(f"| `{name[:100]}` | {us / 1e3:.2f} | {launches} |")
+
+
+def summary(shares: dict[str, float]) -> str:
+    """One line a kind: ms, and share of the step."""
+    total = shares["ms"]
+    rows = [f"| {kind} | {ms:.2f} | {ms / total:.1%} |" for kind, ms in shares.items()]
+    return "\n".join(["| traced step | ms | share |", "|---|---|---|", *rows])
+
+
+def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """ms from the first kernel to the last, of it nothing running, only the exchange running, and busy by kind (kernels that run at
+    the same time count each); kernels by time as (name, microseconds, launches)."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         raise SystemExit(f"{path}: no GPU activity in it")
-    first, last = min(e["ts"] for e in kernels), max(e["ts"] + e["dur"] for e in kernels)
-    idle = (last - first) - busy(kernels)
-    kinds, names = Counter(), Counter()
+    ranges = [
+        (kind, e["tid"], e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "gpu_user_annotation"
+        for start, kind in RANGES.items()
+        if e["name"].startswith(start)
+    ]
+
+    def kind(e: dict) -> str:
+        for name, stream, begin, end in ranges:
+            if stream == e["tid"] and begin <= e["ts"] < end:
+                return name
+        return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
+
+    times, launches, kinds = Counter(), Counter(), Counter()
+    others = []
     for e in kernels:
-        kinds[kind(e["name"])] += e["dur"]
-        names[e["name"]] += e["dur"]
-    total = last - first
-    print(f"{total / 1e3:.2f} ms from the first kernel to the last; GPU idle {idle / total:.1%}")
-    print("| kind | ms | share |\n|---|---|---|")
-    for name, us in kinds.most_common():
-        print(f"| {name} | {us / 1e3:.2f} | {us / total:.1%} |")
-    print("| kernel | ms | share | launches |\n|---|---|---|---|")
-    for name, us in names.most_common(25):
-        count = sum(e["name"] == name for e in kernels)
-        print(f"| `{name[:90]}` | {us / 1e3:.2f} | {us / total:.1%} | {count} |")
-
-
-def kind(name: str) -> str:
-    return next((label for label, pattern in KINDS if re.search(pattern, name)), "other")
+        its = kind(e)
+        times[e["name"]] += e["dur"]
+        launches[e["name"]] += 1
+        kinds[its] += e["dur"]
+        if its != "exchange":
+            others.append(e)
+    total = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
+    shares = {"ms": total, "GPU idle": total - busy(kernels), "exchange not hidden": busy(kernels) - busy(others)}
+    shares |= dict(kinds.most_common())
+    return (
+        {name: us / 1e3 for name, us in shares.items()},
+        [(name, us, launches[name]) for name, us in times.most_common()],
+    )
 
 
 def busy(kernels: list[dict]) -> float:
-    """Time in which at least one stream works."""
+    """Microseconds in which at least one stream works."""
     end, total = float("-inf"), 0.0
     for e in sorted(kernels, key=lambda e: e["ts"]):
         stop = e["ts"] + e["dur"]

@@ -1,14 +1,16 @@
 """Times whole training steps: starts train.py as a user would and reads its run folder.
 
     python -m benchmarks.train --gpus 4 --json results.json -- olmoe-1b-7b --parallel.ep 4
-    python -m benchmarks.train --gpus 1 -- olmoe-1b-7b --model.moe.experts 32
+    python -m benchmarks.train --gpus 1 --cold --trace -- olmoe-1b-7b --model.layers 8
 
-Everything behind `--` goes to train.py. The start counts from the launch of torchrun to the first line of
-metrics.jsonl, which is written when the first step has ended on the GPU. Medians leave the warm-up steps out.
+Everything behind `--` goes to train.py. The start counts from the launch of torchrun to the end of the first step on the GPU; with
+--cold it is taken twice, first with empty caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps
+out. With --trace one more step is traced, and where its GPU time went is told below the table.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+
+from benchmarks.trace import read, summary
 
 WARMUP = 10  # steps left out of the medians
 
@@ -26,11 +30,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--timeout", type=float, default=500, help="seconds after which the run is given up")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    parser.add_argument(
+        "--cold", action="store_true", help="start once with empty compile caches before the measured run"
+    )
+    parser.add_argument("--trace", action="store_true", help="trace the step after the measured ones")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
-    words = [w for w in args.train if w != "--"]
+    words, env, cold_s = [w for w in args.train if w != "--"], dict(os.environ), None
     with tempfile.TemporaryDirectory() as out:
-        result = measure(args.gpus, args.steps, words, Path(out), args.timeout)
+        if args.cold:
+            env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
+            cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
+        steps = args.steps + args.trace
+        words += ["--profile", str(args.steps)] if args.trace else []
+        result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
+        if args.trace:
+            result["trace_ms"], _ = read(Path(out, f"run/trace-step{args.steps}-rank0.json.gz"))
     print(table(result))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -38,20 +53,42 @@ def main() -> None:
             file.write(json.dumps(result) + "\n")
 
 
-def measure(gpus: int, steps: int, words: list[str], out: Path, timeout: float) -> dict:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "train.py"]
-    flags = ["--steps", str(steps), "--out", str(out), "--optim.warmup", "0", "--checkpoint.mode", "off"]
-    command = [*launch, *words, *flags, "--resume", "none"]
+def launch(
+    gpus: int, steps: int, words: list[str], out: Path, timeout: float, env: dict[str, str] | None = None
+) -> float:
+    """Trains into `out`; seconds from the launch to the end of the first step."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(gpus),
+        "train.py",
+        *words,
+    ]
+    command += ["--steps", str(steps), "--out", str(out), "--optim.warmup", "0", "--checkpoint.mode", "off"]
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    process = subprocess.Popen([*command, "--resume", "none"], cwd=Path(__file__).parents[1], env=env)
     try:
         start_s = first_line(out / "metrics.jsonl", process, began, timeout)
         if process.wait(max(1.0, timeout - (time.monotonic() - began))):
             raise SystemExit(f"train.py ended with code {process.returncode}")
     finally:
-        process.kill()
+        process.terminate()  # torchrun then ends its workers; killed, it would leave them on the GPUs
+        process.wait()
+    return start_s
+
+
+def measure(
+    gpus: int, steps: int, words: list[str], out: Path, timeout: float, env: dict[str, str] | None = None
+) -> dict:
+    start_s = launch(gpus, steps, words, out, timeout, env)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
+    steady = steady[
+        : -2 if "--profile" in words else None
+    ]  # the last step is traced; starting that delays the one before
     config = json.loads((out / "config.json").read_text())
     return {
         "command": " ".join(["train.py", *words, "--steps", str(steps)]),
@@ -84,9 +121,11 @@ def first_line(path: Path, process: subprocess.Popen, began: float, timeout: flo
 
 def table(r: dict) -> str:
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
-    head = "GPUs | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GiB | start s | loss"
-    row = f"{r['gpus']} | {r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu} | {r['peak_gib']:.1f} | {r['start_s']:.1f}"
-    return f"{r['command']}\n| {head} |\n| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"
+    cold = f"{r['cold_start_s']:.1f}, " if r.get("cold_start_s") else ""
+    head = "GPUs | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GiB | start s (cold, warm) | loss"
+    row = f"{r['gpus']} | {r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu} | {r['peak_gib']:.1f} | {cold}{r['start_s']:.1f}"
+    lines = [r["command"], f"| {head} |", f"| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"]
+    return "\n".join([*lines, summary(r["trace_ms"])] if "trace_ms" in r else lines)
 
 
 if __name__ == "__main__":

@@ -25,30 +25,36 @@ from tmoe.ops import table
 from tmoe.ops.launch import compile_only, device_facts
 from tmoe.ops.table import Config
 
+TUNED = {  # the benchmark's shapes, and others between which the rule finds its way: name: (T, D, F, E, K)
+    **SHAPES,
+    "qwen3-128": (128, 2048, 768, 128, 8), "qwen3-16384": (16384, 2048, 768, 128, 8), "235b-2048": (2048, 4096, 1536, 128, 8),
+    "235b-16384": (16384, 4096, 1536, 128, 8), "gpt-oss-4096": (4096, 2880, 2880, 128, 4), "gpt-oss": (32768, 2880, 2880, 128, 4),
+    "v3-512": (512, 7168, 2048, 64, 8), "v3": (8192, 7168, 2048, 64, 8), "mixtral-64": (64, 4096, 14336, 8, 2),
+    "mixtral-512": (512, 4096, 14336, 8, 2), "mixtral-4096": (4096, 4096, 14336, 8, 2), "small": (32768, 1024, 512, 32, 4),
+    "small-2048": (2048, 1024, 512, 32, 4), "few-experts": (65536, 2048, 1408, 8, 2),
+}  # fmt: skip
 GATHERS = ("up", "dh", "dw_down", "dw_up")
 
 
 def candidates(kernel, rows):
-    """Configurations that fit shared memory without spills (tests/test_ops_compile.py holds the table to that)."""
-    if kernel == "up":
-        cuts = [(128, 256, 64, 1, 8, 4, 1)]
-        pairs = [(128, 256, 64, 4, 3, 6), (128, 256, 64, 4, 4, 3), (128, 256, 64, 2, 3, 3)]
+    """Configurations that fit shared memory without spills (tests/test_ops_kernels.py holds the table to that)."""
+    if kernel in ("up", "dh"):
+        cuts = [(128, 256, 64, 4, 3, 4)]
+        few = [(64, 256, 64, 4, 4, 4)]
     elif kernel in ("down", "dx"):
-        cuts = [(128, 256, 64, 1, 8, 3, 1)]
-        pairs = [(128, 256, 64, 2, 4, 1), (128, 256, 64, 2, 3, 2), (128, 256, 64, 4, 4, 2)]
-    elif kernel == "dh":
-        cuts = [(128, 128, 64, 2, 8, 4, 1)]
-        pairs = [(128, 256, 64, 4, 3, 1)]
+        cuts = [(128, 256, 64, 2, 3, 2), (128, 256, 64, 4, 4, 2), (128, 256, 64, 2, 4, 1)]
+        few = [(64, 256, 64, 4, 5, 2), (64, 128, 128, 2, 4, 2)]
     else:
-        cuts = [(128, 128, 64, 2, 4, 3, 2)]
-        pairs = [(128, 256, 64, 2, 4, 1), (128, 256, 64, 4, 4, 2), (256, 128, 64, 2, 4, 1)]
-    if rows <= 128 and not kernel.startswith("dw"):
-        cuts = [(64, *c[1:4], 4, *c[5:]) for c in cuts if c[1] > 64] + cuts[:2]
+        cuts = [(128, 256, 64, 2, 4, 1), (128, 256, 64, 4, 4, 2), (256, 128, 64, 2, 4, 1)]
+        few = []
+    if rows <= 192:
+        cuts = few + cuts
     gathers = (True, False) if kernel in GATHERS else (False,)
-    plain = [
-        Config(bm, bn, bl, 16, sub, w, s, n, g) for g in gathers for bm, bn, bl, sub, w, s, n in dict.fromkeys(cuts)
+    return [
+        Config(bm, bn, bl, 16, sub, 4 if bm == 64 else 8, stages, 1, gather, outs)
+        for gather in gathers
+        for bm, bn, bl, sub, stages, outs in cuts
     ]
-    return plain + [Config(bm, bn, bl, 16, sub, 8, s, 1, g, o) for g in gathers for bm, bn, bl, sub, s, o in pairs]
 
 
 def compile_one(job):
@@ -65,7 +71,7 @@ def compile_all(arch, names, kernels, jobs):
     """Compile every candidate in parallel; returns those that failed."""
     work = []
     for name in names:
-        T, D, F, E, K = SHAPES[name]
+        T, D, F, E, K = TUNED[name]
         for kernel in kernels:
             work += [(arch, (256, D, F, E, K), kernel, c) for c in candidates(kernel, T * K / E)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -77,8 +83,8 @@ def compile_all(arch, names, kernels, jobs):
 
 def sweep(name, kernels, failed):
     """What was measured at one shape, a record a kernel: its configurations with their ms, best first."""
-    T, _, _, E, K = SHAPES[name]
-    bench = Bench(SHAPES[name], "cuda")
+    T, _, _, E, K = TUNED[name]
+    bench = Bench(TUNED[name], "cuda")
     (gather_ms,) = time_all([lambda: bench.gather(bench.x)])
     records = []
     for kernel in kernels:
@@ -127,7 +133,7 @@ def merge(path, arch):
     shipped = json.loads(table.PATH.read_text())
     entries = {(e["kernel"], e["D"], e["F"], e["rows"]): e for e in shipped.get(arch, [])}
     for name in dict.fromkeys(r["shape"] for r in records):
-        T, D, F, E, K = SHAPES[name]
+        T, D, F, E, K = TUNED[name]
         for kernel, (ms, cfg) in winners([r for r in records if r["shape"] == name]).items():
             rows = T * K // E
             entry = {"kernel": kernel, "D": D, "F": F, "rows": rows, "config": list(cfg), "ms": ms}
@@ -139,7 +145,7 @@ def merge(path, arch):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    p.add_argument("--shapes", nargs="+", default=list(TUNED), choices=list(TUNED))
     p.add_argument("--kernels", nargs="+", default=list(table.KERNELS), choices=list(table.KERNELS))
     p.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at once")
     p.add_argument("--out", type=Path, default=Path("tuned.json"), help="everything measured")

@@ -110,6 +110,8 @@ def test_counts_worked_by_hand():
         ODD,
         dataclasses.replace(ODD, tied=False, qk_norm="head"),
         dataclasses.replace(ODD, qk_norm="none", dense_layers=9),
+        dataclasses.replace(ODD, qkv_bias=True, moe=dataclasses.replace(ODD.moe, bias=True)),
+        dataclasses.replace(ODD, o_bias=True, sinks=True, moe=dataclasses.replace(ODD.moe, router_bias=True)),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),
     ],
@@ -131,6 +133,16 @@ def test_flops_worked_by_hand():
     assert flops_per_token(PILOT, 4096) == 6 * active + causal
 
 
+def test_flops_of_windows():
+    """What tokens see, counted one by one; a token that sees itself alone counts half, as in the formula without windows."""
+    model = dataclasses.replace(ODD, window=10, windowed=(1, 0, 0))
+    seen = [sum(min(i + 1, window) - 0.5 * (i < window) for i in range(64)) / 64 for window in (10, 64)]
+    plain = 6 * count_parameters(model).active_flops
+    assert flops_per_token(model, 64) == pytest.approx(plain + 12 * 6 * 10 * (2 * seen[0] + 3 * seen[1]))
+    wide = dataclasses.replace(model, window=64)
+    assert flops_per_token(wide, 64) == flops_per_token(ODD, 64)
+
+
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])
 def test_peak_of_hopper_modules(name):
     assert peak_flops(name) == 989.4e12
@@ -150,8 +162,8 @@ def test_mfu():
 
 def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
     """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
-    tables = rope_table(model.rope, model.head_dim, x.shape[1], x.device)
-    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *tables)}
+    tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:

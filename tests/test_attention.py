@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tmoe.attend import document_mask
+from tmoe import attend as attend_module
+from tmoe.attend import attend, block_mask, document_mask
 from tmoe.attention import Attention, rope_frequencies, rope_table, rotate
 from tmoe.config import ModelConfig, RopeConfig
 
@@ -21,8 +23,8 @@ def config(**kw) -> ModelConfig:
     return replace(ModelConfig(dim=12, heads=6, kv_heads=2, head_dim=8), **kw)
 
 
-def attention(cfg: ModelConfig) -> Attention:
-    a = Attention(cfg)
+def attention(cfg: ModelConfig, window: int = 0) -> Attention:
+    a = Attention(cfg, window)
     with torch.no_grad():
         for p in a.parameters():
             p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
@@ -51,7 +53,7 @@ def hf_rope(rope: RopeConfig, head_dim: int):
     if rope.scaling == "llama3":
         settings |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.scaling == "yarn":
-        settings |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        settings |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
         settings |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     cfg = LlamaConfig(
         hidden_size=4 * head_dim,
@@ -78,6 +80,11 @@ ROPES = [
     RopeConfig(scaling="yarn", factor=16, original_max_seq=2048, beta_fast=20, beta_slow=3),
     RopeConfig(scaling="yarn", factor=8, original_max_seq=4096, attention_factor=1.3),
     RopeConfig(scaling="yarn", factor=1, original_max_seq=4096),
+    RopeConfig(
+        scaling="yarn", theta=150000.0, factor=32, original_max_seq=4096, max_seq=131072, truncate=False
+    ),  # gpt-oss
+    RopeConfig(scaling="yarn", factor=4, original_max_seq=6, truncate=False),  # a ramp that ends before it begins
+    RopeConfig(scaling="yarn", factor=4, original_max_seq=5),
 ]
 
 
@@ -102,6 +109,7 @@ def test_scalings_do_something():
         replace(base, scaling="llama3", low_freq_factor=2),
         replace(base, scaling="yarn"),
         replace(base, scaling="yarn", beta_fast=16),
+        replace(base, scaling="yarn", truncate=False),
     ]
     seen = {tuple(rope_frequencies(r, 128)[0].tolist()) for r in kinds}
     assert len(seen) == len(kinds)
@@ -159,10 +167,13 @@ def naive(a: Attention, x_BSD, cos, sin, allowed):
     cfg = a.cfg
     H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
     x, qkv, o = x_BSD.double(), a.qkv.weight.double(), a.o.weight.double()
+    bias = torch.zeros(len(qkv)) if a.qkv.bias is None else a.qkv.bias.double()
+    scale = 1 / math.sqrt(C) if cfg.attention_multiplier is None else cfg.attention_multiplier
     out = torch.zeros(*x.shape[:2], H * C, dtype=torch.float64)
 
     def head(b, s, row):
-        return qkv[row * C : (row + 1) * C] @ x[b, s]
+        rows = slice(row * C, (row + 1) * C)
+        return qkv[rows] @ x[b, s] + bias[rows]
 
     def turned(b, s, row):
         v = head(b, s, row)
@@ -175,9 +186,11 @@ def naive(a: Attention, x_BSD, cos, sin, allowed):
             for i in range(x.shape[1]):
                 js = [j for j in range(x.shape[1]) if allowed(b, i, j)]
                 q = turned(b, i, h)
-                scores = torch.stack([q @ turned(b, j, H + g) / math.sqrt(C) for j in js]).softmax(0)
-                out[b, i, h * C : (h + 1) * C] = sum(p * head(b, j, H + G + g) for p, j in zip(scores, js, strict=True))
-    return out @ o.T
+                scores = [q @ turned(b, j, H + g) * scale for j in js]
+                scores = torch.stack(scores + ([] if a.sinks is None else [a.sinks[h].double()])).softmax(0)
+                values = [head(b, j, H + G + g) for j in js]
+                out[b, i, h * C : (h + 1) * C] = sum(p * v for p, v in zip(scores, values, strict=False))
+    return out @ o.T + (0 if a.o.bias is None else a.o.bias.double())
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (3, 1)])
@@ -197,6 +210,32 @@ def test_document_mask_equals_softmax_over_allowed_keys():
     want = naive(a, x, cos, sin, lambda b, i, j: j <= i and bool(documents[b, i] == documents[b, j]))
     got = a(x, cos, sin, document_mask(documents))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "window, changes",
+    [
+        (3, dict(sinks=True, qkv_bias=True, o_bias=True)),  # gpt-oss's blocks in turn
+        (0, dict(sinks=True, heads=4, kv_heads=4, head_dim=10)),
+        (1, dict(attention_multiplier=0.7)),
+        (7, dict(sinks=True, kv_heads=1, attention_multiplier=0.1)),  # as wide as the sequence: none
+    ],
+)
+def test_windows_sinks_biases_and_scale_equal_softmax(window, changes, documents):
+    """Values and the gradient of every parameter."""
+    cfg = config(**changes)
+    a, x = attention(cfg, window), torch.randn(1, 7, 12)
+    ids = torch.tensor([[0, 0, 0, 0, 0, 2, 2]]) if documents else torch.zeros(1, 7)
+    near = window or 7
+    want = naive(a, x, *tables(cfg, 7), lambda b, i, j: i - near < j <= i and bool(ids[b, i] == ids[b, j]))
+    got = a(x, *tables(cfg, 7), document_mask(ids) if documents else None)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    weights, names = torch.randn_like(got), dict(a.named_parameters())
+    found = torch.autograd.grad((got * weights).sum(), names.values())
+    exact = torch.autograd.grad((want * weights).sum(), names.values())
+    for name, g, e in zip(names, found, exact, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_document_mask_by_hand():
@@ -231,6 +270,22 @@ def test_nothing_comes_from_later_tokens():
     y, z = (a(v, *tables(cfg, 9), None) for v in (x, other))
     torch.testing.assert_close(y[:, :5], z[:, :5])
     assert not torch.allclose(y[:, 5:], z[:, 5:])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 8)])
+def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
+    """A GPU's way, here without its kernels: short documents, ids that come again, padding, windows, sinks."""
+    monkeypatch.setattr(attend_module, "_flex_attention", flex_attention)
+    monkeypatch.setattr(attend_module, "_create_block_mask", create_block_mask)
+    ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
+    ids[1, 40:49] = -1
+    q, k, v = (torch.randn(2, S, n, C) for n in (4, 2, 2))
+    sink = torch.randn(4) if sinks else None
+    want = attend(q, k, v, document_mask(ids), None, window, sink)
+    got = attend(q, k, v, block_mask(ids, window, S, CPU), None, window, sink)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 # ---- whole modules of Hugging Face ----

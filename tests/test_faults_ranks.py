@@ -22,26 +22,39 @@ from tmoe.metrics import Metrics
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 
-def stops(rank: int, world: int, argv: list[str]) -> None:
+def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
+    """Stops in step 3, before the forward pass or when backward begins, or in the save that follows it."""
     trainer = start(rank, world, argv)
+    backward, write = torch.Tensor.backward, trainer.checkpoints._write
 
-    def stop(batch):
-        if rank == 1:
+    def stop(*_):
+        if rank == who:
             print("stopped", time.monotonic(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    before_step(trainer, 3, stop)
+    if where == "forward":
+        before_step(trainer, 3, stop)
+    elif where == "backward":
+        torch.Tensor.backward = lambda loss: (trainer.step == 3 and loss.register_hook(stop), backward(loss))[1]
+    else:
+        trainer.checkpoints._write = lambda *args: (stop(), write(*args))[1]
     finish(trainer)
 
 
-def test_25_stopped_rank_is_named(tmp_path):
-    """Its peer ends within the timeout and 2 s, and names rank, step and the collective that it came to last."""
-    ends = launch(2, stops, [*EP2, "--out", str(tmp_path)], timeout=TIMEOUT, waits=1, limit=15)
-    assert ends[1].code is None and ends[0].code == 1, ends[0].said
-    stopped_at = float(ends[1].said.split("stopped ")[1].split()[0])
-    assert ends[0].at - stopped_at < TIMEOUT + 2
-    assert "rank 1 is silent for" in ends[0].said and "last heard of in step 3, " in ends[0].said
-    assert "rank 0 ended in step 3, in or after all_gather" in ends[0].said
+@pytest.mark.parametrize(("world", "who", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")])
+def test_25_stopped_rank_is_named(tmp_path, world, who, where):
+    """Its peers, those in its subgroups too, end within the timeout and 2 s, and name rank, step and the collective it came to last."""
+    flags = [*EP2, "--train.batch", "1", "--checkpoint.every", "4", "--out", str(tmp_path)]
+    ends = launch(world, stops, flags, who, where, timeout=TIMEOUT, waits=world - 1, limit=15)
+    stopped_at = float(ends[who].said.split("stopped ")[1].split()[0])
+    assert ends[who].code is None
+    for rank, end in enumerate(ends):
+        if rank != who:
+            assert end.code == 1 and end.at - stopped_at < TIMEOUT + 2, end.said
+            assert f"rank {who} is silent for" in end.said, end.said
+            assert re.search("last heard of in step [34], in or after all_", end.said), end.said
+            assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
+    assert not list(tmp_path.glob("checkpoints/step-4"))
 
 
 def raises(rank: int, world: int, argv: list[str], where: str) -> None:
@@ -72,9 +85,9 @@ def test_26_one_rank_raises(tmp_path, where):
 
 
 def strays(rank: int, world: int, argv: list[str], how: str) -> None:
-    """In step 3 the ranks part; whoever changes weights in it says so."""
+    """In step 3 the last rank leaves the others' path; whoever changes weights in it says so."""
     trainer = start(rank, world, argv)
-    mine, scalar = rank == 1, torch.ones(())
+    mine, scalar, real = rank == world - 1, torch.ones(()), dist.all_reduce
 
     def part(batch):
         if how == "skipped by one":
@@ -84,36 +97,55 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
             dist.all_reduce(torch.full((), 10.0)) if not mine else None
         elif how == "other operation":
             dist.all_reduce(scalar) if mine else dist.broadcast(scalar, 0)
-        elif how == "other size":
-            dist.all_reduce(torch.ones(4 if mine else 8))
+        elif how == "other reduction":
+            dist.all_reduce(scalar, dist.ReduceOp.MAX if mine else dist.ReduceOp.SUM)
+        elif how == "other type":
+            dist.all_reduce(torch.ones(4, dtype=torch.int32 if mine else torch.float32))
+        elif how.startswith("other size"):
+            dist.all_reduce(torch.ones({"other size": 4, "other size, larger": 16}[how] if mine else 8))
+        elif how == "skipped inside" and mine:  # below whoever has replaced the function: only the group knows
+            dist.all_reduce = lambda *args, **kwargs: setattr(dist, "all_reduce", real)
 
     before_step(trainer, 3, part)
+    if how == "after the last step":
+        validate = trainer.validate
+        trainer.validate = lambda: (None if mine else dist.all_reduce(scalar), validate())[1]
     take = trainer.optimizer.step
     trainer.optimizer.step = lambda: (print(f"weights changed in step {trainer.step}", flush=True), take())
     finish(trainer)
 
 
-# gloo may end a rank on the size before it can say where the calls part: seen once in about ten runs
-OTHER_SIZE = pytest.param(
-    "other size", marks=pytest.mark.xfail(strict=False, reason="the naming races with gloo's own error")
-)
+PARTINGS = ["skipped by one", "skipped by each", "skipped inside"]
+PARTINGS += ["other operation", "other reduction", "other type", "other size", "other size, larger"]
 
 
-@pytest.mark.parametrize("how", ["skipped by one", "skipped by each", "other operation", OTHER_SIZE])
+@pytest.mark.parametrize("how", [*PARTINGS, "after the last step"])
 def test_27_ranks_part(tmp_path, how):
     """No rank changes its weights with what was summed wrongly; all end, naming the call at which they parted."""
     ends = launch(2, strays, [*EP2, "--out", str(tmp_path)], how, timeout=TIMEOUT, limit=15)
     assert all(end.code not in (0, None) for end in ends), ends
+    last = 7 if how == "after the last step" else 2
     for end in ends:
-        assert "weights changed in step 2" in end.said and "weights changed in step 3" not in end.said
+        assert f"weights changed in step {last}" in end.said and f"weights changed in step {last + 1}" not in end.said
     assert_parting_named(ends, how)
 
 
+def test_27_one_of_four_parts(tmp_path):
+    flags = [*EP2, "--train.batch", "1", "--out", str(tmp_path)]
+    ends = launch(4, strays, flags, "other size", timeout=TIMEOUT, limit=15)
+    assert all(end.code not in (0, None) and "weights changed in step 3" not in end.said for end in ends), ends
+    assert_parting_named(ends, "other size")
+
+
 def assert_parting_named(ends: list[End], how: str) -> None:
-    said = [end.said for end in ends if "the ranks' collectives part at number" in end.said]
-    assert said, ends
-    assert len(said) == 2 or how == "other size", "one rank does not know why it ended"
-    assert all("test_faults_ranks.py" in text for text in said)
+    """By every rank that gloo does not abort: it does so to one that gets more bytes than it asked for."""
+    said = [end.said for end in ends if end.code != -signal.SIGABRT]
+    assert len(said) == len(ends) or (said and how.startswith(("other size", "skipped inside"))), ends
+    assert all("the ranks' collectives part at number" in text for text in said), said
+    place = "apply.py" if how == "skipped inside" else "test_faults_ranks.py"
+    assert all(place in text for text in said), said
+    if how == "other size":
+        assert all(f"all_reduce of {n} float32 sum at test_faults" in text for n in (4, 8) for text in said), said
 
 
 # ---- 28: bad input ----

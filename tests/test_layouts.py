@@ -28,10 +28,21 @@ MODEL = ModelConfig(
 )
 
 
-def config(ep: int, balance: str = "sequence", compile: bool = False) -> Config:
+BIASED = replace(  # gpt-oss's parts: biases everywhere, those of the experts on (dp, ep), sinks, windows
+    MODEL,
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    window=5,
+    windowed=(1, 0),
+    moe=replace(MODEL.moe, softmax="after", router_bias=True, bias=True, activation="clamped"),
+)
+
+
+def config(ep: int, balance: str = "sequence", compile: bool = False, model: ModelConfig = MODEL) -> Config:
     return Config(
         compile=compile,
-        model=replace(MODEL, moe=replace(MODEL.moe, balance=balance)),
+        model=replace(model, moe=replace(model.moe, balance=balance)),
         train=TrainConfig(seq=SEQ, dtype="fp32"),
         parallel=ParallelConfig(ep=ep),
         optim=OptimConfig(lr=3e-3, eps=1e-4),
@@ -48,9 +59,17 @@ def learnable(vocab: int, draw: torch.Generator) -> torch.Tensor:
     return tokens
 
 
-def train(rank: int, world: int, ep: int, micro: int, balance: str = "sequence", compile: bool = False):
+def train(
+    rank: int,
+    world: int,
+    ep: int,
+    micro: int,
+    balance: str = "sequence",
+    compile: bool = False,
+    model_cfg: ModelConfig = MODEL,
+):
     """20 steps; (losses, norms, final parameters on rank 0)."""
-    cfg = config(ep, balance, compile)
+    cfg = config(ep, balance, compile, model_cfg)
     mesh = build_mesh(ep=ep)
     with torch.device("meta"):
         model = Transformer(cfg.model)
@@ -112,6 +131,17 @@ def test_layout(gloo, one_process, world, ep, micro):
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (4, 2)])
 def test_layout_global_balance(gloo, one_process, world, ep):
     assert_same(gloo(world, train, ep, 1, "global", timeout=120)[0], one_process["global"])
+
+
+def test_layout_biases(gloo):
+    one = gloo(1, train, 1, 2, "sequence", False, BIASED)[0]
+    assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, timeout=120)[0], one)
+
+
+@pytest.mark.slow
+def test_layout_biases_compiled(gloo):
+    one = gloo(1, train, 1, 1, "sequence", False, BIASED)[0]
+    assert_same(gloo(1, train, 1, 1, "sequence", True, BIASED, timeout=170)[0], one)
 
 
 @pytest.mark.slow

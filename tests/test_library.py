@@ -87,7 +87,7 @@ def test_stand_alone_layer_and_its_losses():
 
 
 def test_presets_and_public_names():
-    assert set(tmoe.presets()) == {"tiny", "moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"}
+    assert {"tiny", "moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"} < set(tmoe.presets())
     for name in ("Transformer", "MoE", "ops", "parallel", "presets"):
         assert hasattr(tmoe, name)
     for name in ("build_mesh", "parallelize", "clip_grad_norm_"):

@@ -282,7 +282,7 @@ def test_dropout_in_training_only():
     torch.testing.assert_close(model.eval()(x), _without_dropout(model)(x))
     first, second = model.train()(x), model(x)
     assert not torch.equal(first, second)
-    kept = model.blocks[0].drop(torch.ones(200, 200))  # half is dropped, half doubled: the mean stays
+    kept = model.blocks[0].branch(torch.ones(200, 200))  # half is dropped, half doubled: the mean stays
     assert set(kept.unique().tolist()) == {0.0, 2.0} and kept.mean().item() == pytest.approx(1, abs=0.03)
 
 
@@ -322,6 +322,12 @@ PUBLISHED = {
     "mixtral-8x7b": (46_702_792_704, 12.9e9),
     "qwen3-30b-a3b": (30_532_122_624, 3.3e9),
     "olmoe-1b-7b": (6_919_161_856, 1.3e9),
+    "qwen2-57b-a14b": (57.4e9, 14.2e9),
+    "granite-3b-a800m": (3.3e9, 0.88e9),
+    "gpt-oss-20b": (20.91e9, 3.61e9 + 201088 * 2880),  # OpenAI leaves the embedding out of what is active
+    "gpt-oss-120b": (116.83e9, 5.13e9 + 201088 * 2880),
+    "deepseek-v2-lite": (15_706_484_224, 2.4e9 + 102400 * 2048),  # and so does DeepSeek
+    "deepseek-v3": (671_026_419_200 - 58 * 256, 37e9),  # 58 choice biases are no parameters here
     "moe-pilot-14b": (14.33e9, 2.65e9),
     "tiny": (3_448_768, 1.24e6),
 }

@@ -7,69 +7,49 @@ import fcntl
 import hashlib
 import io
 import itertools
-import json
 import math
 import os
 import pickle
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import Hostile, assert_same, checkpoints, flip, forge, plain, sharded, whole
-from torch import Tensor
+from steps import (
+    ROOT,
+    Hostile,
+    assert_same,
+    checkpoints,
+    forge,
+    load,
+    plain,
+    refused,
+    run,
+    save,
+    sharded,
+    whole,
+)
+from steps import step as step  # a fixture
 
-from tmoe import layout, offline, rewrite, shards
+from benchmarks.inject import die_at, flip
 from tmoe import manifest as files
+from tmoe import offline, rewrite, shards
 from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
-from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig
+from tmoe.config import ModelConfig, MoEConfig
 from tmoe.layout import Box, lay_out
 from tmoe.manifest import Chunk, TensorEntry
 from tmoe.model import Transformer
-from tmoe.parallel.apply import parallelize, shard_dim
+from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh, local_part
 from tmoe.rewrite import read_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
-ROOT = Path(__file__).parents[1]
-
-
-def run(*words: object) -> None:
-    offline.main([str(word) for word in words])
-
-
-def refused(*words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        run(*words)
-    assert isinstance(end.value.code, str), "a message makes the exit code 1"
-    return end.value.code
-
-
-def save(
-    folder: Path, step: int, tensors: dict[str, Tensor], info: dict | None = None, state: dict | None = None
-) -> Path:
-    store = Checkpoints(folder, keep=0, mode="sync", info=info or {})
-    store.save(step, tensors, state or {"step": step, "tokens": step * 100}, {"cpu": torch.get_rng_state()})
-    return folder / f"step-{step}"
-
-
-def load(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a step but the generator states, as Checkpoints.load gives it."""
-    saved = read_manifest(path).tensors
-    tensors = {
-        name: torch.zeros(entry.shape, dtype=files.dtype_of(entry.dtype))
-        for name, entry in saved.items()
-        if not name.startswith("rng.")
-    }
-    checkpoints(path.parent).load(path, tensors)
-    return tensors
 
 
 # ---- layouts ----
@@ -132,14 +112,6 @@ def test_resharded_files_are_what_that_world_would_have_saved(gloo, tmp_path, wo
     assert contents(tmp_path / "back") == contents(tmp_path / "here/step-7")
 
 
-def test_the_rule_for_experts_is_that_of_training():
-    draw = random.Random(0)
-    for _ in range(200):
-        shapes = [tuple(draw.choice([1, 2, 3, 4, 6, 8, 12]) for _ in range(3)) for _ in range(2)]
-        dp = draw.choice([1, 2, 3, 4])
-        assert layout.shard_dim(shapes, dp) == shard_dim([torch.Size(s) for s in shapes], dp), (shapes, dp)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_boxes_fill_every_tensor_once(seed):
     draw = random.Random(seed)
@@ -153,13 +125,13 @@ def test_boxes_fill_every_tensor_once(seed):
         assert filled.eq(1).all(), name
 
 
-def load_layout(rank, world, path, ep):
+def load_sharded(rank, world, path, ep):
     tensors = sharded(world, ep, seed=0)
     state, rng = checkpoints(path.parent).load(path, tensors)
     return whole(tensors), state, rng
 
 
-def save_layout(rank, world, folder, ep):
+def save_sharded(rank, world, folder, ep):
     torch.manual_seed(rank)
     tensors = sharded(world, ep, seed=5)
     checkpoints(folder).save(5, tensors, {"step": 5, "tokens": 20}, {"cpu": torch.get_rng_state()})
@@ -167,11 +139,11 @@ def save_layout(rank, world, folder, ep):
 
 
 def test_one_to_four_to_two_ranks_is_bit_equal(gloo, tmp_path):
-    expected = gloo(1, save_layout, tmp_path, 1)[0]
+    expected = gloo(1, save_sharded, tmp_path, 1)[0]
     run("reshard", tmp_path / "step-5", tmp_path / "four", "--world", 4, "--ep", 2)
     run("reshard", tmp_path / "four", tmp_path / "two", "--world", 2, "--ep", 2)
     for name, world, ep in [("four", 4, 2), ("two", 2, 2), ("four", 2, 1), ("two", 4, 2)]:
-        results = gloo(world, load_layout, tmp_path / name, ep)
+        results = gloo(world, load_sharded, tmp_path / name, ep)
         for found, state, rng in results:
             assert_same(found, expected)
             assert state == {"step": 5, "tokens": 20} and rng is None
@@ -182,9 +154,9 @@ def test_one_to_four_to_two_ranks_is_bit_equal(gloo, tmp_path):
 
 
 def test_generator_states_stay_with_the_same_world(gloo, tmp_path):
-    gloo(2, save_layout, tmp_path, 1)
+    gloo(2, save_sharded, tmp_path, 1)
     run("reshard", tmp_path / "step-5", tmp_path / "dst", "--world", 2, "--ep", 2)
-    for rank, (_, _, rng) in enumerate(gloo(2, load_layout, tmp_path / "dst", 2)):
+    for rank, (_, _, rng) in enumerate(gloo(2, load_sharded, tmp_path / "dst", 2)):
         torch.manual_seed(rank)
         assert torch.equal(rng["cpu"], torch.get_rng_state())
 
@@ -279,11 +251,6 @@ def test_every_dtype_and_shape_survives(tmp_path):
 
 
 # ---- damage, kills, full disks ----
-
-
-@pytest.fixture
-def step(tmp_path) -> Path:
-    return save(tmp_path, 20, plain(20))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "manifest"])
@@ -388,31 +355,10 @@ def test_short_reads_are_no_end_of_file():
     assert torch.equal(torch.load(window, weights_only=True), tensor)
 
 
-def dies_at(count: int, step: Path, dst: Path) -> bool:
-    """Reshard in a child that is killed at its count-th write, sync, rename, mkdir or unlink; False if it lived to the end."""
-    child = os.fork()
-    if child:
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    done = 0
-
-    def guard(call):
-        def guarded(*args, **kwargs):
-            nonlocal done
-            done += 1
-            if done == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return guarded
-
-    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
-        setattr(os, name, guard(getattr(os, name)))
-    files.HashedFile.write = guard(files.HashedFile.write)
-    os.cpu_count = lambda: 1  # one group after the other, so that counts mean the same in every child
-    try:
-        rewrite.rewrite(offline.plan_reshard(step, 2), dst)
-    finally:
-        os._exit(0)
+def reshard_alone(step: Path, dst: Path) -> None:
+    """One group after the other, so that counts mean the same in every child."""
+    os.cpu_count = lambda: 1
+    rewrite.rewrite(offline.plan_reshard(step, 2), dst)
 
 
 def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
@@ -422,7 +368,7 @@ def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp
     count, published, resumed, stride = 1, [], 0, 3
     while True:
         dst = tmp_path / f"dst{count}"
-        killed = dies_at(count, step, dst)
+        killed = die_at(count, lambda dst=dst: reshard_alone(step, dst))
         published.append(dst.exists())
         if published[-1]:
             assert verify(dst) == []
@@ -445,7 +391,7 @@ def test_what_another_command_left_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 500)
     step, other = save(tmp_path, 1, plain(1)), save(tmp_path, 2, plain(2))
     for count in range(1, 1000, 7):
-        dies_at(count, step, tmp_path / "dst")
+        die_at(count, lambda: reshard_alone(step, tmp_path / "dst"))
         if list((tmp_path / "dst.partial").glob(f"group-*/{files.NAME}")):
             break
     run("reshard", other, tmp_path / "dst", "--world", 2)
@@ -539,189 +485,3 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     growth = {line.split()[0]: int(line.split()[1]) for line in told.splitlines()}
     assert growth.keys() == {"reshard", "average"}
     assert sum(growth.values()) < memory + (16 << 20) < size / 3, growth  # the rest: code paged in, buffers for hashing
-
-
-# ---- averages ----
-
-
-def test_the_average_is_the_mean_in_the_layout_of_the_first(gloo, tmp_path):
-    gloo(2, save_layout, tmp_path / "a", 2)
-    gloo(4, save_layout, tmp_path / "b", 1)
-    first = load(tmp_path / "a/step-5")
-    run("reshard", tmp_path / "a/step-5", tmp_path / "one", "--world", 1)
-    others = [{n: torch.randn(t.shape).to(t.dtype) for n, t in first.items()} for _ in range(2)]
-    steps = [tmp_path / "a/step-5", *(save(tmp_path, 8 + i, tensors) for i, tensors in enumerate(others))]
-    run("average", *steps, tmp_path / "mean")
-    expected = {
-        n: ((t.double() + others[0][n].double() + others[1][n].double()) / 3).float().to(t.dtype)
-        for n, t in first.items()
-        if n.startswith("model.")
-    }
-    assert_same(load(tmp_path / "mean"), expected)
-    mean, source = read_manifest(tmp_path / "mean"), read_manifest(steps[0])
-    assert (mean.step, mean.tokens, mean.world) == (9, 900, 2)
-    for name, entry in mean.tensors.items():
-        assert [(c.offset, c.shape) for c in entry.chunks] == [(c.offset, c.shape) for c in source.tensors[name].chunks]
-    run("average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same")  # other layout, equal weights
-    assert_same(load(tmp_path / "same"), {n: t for n, t in first.items() if n.startswith("model.")})
-
-
-def test_the_mean_of_large_and_small_is_exact(tmp_path):
-    values = [2.0**24, 1.0, 1.0, -(2.0**24)]  # fp32 sums give 0 or 2 by order
-    steps = [save(tmp_path, i, {"model.w": torch.full((3,), v)}) for i, v in enumerate(values)]
-    run("average", *steps, tmp_path / "mean")
-    assert load(tmp_path / "mean")["model.w"].tolist() == [0.5] * 3
-
-
-def test_the_mean_of_other_types(tmp_path):
-    g = torch.Generator().manual_seed(2)
-    a, b = (
-        {f"model.{t}": torch.randn(99, generator=g).to(t) for t in (torch.float64, torch.float8_e4m3fn, torch.half)}
-        for _ in "ab"
-    )
-    run("average", save(tmp_path, 1, a), save(tmp_path, 2, b), tmp_path / "mean")
-    expected = {n: ((a[n].double() + b[n].double()) / 2) for n in a}
-    expected = {n: t if a[n].dtype == t.dtype else t.float().to(a[n].dtype) for n, t in expected.items()}
-    assert_same(load(tmp_path / "mean"), expected)
-
-
-def test_a_step_given_twice_counts_twice_also_when_resumed(tmp_path):
-    steps = [save(tmp_path, i, {"model.w": torch.full((3,), float(i))}) for i in (0, 3)]
-    keys = {offline.plan_average(given).key for given in (steps, [*steps, steps[1]], steps[::-1], [*steps, steps[0]])}
-    assert len(keys) == 4
-    run("average", steps[0], steps[1], steps[1], tmp_path / "mean")
-    assert load(tmp_path / "mean")["model.w"].tolist() == [2.0] * 3
-
-
-def test_the_moving_average_becomes_the_weights(tmp_path):
-    g = torch.Generator().manual_seed(3)
-    weights = {f"model.{n}": torch.randn(6, 2, generator=g) for n in "ab"}
-    averages = {f"ema.{n}": torch.randn(6, 2, generator=g) for n in "ab"}
-    half = {n: t.bfloat16() for n, t in weights.items()}
-    step = save(tmp_path, 1, weights | averages | {"optim.step.a": torch.tensor(1.0)})
-    run("average", step, tmp_path / "ema", "--ema")
-    assert_same(load(tmp_path / "ema"), {f"model.{n[4:]}": t for n, t in averages.items()})
-    run("average", save(tmp_path, 2, half | averages), tmp_path / "half", "--ema")
-    assert_same(load(tmp_path / "half"), {f"model.{n[4:]}": t.bfloat16() for n, t in averages.items()})
-    assert "holds no ema.*" in refused("average", save(tmp_path, 3, weights), tmp_path / "x", "--ema")
-    partial = save(tmp_path, 4, weights | {"ema.a": averages["ema.a"]})
-    assert "ema.b: not in" in refused("average", partial, tmp_path / "x", "--ema")
-
-
-def test_every_difference_is_listed(tmp_path):
-    def settings(top_k):
-        return dict(config=asdict(Config(optim=OptimConfig(), model=ModelConfig(moe=MoEConfig(top_k=top_k)))))
-
-    first = {
-        "model.a": torch.zeros(4),
-        "model.b": torch.zeros(2, 2),
-        "model.c": torch.zeros(3),
-        "model.i": torch.ones(2).int(),
-    }
-    second = {"model.a": torch.zeros(5), "model.b": torch.zeros(2, 2).bfloat16(), "model.d": torch.zeros(1)}
-    steps = [
-        save(tmp_path, 1, first | {"optim.x": torch.zeros(1)}, settings(2)),
-        save(tmp_path, 2, second | {"model.i": torch.ones(2).int()}, settings(1)),
-    ]
-    message = refused("average", *steps, tmp_path / "mean")
-    for line in (
-        "6 differences",
-        f"model.a: shape (4,) in {steps[0]}, (5,) in {steps[1]}",
-        f"model.b: float32 in {steps[0]}, bfloat16 in {steps[1]}",
-        f"model.c: not in {steps[1]}",
-        f"model.d: not in {steps[0]}",
-        "model.i: int32 has no mean",
-        "model.moe: {",
-    ):
-        assert line in message, message
-    assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2"}
-
-
-# ---- looking ----
-
-
-def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tmoe.inspection.BLOCK", 7)
-    g = torch.Generator().manual_seed(1)
-    w = torch.randn(4, 5, 6, generator=g) * 3 + 10
-    w[1, 2, 3], w[3] = math.nan, math.inf
-    step = save(
-        tmp_path,
-        1,
-        {"model.moe.experts.w": w, "model.none": torch.zeros(0, 3), "model.f8": torch.ones(3).to(torch.float8_e4m3fn)},
-    )
-    run("reshard", step, tmp_path / "dst", "--world", 4, "--ep", 2)
-
-    def told(tensor):
-        run("inspect", tmp_path / "dst", "--tensor", tensor, "--json")
-        return json.loads(capsys.readouterr().out)
-
-    capsys.readouterr()
-    found = told("model.moe.experts.w")
-    for part, values in [(found, w), *zip(found["experts"], w, strict=True)]:
-        finite = values[values.isfinite()].double().numpy()
-        assert (part["finite"], part["non_finite"]) == (finite.size, values.numel() - finite.size)
-        if finite.size:
-            expected = [finite.min(), finite.max(), finite.mean(), finite.std(), np.linalg.norm(finite)]
-            assert np.allclose([part[k] for k in ("min", "max", "mean", "std", "norm")], expected, rtol=1e-12, atol=0)
-    assert found["experts"][3]["mean"] is None
-    assert told("model.none")["finite"] == 0 and told("model.f8")["mean"] == 1.0
-    assert "nearest: model.moe.experts.w" in refused("inspect", step, "--tensor", "model.moe.expert.w")
-    run("inspect", step, "--tensor", "model.moe.experts.w")
-    assert "expert 3" in capsys.readouterr().out
-
-
-def test_inspect_shows_the_run_and_folds_equal_blocks(tmp_path, capsys):
-    tensors = {f"model.blocks.{i}.w": torch.zeros(4, 2 + (i == 2)) for i in range(12)}
-    tensors["model.[red]x\x1b[31m"] = torch.zeros(3)
-    step = save(tmp_path, 1, tensors, dict(config=asdict(Config()), versions={"torch": "2"}), dict(step=1, tokens=5))
-    run("inspect", step)
-    out = capsys.readouterr().out
-    for text in (
-        "0-1.w  [4, 2] float32  32 bytes each, 2 times",
-        "2.w  [4, 3]",
-        "3-11.w",
-        "9 times",
-        "tokens",
-        "top_k=2",
-        "[red]x",
-    ):
-        assert text in out, out
-    assert "\x1b[31m" not in out
-    run("inspect", step, "--json")
-    told = json.loads(capsys.readouterr().out)
-    assert told["step"] == 1 and told["info"]["versions"] == {"torch": "2"} and told["world"] == 1
-    assert told["tensors"]["model.blocks.2.w"]["shape"] == [4, 3] and told["tensors"]["model.blocks.2.w"]["bytes"] == 48
-
-
-def test_verify_names_every_problem_of_every_step(tmp_path, capsys):
-    steps = [save(tmp_path, i, plain(i)) for i in range(4)]
-    run("verify", tmp_path)
-    assert capsys.readouterr().out.count("whole ") == 4
-    flip(steps[1] / "__0_0.distcp", 500)
-    os.truncate(steps[1] / ".metadata", 3)
-    (steps[2] / files.NAME).unlink()
-    assert "2 of 4 steps damaged" in refused("verify", tmp_path)
-    out = capsys.readouterr().out
-    for text in (
-        "step-1/__0_0.distcp: damaged: SHA-256",
-        "step-1/.metadata: damaged: 3 bytes",
-        "step-2/manifest.json: missing",
-    ):
-        assert text in out, out
-    assert out.count("whole ") == 2
-    assert "1 of 1" in refused("verify", tmp_path / "nothing")
-
-
-def test_the_command_line(step):
-    def tool(*words):
-        command = [sys.executable, "-m", "tmoe.checkpoint", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr.strip().splitlines()
-
-    assert tool("verify", step) == (0, f"whole    {step}\n", [])
-    code, _, errors = tool("reshard", step, step / "x", "--world", 4, "--ep", 3)
-    assert code == 1 and errors == ["error: --world=4 --ep=3: both at least 1, and ep must divide the world"]
-    with pytest.raises(SystemExit) as end:
-        run("reshard", step)
-    assert end.value.code == 2

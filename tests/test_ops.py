@@ -64,6 +64,58 @@ def test_weights_in_the_dtype_of_x_and_one_expert_twice():
     assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.bfloat16])
 
 
+ROUTINGS = {  # T, E, K -> ids
+    "all on one": lambda T, E, K: torch.full((T, K), E - 1),
+    "empty experts": lambda T, E, K: torch.randint(0, E, (T, K)) // 2 * 2,
+    "one expert K times": lambda T, E, K: torch.randint(0, E, (T, 1)).expand(T, K),
+    "every expert": lambda T, E, K: torch.rand(T, E).argsort(1)[:, :K],
+}
+
+
+@pytest.mark.parametrize("shape", [(127, 20, 12, 4, 4), (128, 8, 72, 6, 2), (129, 200, 24, 3, 3)], ids=str)
+@pytest.mark.parametrize("mode", ROUTINGS)
+def test_routings(mode, shape):
+    T, _, _, E, K = shape
+    args = (*layer(*shape)[:4], ROUTINGS[mode](T, E, K))
+    assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.float32])
+
+
+def strided(t):
+    """The same numbers, every other element of a larger tensor in another order of dimensions."""
+    wide = torch.empty(*(2 * n for n in reversed(t.shape)), dtype=t.dtype).permute(*reversed(range(t.dim())))
+    return wide[tuple(slice(None, None, 2) for _ in t.shape)].copy_(t)
+
+
+def test_strides_of_arguments_and_of_dy_do_not_matter():
+    args = layer(37, 24, 16, 5, 3)
+    scattered = [strided(t) for t in args]
+    assert not any(t.is_contiguous() for t in scattered)
+    assert all(torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True))
+    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 5, 12], dtype=torch.int32)
+    scattered = strided(a), strided(b), ends
+    assert_near(run(ops.grouped_mm, scattered), run(reference.grouped_mm, (a, b, ends), torch.float64), 3e-6)
+    for op, inputs in (
+        (ops.moe_mlp, args),
+        (ops.grouped_mm, (a, b, ends)),
+    ):  # the gradient of a sum has no strides at all
+        x = inputs[0].clone().requires_grad_()
+        (got,) = torch.autograd.grad(op(x, *inputs[1:]).sum(), x)
+        y = op(x, *inputs[1:])
+        assert torch.equal(got, *torch.autograd.grad(y, x, torch.ones_like(y)))
+
+
+def test_duplicate_scores():
+    """Equal logits: K different experts, and what the layer makes of them is by the definition."""
+    logits = torch.randint(0, 2, (50, 8)).float()
+    logits[0] = float("-inf")
+    logits[0, 3] = 0
+    weights, ids = ops.softmax_topk(logits, 4, False)
+    assert all(row.unique().numel() == 4 for row in ids) and (ids >= 0).all() and (ids < 8).all()
+    assert torch.equal(weights, logits.softmax(-1).gather(1, ids.long()))
+    args = (*layer(50, 16, 8, 8, 4)[:3], weights, ids)
+    assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.float32])
+
+
 def test_a_slot_that_is_not_here_adds_nothing_whatever_its_weight():
     x, gate_up, down, weights, ids = layer(20, 16, 8, 4, 3)
     weights[ids < 0] = float("nan")
@@ -76,13 +128,21 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *a: ops.moe_mlp(*a, args[4]), [t.requires_grad_() for t in args[:4]])
 
 
+def opcheck(op, *args, **kwargs):
+    torch.library.opcheck(getattr(torch.ops.tmoe, op).default, args, **kwargs)
+
+
 def test_opcheck():
-    args = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
-    torch.library.opcheck(
-        torch.ops.tmoe.moe_mlp.default, (*[t.requires_grad_() for t in args[:4]], args[4], None, "swiglu", 74, True)
-    )
+    *leaves, ids = layer(37, 16, 8, 4, 2, absent=0)  # with absent slots the end of H is not written
+    how = None, "swiglu", 74
+    opcheck("moe_mlp", *[t.requires_grad_() for t in leaves], ids, *how, True)
+    with torch.no_grad():
+        _, h, packed = torch.ops.tmoe.moe_mlp(*leaves, ids, *how, True)
+        opcheck("moe_mlp_backward", torch.randn(37, 16), *(t.detach() for t in leaves), h, packed, *how)
     a, b = torch.randn(20, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
-    torch.library.opcheck(torch.ops.tmoe.grouped_mm.default, (a, b, torch.tensor([5, 5, 17], dtype=torch.int32)))
+    ends = torch.tensor([5, 5, 17], dtype=torch.int32)
+    opcheck("grouped_mm", a, b, ends)
+    opcheck("grouped_mm_backward", torch.randn(20, 4), a.detach(), b.detach(), ends)
 
 
 @torch.library.custom_op("tmoe_test::first_rows", mutates_args=())
@@ -121,12 +181,14 @@ def test_compiled_equals_eager(how):
 
 
 def test_routing_does_not_recompile():
+    """Neither forward nor backward, whatever is empty, and both equal eager bit for bit."""
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     fn = torch.compile(ops.moe_mlp, backend=counter, fullgraph=True)
-    x, gate_up, down, weights, ids = layer(16, 8, 8, 4, 2)
-    for seed in range(5):
-        fn(x, gate_up, down, weights, torch.randint(-1, 4 - seed % 3, ids.shape))
+    x, gate_up, down, weights, _ = layer(16, 8, 8, 4, 2)
+    for low, high in [(-1, 4), (0, 4), (2, 3), (-1, 0), (-1, 2)]:
+        args = x, gate_up, down, weights, torch.randint(low, high, (16, 2))
+        assert all(torch.equal(a, b) for a, b in zip(run(fn, args), run(ops.moe_mlp, args), strict=True))
     assert counter.frame_count == 1
 
 

@@ -180,6 +180,8 @@ def main():
     poison()
     torch.manual_seed(0)
     check_metadata(routing)
+    routing.FEW = 0  # three launches instead of the one for few slots
+    check_metadata(routing)
     for T, E, K in [(70, 8, 2), (33, 60, 7), (5, 1, 1), (9, 16, 16)]:
         for renormalize in (True, False):
             check_topk(topk, T, E, K, renormalize)

@@ -1,43 +1,95 @@
-"""Eight processes starting at once on an empty or half-written cache compile each kernel once, and none hangs.
+"""Eight processes starting at once on an empty or half-written cache compile each kernel once, and none waits in a collective.
+
+As a test it starts itself in a process of its own, which forks eight ranks: python tests/test_ops_warmup.py
 
 next: test_ops_gpu.py
 """
 
+import datetime
+import json
+import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from tmoe.warmup import warm
+from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "tmoe.warmup", "tiny", "--arch", "cuda:90", "--processes"]
+RANKS = 8
 
 
-def start(cache, processes=1, **options):
+def rank(index, folder):
+    """What train.py does first: compile, and only then meet the others. Returns (compiled, needed, when done, compiled again)."""
+    cfgs = [presets()["tiny"]]
+    compiled, needed = warm(cfgs, "cuda:90", 1)
+    done = time.time()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), rank=index, world_size=RANKS)
+    dist.barrier()
+    dist.destroy_process_group()
+    return compiled, needed, done, warm(cfgs, "cuda:90", 1)[0]
+
+
+def main():
+    folder = os.environ["TRITON_CACHE_DIR"]
+    with multiprocessing.get_context("fork").Pool(RANKS) as pool:
+        print(json.dumps(pool.starmap(rank, [(i, folder) for i in range(RANKS)], chunksize=1)))
+
+
+def start(command, cache):
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*COMMAND, str(processes)], env=env, stdout=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
-def counts(process):
-    out, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, out
-    return tuple(map(int, re.search(r"compiled (\d+) of (\d+)", out).groups()))
+def whole(cache):
+    """The kernels that triton finds: it writes this file last."""
+    return list(cache.glob("*/__grp__*.json"))
+
+
+def half_written(cache):
+    """Kernels of which some stages are there and the last is not."""
+    return {f.parent for f in cache.glob("*/*.t*ir")} - {f.parent for f in whole(cache)}
+
+
+def assert_ranks_share_the_work(cache):
+    found = len(whole(cache))
+    ranks = start([__file__], cache)
+    out, _ = ranks.communicate(timeout=150)
+    assert ranks.returncode == 0, out
+    compiled, needed, done, again = zip(*json.loads(out.splitlines()[-1]), strict=True)
+    assert len(set(needed)) == 1 and needed[0] == len(whole(cache)) > 10
+    assert sum(compiled) == needed[0] - found, (compiled, found)
+    assert sum(n > 0 for n in compiled) > 1, compiled  # in parallel
+    # whoever leaves for the first collective leaves after the last kernel: nobody has to wait for a compiler there
+    assert min(done) >= max(f.stat().st_mtime for f in whole(cache))
+    assert not half_written(cache) and set(again) == {0}
 
 
 @pytest.mark.slow
-def test_eight_processes_compile_each_kernel_once(tmp_path):
-    # one process is killed in the middle of its work: it leaves locks, temporary files and part of a cache
-    victim = start(tmp_path, start_new_session=True)
-    while not list(tmp_path.glob("*/__grp__*.json")):
+def test_eight_ranks_on_an_empty_cache(tmp_path):
+    assert_ranks_share_the_work(tmp_path)
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_what_a_killed_compilation_left(tmp_path):
+    """Killed in the middle of a kernel: locks, temporary files and part of a cache stay."""
+    victim = start(["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90", "--processes", "2"], tmp_path)
+    while not (whole(tmp_path) and half_written(tmp_path)):
         assert victim.poll() is None
     os.killpg(victim.pid, signal.SIGKILL)
     victim.communicate()
-    left = len(list(tmp_path.glob("*/__grp__*.json")))  # triton writes this file last: these kernels are whole
-    results = [counts(p) for p in [start(tmp_path) for _ in range(4)] + [start(tmp_path, 4)]]
-    needed = results[0][1]
-    assert {n for _, n in results} == {needed} and needed > 5
-    assert sum(n for n, _ in results) == needed - left, (left, results)
-    assert counts(start(tmp_path)) == (0, needed)
+    assert half_written(tmp_path) and whole(tmp_path)
+    assert_ranks_share_the_work(tmp_path)
+
+
+if __name__ == "__main__":
+    main()

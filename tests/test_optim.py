@@ -72,11 +72,12 @@ def assert_same_bits(a, b):
 
 
 def test_only_matrices_decay_and_frozen_parameters_stay_out():
-    params = parameters(1)
+    params = parameters(1) | {"experts.gate_up_bias": nn.Parameter(torch.ones(8, 6))}
     groups = parameter_groups(params.items(), 0.3)
     names = {id(p): name for name, p in params.items()}
     decay = {frozenset(names[id(p)] for p in g["params"]): g["weight_decay"] for g in groups}
-    assert decay == {frozenset({"embedding", "router", "gate_up"}): 0.3, frozenset({"router_bias", "norm"}): 0.0}
+    still = {"router_bias", "norm", "experts.gate_up_bias"}
+    assert decay == {frozenset({"embedding", "router", "gate_up"}): 0.3, frozenset(still): 0.0}
 
 
 def train(rank, world, steps):

@@ -267,7 +267,9 @@ def test_help_documents_every_field(capsys):
         assert flag in flags
 
 
-@pytest.mark.parametrize("preset", ["moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "tiny"])
+@pytest.mark.parametrize(
+    "preset", ["moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b", "deepseek-v3", "tiny"]
+)
 def test_dry_run_needs_no_processes(preset):
     command = [sys.executable, "train.py", preset, "--dry-run", "--world", "8", "--parallel.ep", "4"]
     done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=120)

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from tmoe.config import Config, ModelConfig, require
-from tmoe.loss import CHUNK_LOGITS
+from tmoe.loss import chunk_rows
 
 Shape = tuple[int, ...]
 
@@ -32,8 +32,24 @@ class Counts(NamedTuple):
 
 def attention_shapes(model: ModelConfig) -> list[Shape]:
     D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
+    if model.attention == "mla":
+        mla, queries = model.mla, H * qk_width(model)
+        shapes: list[Shape] = [(mla.kv_rank,), (H * (mla.nope_dim + mla.v_dim), mla.kv_rank), (D, H * mla.v_dim)]
+        shapes += [((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D)]
+        return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
     norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]
-    return [((H + 2 * G) * C, D), (D, H * C), *norms]
+    biases = [((H + 2 * G) * C,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
+    return [((H + 2 * G) * C, D), (D, H * C), *norms, *biases]
+
+
+def qk_width(model: ModelConfig) -> int:
+    """Channels of a query and key head."""
+    return model.mla.nope_dim + model.mla.rope_dim if model.attention == "mla" else model.head_dim
+
+
+def v_width(model: ModelConfig) -> int:
+    """Channels of a value head."""
+    return model.mla.v_dim if model.attention == "mla" else model.head_dim
 
 
 def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
@@ -43,11 +59,14 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
     dense.append((moe.experts, D))
+    if moe.router_bias:
+        dense.append((moe.experts,))
     if moe.shared_dim:
         dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
     if moe.shared_gate:
         dense.append((1, D))
-    return dense, [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim)]
+    biases = [(moe.experts, 2 * moe.ffn_dim), (moe.experts, D)] * moe.bias
+    return dense, [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim), *biases]
 
 
 def root_shapes(model: ModelConfig) -> list[Shape]:
@@ -72,15 +91,19 @@ def count_parameters(model: ModelConfig) -> Counts:
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> float:
-    """FLOPs of forward and backward for one token of a sequence of `seq`: 6*active_flops + 6*layers*H*C*S.
+    """FLOPs of forward and backward for one token of a sequence of `seq`: 6*active_flops + 6*layers*H*C*S without windows.
 
     A parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the backward (the
     gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1). Attention has no parameters: q.k and
     the sum over v are 2*C FLOPs a head and visible position each, so 4*H*C*S over a whole sequence; a causal token sees
-    S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. Recomputation
+    S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. A window of W < S lets it see
+    W - W^2/(2S): the first W tokens W/2, the others W. Latent attention's C is the mean of its query and value widths. Recomputation
     (flash attention's backward, activation checkpointing) is not counted, and document borders do not lower the count.
     """
-    return 6.0 * count_parameters(model).active_flops + 6.0 * model.layers * model.heads * model.head_dim * seq
+    windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
+    visible = sum(W - W * W / (2 * seq) for W in windows)
+    widths = qk_width(model) + v_width(model)
+    return 6.0 * count_parameters(model).active_flops + 6.0 * model.heads * widths * visible
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -104,8 +127,11 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
 def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     """Bytes that the fullest rank of a (dp, ep) mesh holds, by purpose. `peak_bytes` adds them up.
 
-    parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, ema is 0 where no average is kept.
-    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type.
+    parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, 0 with optim.offload, ema is 0 where no average is
+    kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of 1) stay in the
+    compute type, unless micro-batches add up.
+    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type; of what a rank holds whole,
+    the working copies of all blocks.
     accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
     activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
     working: temporaries of the backward, in the loss or in a block, whichever is more.
@@ -120,15 +146,24 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     root = root_shapes(model)
     own = sharded(root, dp * ep) + sum(sharded(dense, dp * ep) + expert_shard(e, dp, ep) for dense, e in blocks)
     whole = [numel(dense) + numel(experts) // ep for dense, experts in blocks]
+    held = (
+        own if dp * ep == 1 else sum(numel(experts) // ep for _, experts in blocks) if dp == 1 else 0
+    )  # whole, by this rank
+    passing = [
+        numel(dense) + (numel(experts) // ep if dp > 1 else 0) for dense, experts in blocks
+    ]  # through FSDP2's hands
+    gathered = 0 if dp * ep == 1 else numel(root) + min(2, model.layers) * max(passing)
+    width = compute_bytes(cfg)
     layers = [layer_bytes(cfg, ep, layer) for layer in range(model.layers)]
+    kept = sum(layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers))
     return {
         "parameters": FP32 * own,
-        "gradients": FP32 * own,
-        "moments": 2 * FP32 * own,
+        "gradients": FP32 * (own - held) + (width if cfg.train.accumulate == 1 else FP32) * held,
+        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
         "ema": FP32 * own if cfg.optim.ema else 0,
-        "gathered": compute_bytes(cfg) * (numel(root) + min(2, model.layers) * max(whole)),
+        "gathered": width * (gathered + (held if width < FP32 else 0)),
         "accumulated": FP32 * (numel(root) + sum(whole)) if cfg.train.accumulate > 1 else 0,
-        "activations": sum(layers) + mask_bytes(cfg),
+        "activations": kept + mask_bytes(cfg),
         "working": max(loss_bytes(cfg), backward_bytes(cfg, max(whole), max(layers))),
     }
 
@@ -155,11 +190,11 @@ def sharded(shapes: list[Shape], ranks: int) -> int:
 def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
     """Elements on the fullest rank: L = E/ep experts, cut over dp by expert if that comes out even, else by row."""
     local = [(rows // ep, *rest) for rows, *rest in shapes]
-    return sum(sharded([(L, M, N)] if L % dp == 0 else [(M, L, N)], dp) for L, M, N in local)
+    return sum(sharded([(L, M, *N)] if L % dp == 0 else [(M, L, *N)], dp) for L, M, *N in local)
 
 
-def layer_bytes(cfg: Config, ep: int, layer: int) -> int:
-    """Bytes that autograd keeps of one block: attention, then the feed-forward of its kind.
+def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> int:
+    """Bytes that autograd keeps of one block: attention, then the feed-forward of its kind, each its input alone if it is recomputed.
 
     Of a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of matrix products.
     Within 2% of the saved tensors of such blocks (tests/test_accounting.py); eager blocks keep 1.3 to 2 times as much.
@@ -167,13 +202,34 @@ def layer_bytes(cfg: Config, ep: int, layer: int) -> int:
     model, width, T = cfg.model, compute_bytes(cfg), cfg.train.batch * cfg.train.seq
     D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
     elements = 2 * D  # attention norm: its input (the residual stream) and its output, operand of qkv
-    elements += (H + 2 * G) * C  # q, k, v as one product gives them: v is a view into it, QK-norm reads q and k there
-    elements += (H + G) * C  # q and k after RoPE
-    elements += H * C  # attention's result, operand of the output projection
-    elements += 2 * D  # feed-forward norm: input and output
-    statistics = H + 2  # logsumexp of every head, the root mean square of both norms, in fp32
-    kept = T * (elements * width + statistics * FP32)
-    return kept + (moe_bytes(cfg, ep) if model.is_moe(layer) else 3 * T * model.ffn_dim * width)
+    statistics = H + 1  # logsumexp of every head, the root mean square of the norm, in fp32
+    if model.attention == "mla":
+        elements += latent_elements(cfg)
+        statistics += 1 + (model.mla.q_rank > 0)  # of the latents' norms
+    else:
+        elements += (
+            H + 2 * G
+        ) * C  # q, k, v as one product gives them: v is a view into it, QK-norm reads q and k there
+        elements += (H + G) * C  # q and k after RoPE
+    elements += H * v_width(model)  # attention's result, operand of the output projection
+    attention = T * (elements * width + statistics * FP32)
+    feed_forward = T * (2 * D * width + FP32)  # its norm: input, output and root mean square
+    feed_forward += moe_bytes(cfg, ep) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
+    stream = T * D * width
+    if checkpoint == "block":
+        return stream
+    return (stream if checkpoint == "attention" else attention) + (stream if checkpoint == "moe" else feed_forward)
+
+
+def latent_elements(cfg: Config) -> int:
+    """Elements a token that latent attention keeps between its input and its result."""
+    mla, queries = cfg.model.mla, cfg.model.heads * qk_width(cfg.model)
+    kept = (mla.q_rank or queries) + mla.kv_rank + mla.rope_dim  # one product's output; the latents' norms read it
+    kept += mla.q_rank + mla.kv_rank  # latents after their norms, operands of the next products
+    kept += 2 * queries  # q and k, joined of their parts with and without position
+    if mask_bytes(cfg) or mla.v_dim >= qk_width(cfg.model):
+        return kept + cfg.model.heads * (mla.nope_dim + mla.v_dim)  # the keys' and values' product: v is a view into it
+    return kept + 2 * queries  # v and the result, as wide as q and k (attend pads them)
 
 
 def moe_bytes(cfg: Config, ep: int) -> int:
@@ -204,15 +260,14 @@ def mask_bytes(cfg: Config) -> int:
 
 
 def loss_bytes(cfg: Config) -> int:
-    """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient thrice.
+    """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient in two types.
 
-    Forward: logits in fp32, logits and their gradient in the compute type; the head's gradient in fp32, its addend in
-    the compute type. Backward: that gradient, scaled, and in the compute type. Always: hidden states before and after
-    the final norm, and their gradient.
+    Forward: logits, which become their gradient; the head's gradient in fp32. Backward: that gradient, and scaled in the compute
+    type. Always: hidden states before and after the final norm, and their gradient.
     """
-    T, table, width = cfg.train.batch * cfg.train.seq, cfg.model.vocab * cfg.model.dim, compute_bytes(cfg)
-    chunk = min(CHUNK_LOGITS, T * cfg.model.vocab) * (FP32 + 2 * width)
-    head = FP32 * table + max(chunk + width * table, (FP32 + width) * table)
+    T, V, width = cfg.train.batch * cfg.train.seq, cfg.model.vocab, compute_bytes(cfg)
+    table = V * cfg.model.dim
+    head = FP32 * table + width * max(min(chunk_rows(V, gpu=True), T) * V, table)
     return 3 * T * cfg.model.dim * width + head
 
 

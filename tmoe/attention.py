@@ -33,13 +33,22 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     def pair_at(rotations: float) -> float:  # the (fractional) pair that turns this often over the trained range
         return head_dim * math.log(rope.original_max_seq / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_at(rope.beta_fast)), 0)
-    high = min(math.ceil(pair_at(rope.beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    low, high = pair_at(rope.beta_fast), pair_at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     factor = rope.attention_factor
+    if factor is None and rope.mscale and rope.mscale_all_dim:
+        factor = yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
     if factor is None:
-        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        factor = yarn_scale(rope.factor)
     return freq * (1 - ramp) + freq / rope.factor * ramp, factor
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature for ranges stretched `factor` times: 0.1 mscale ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @functools.lru_cache(maxsize=8)
@@ -60,14 +69,18 @@ def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v over earlier tokens; G key/value heads serve H query heads (Ainslie et al. 2023)."""
+    """softmax(q k^T / sqrt(C)) v over earlier tokens; G key/value heads serve H query heads (Ainslie et al. 2023).
 
-    def __init__(self, cfg: ModelConfig):
+    window: how many tokens one sees, itself among them (0: all before it). `sinks`: see attend.
+    """
+
+    def __init__(self, cfg: ModelConfig, window: int = 0):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.window = cfg, window
         H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
-        self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, bias=False)  # rows: queries, keys, values; one product
-        self.o = nn.Linear(H * C, cfg.dim, bias=False)
+        self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, cfg.qkv_bias)  # rows: queries, keys, values; one product
+        self.o = nn.Linear(H * C, cfg.dim, cfg.o_bias)
+        self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks else None
         if cfg.qk_norm != "none":
             self.q_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else H * C, cfg.norm_eps)
             self.k_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else G * C, cfg.norm_eps)
@@ -82,5 +95,5 @@ class Attention(nn.Module):
         if cfg.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC)
-        y = attend(q, k, v, mask)
+        y = attend(q, k, v, mask, cfg.attention_multiplier, self.window, self.sinks)
         return self.o(y.flatten(-2))

@@ -7,7 +7,7 @@ checkpointing cannot count a token twice.
 next: parallel/dispatch.py
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.config import MoEConfig
-from tmoe.router import Routing
+from tmoe.router import Router, Routing
 
 
 class Load(NamedTuple):
     """Sums over the tokens (padding left out) of each of B sequences; stacked over Y MoE layers in front by `stack`."""
 
-    probs_BE: Tensor  # sum_t softmax(logits)_te, differentiable
+    probs_BE: Tensor  # sum_t of the scores, divided by their sum over experts, differentiable
     counts_BE: Tensor  # (token, expert) pairs routed, fp32
     tokens_B: Tensor  # fp32
     z_B: Tensor  # sum_t logsumexp(logits_t)^2, differentiable
-    entropy_B: Tensor  # sum_t entropy of softmax(logits_t), nats, no gradient
+    entropy_B: Tensor  # sum_t entropy of those shares, nats, no gradient
 
 
 class Totals(NamedTuple):
@@ -36,10 +36,14 @@ class Totals(NamedTuple):
     sequences: Tensor
 
 
-def measure(routing: Routing, sequences: int, padding_T: Tensor | None) -> Load:
-    """Sums for the losses. T tokens are `sequences` rows of equal length."""
+def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
+    """Sums for the losses. T tokens are `sequences` rows of equal length. score: MoEConfig's; sigmoids are divided by their sum
+    (DeepSeek-V3, 2024, eq. 19) as a softmax of their logarithms, which stays one where they all are nearly 0."""
     logits_TE = routing.logits_TE
-    lse_T = logits_TE.logsumexp(-1)
+    z_T = lse_T = logits_TE.logsumexp(-1)
+    if score == "sigmoid":
+        logits_TE = F.logsigmoid(logits_TE)
+        lse_T = logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
     # a comparison for each of the K choices: one_hot and scatter_add allocate [T, K, E] or add in random order
     experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
@@ -54,7 +58,7 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None) -> Load:
         per_sequence(probs_TE * keep_T[:, None]),
         per_sequence(chosen_TE * keep_T[:, None]),
         per_sequence(keep_T),
-        per_sequence(lse_T.square() * keep_T),
+        per_sequence(z_T.square() * keep_T),
         per_sequence(entropy_T * keep_T),
     )
 
@@ -69,7 +73,8 @@ def alone(t: Tensor) -> Tensor:
 
 
 class Balancer:
-    """Turns the layers' loads into the balancing loss, and remembers counts: of the step, and for the log."""
+    """Turns the layers' loads into the balancing loss or into steps of the routers' choice bias, and remembers counts: of the step,
+    and for the log."""
 
     def __init__(self, cfg: MoEConfig):
         self.cfg = cfg
@@ -80,13 +85,14 @@ class Balancer:
     def start_step(self) -> None:
         """Forget the counts of the step before (the global-batch loss averages over a step's micro-batches)."""
         self.seen_YE: Tensor | None = None
+        self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
         """This rank's share of the balancing and z-loss of one micro-batch, summed over layers: shares add up over
         ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all."""
         cfg = self.cfg
         if totals is None:
-            self.start_step()
+            self.seen_YE = None
             totals = Totals(
                 load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_tensor(load.tokens_B.shape[1])
             )
@@ -111,11 +117,24 @@ class Balancer:
 
     @torch.no_grad()
     def record(self, load: Load) -> None:
-        """Adds a micro-batch to what the next log line shows."""
+        """Adds a micro-batch to what the next log line shows, and to what update_bias sums."""
         tokens_Y = load.tokens_B.sum(1)
         counts_LE = load.counts_BE.sum(1)
+        if self.cfg.choice_bias:
+            self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
         new = RouterLog(counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y)
         self.log = new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
+
+    def update_bias(self, routers: Iterable[Router], taken: Tensor | None = None) -> None:
+        """After an optimizer step (a collective, one for all layers): each router's choice bias follows the loads recorded since
+        the step began. Nothing recorded, no choice bias, or a step that was not taken (0): nothing happens."""
+        if self.routed_YE is None:
+            return
+        if taken is not None:
+            self.routed_YE = self.routed_YE * taken.long()
+        for router, counts_E in zip(routers, self.all_reduce(self.routed_YE), strict=True):
+            router.update_bias(counts_E)
+        self.routed_YE = None
 
     def read_log(self) -> "RouterStats | None":
         """What was recorded since the last call, over all ranks (a collective: every rank calls it, or none)."""

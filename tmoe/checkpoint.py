@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from tmoe import folders
 from tmoe import manifest as files
 from tmoe.manifest import CheckpointError, Manifest, read_manifest, verify
+from tmoe.parallel.mesh import patience
 from tmoe.shards import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 
 __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
@@ -63,7 +64,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int, mode: Literal["sync", "async"], info: dict[str, Any]):
         self.folder, self.keep, self.mode, self.info = Path(folder), keep, mode, info
         # A group of its own: the background thread's collectives must not pair with training's, and votes travel as CPU tensors.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = dist.new_group(backend="gloo", timeout=patience()) if dist.is_initialized() else None
         self._rank = dist.get_rank() if self._group else 0
         self._world = dist.get_world_size() if self._group else 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

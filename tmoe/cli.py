@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tyro
 
 from tmoe.config import Config, ConfigError
-from tmoe.parallel.mesh import mesh_shape
+from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
 
 
@@ -46,6 +46,8 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     elif cfg.world is not None:
         raise ConfigError(f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one")
     mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
+    if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
+        require_a_group_per_node(world, cfg.parallel.ep)
     return cfg
 
 

@@ -10,6 +10,7 @@ next: train.py
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -55,13 +56,44 @@ class RopeConfig:
     beta_slow: float = 1.0
     """yarn: rotations below which a frequency is stretched in full"""
     attention_factor: float | None = None
-    """yarn: factor on cos and sin; None gives 0.1 ln(factor) + 1"""
+    """yarn: factor on cos and sin; None: from mscale and mscale_all_dim, without those 0.1 ln(factor) + 1"""
+    mscale: float | None = None
+    """yarn: with mscale_all_dim, the factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) (DeepSeek)"""
+    mscale_all_dim: float | None = None
+    """yarn: latent attention's softmax takes the scale (0.1 mscale_all_dim ln(factor) + 1)^2 on top (DeepSeek)"""
+    truncate: bool = True
+    """yarn: the ramp between the two begins and ends at whole pairs (False: gpt-oss)"""
 
     def __post_init__(self) -> None:
         require_choices(self, "model.rope")
         require(self.theta > 1, f"--model.rope.theta={self.theta}: must be above 1")
         require(self.max_seq > 0, f"--model.rope.max-seq={self.max_seq}: must be positive")
         require(self.factor >= 1.0, f"--model.rope.factor={self.factor}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads from one narrow latent."""
+
+    q_rank: int = 0
+    """width of the queries' latent; 0: none, queries come straight from the input (DeepSeek-V2-Lite)"""
+    kv_rank: int = 512
+    """width of the latent that keys and values come from"""
+    nope_dim: int = 128
+    """channels of a query and key head without position"""
+    rope_dim: int = 64
+    """channels with rotary position, one key for all heads"""
+    v_dim: int = 128
+    """channels of a value head"""
+    interleave: bool = True
+    """rotary pairs are neighbours (2i, 2i+1), as in DeepSeek's checkpoints; False: (i, i + rope-dim/2)"""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            flag = name.replace("_", "-")
+            require(getattr(self, name) >= 1, f"--model.mla.{flag}={getattr(self, name)}: must be at least 1")
+        require(self.q_rank >= 0, f"--model.mla.q-rank={self.q_rank}: must be 0 (no latent) or more")
+        require(self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)")
 
 
 @dataclass(frozen=True)
@@ -78,10 +110,22 @@ class MoEConfig:
     """summed hidden width of the shared experts that every token passes; 0: none"""
     shared_gate: bool = False
     """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """what makes scores of the router's logits: softmax, or each expert's own sigmoid (DeepSeek-V3)"""
     softmax: Literal["before", "after"] = "before"
     """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
     renormalize: bool = True
-    """softmax before top-k: divide the K weights by their sum"""
+    """scores made before top-k: divide the K weights by their sum"""
+    groups: int = 1
+    """experts lie in this many groups of neighbours; a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
+    top_groups: int = 1
+    """groups a token may choose from"""
+    group_score: Literal["max", "top2"] = "max"
+    """a group is as good as its best expert (DeepSeek-V2) or as the sum of its two best (DeepSeek-V3)"""
+    choice_bias: bool = False
+    """balance without a loss: a bias on each expert's score that decides the choice alone, never the weight (Wang et al. 2024)"""
+    bias_speed: float = 0.001
+    """choice bias: after a step, up by this for experts below the mean load of the global batch, down for those above"""
     scaling: float = 1.0
     """factor on the K weights"""
     balance: Literal["none", "batch", "sequence", "global"] = "sequence"
@@ -92,6 +136,12 @@ class MoEConfig:
     """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
     jitter: float = 0.0
     """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+    router_bias: bool = False
+    """a learned bias on the router's logits (gpt-oss)"""
+    bias: bool = False
+    """learned biases on the routed experts' projections (gpt-oss)"""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """routed experts: silu(gate) up, or with g = min(gate, 7), u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (gpt-oss)"""
 
     def __post_init__(self) -> None:
         require_choices(self, "model.moe")
@@ -101,12 +151,39 @@ class MoEConfig:
             f"--model.moe.top-k={self.top_k}: must be 1 to --model.moe.experts={self.experts}",
         )
         require(self.ffn_dim >= 1, f"--model.moe.ffn-dim={self.ffn_dim}: must be at least 1")
+        require(
+            self.groups >= 1 and self.experts % self.groups == 0,
+            f"--model.moe.groups={self.groups}: must divide --model.moe.experts={self.experts}; valid: {divisors(self.experts)}",
+        )
+        size = self.experts // self.groups
+        require(
+            1 <= self.top_groups <= self.groups,
+            f"--model.moe.top-groups={self.top_groups}: must be 1 to --model.moe.groups={self.groups}",
+        )
+        require(
+            self.top_k <= self.top_groups * size,
+            f"--model.moe.top-k={self.top_k}: {self.top_groups} groups of {size} experts hold only {self.top_groups * size}",
+        )
+        require(
+            self.groups == 1 or self.group_score == "max" or size > 1,
+            f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={self.groups} leaves {size}",
+        )
+        plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
+        require(
+            plain or self.softmax == "before",
+            "--model.moe.softmax=after: not with --model.moe.score=sigmoid, --model.moe.groups or --model.moe.choice-bias",
+        )
+        require(self.bias_speed >= 0, f"--model.moe.bias-speed={self.bias_speed}: must be 0 (fixed) or more")
         require(self.shared_dim >= 0, f"--model.moe.shared-dim={self.shared_dim}: must be 0 or more")
         require(
             not self.shared_gate or self.shared_dim > 0,
             "--model.moe.shared-gate: needs --model.moe.shared-dim above 0",
         )
         require(0.0 <= self.jitter < 1.0, f"--model.moe.jitter={self.jitter}: must be at least 0 and below 1")
+
+
+# what grouped-query attention alone computes, and the value that switches it off
+LATENT_LACKS = dict(qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None)
 
 
 @dataclass(frozen=True)
@@ -121,14 +198,36 @@ class ModelConfig:
     """number of blocks; cuts a preset to its first blocks"""
     heads: int = 4
     """query heads, H"""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """grouped-query attention, or multi-head latent attention (DeepSeek) of the widths in mla"""
     kv_heads: int = 4
     """key/value heads, G; divides heads"""
     head_dim: int = 64
     """head width, C"""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE)"""
+    qkv_bias: bool = False
+    """learned biases on queries, keys and values (Qwen2, gpt-oss)"""
+    o_bias: bool = False
+    """a learned bias on attention's output projection (gpt-oss)"""
+    sinks: bool = False
+    """a learned logit for each query head that takes part in its softmax and adds nothing (gpt-oss)"""
+    window: int = 0
+    """sliding window: a token attends to itself and the window - 1 tokens before it; 0: to all before it"""
+    windowed: tuple[int, ...] = (1,)
+    """which blocks have the window, 1 or 0 each, repeated over the depth; 1 0: every second, the first included (gpt-oss)"""
+    attention_multiplier: float | None = None
+    """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
+    embedding_multiplier: float = 1.0
+    """factor on the embedding's output (Granite)"""
+    residual_multiplier: float = 1.0
+    """factor on what attention and feed-forward add to the residual stream (Granite)"""
+    logits_scaling: float = 1.0
+    """divisor of the logits (Granite)"""
     dense_layers: int = 0
     """leading blocks whose feed-forward is dense"""
+    dense_blocks: tuple[int, ...] = ()
+    """numbers of further blocks whose feed-forward is dense"""
     moe_every: int = 1
     """after the leading dense blocks, every n-th block is an MoE block, the first of them included"""
     ffn_dim: int = 1024
@@ -142,6 +241,7 @@ class ModelConfig:
     init_std: float = 0.02
     """standard deviation of the initial weights; projections into the residual stream get it over sqrt(2 layers)"""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
@@ -150,15 +250,40 @@ class ModelConfig:
             flag = name.replace("_", "-")
             require(getattr(self, name) >= 1, f"--model.{flag}={getattr(self, name)}: must be at least 1")
         require(
-            self.heads % self.kv_heads == 0,
+            self.attention == "mla" or self.heads % self.kv_heads == 0,
             f"--model.kv-heads={self.kv_heads}: must divide --model.heads={self.heads}",
         )
+        for name, off in LATENT_LACKS.items():
+            value, flag = getattr(self, name), name.replace("_", "-")
+            require(self.attention == "gqa" or value == off, f"--model.{flag}={value}: not with --model.attention=mla")
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
         require(self.dense_layers >= 0, f"--model.dense-layers={self.dense_layers}: must be 0 or more")
         require(0.0 <= self.dropout < 1.0, f"--model.dropout={self.dropout}: must be at least 0 and below 1")
+        require(
+            all(block >= 0 for block in self.dense_blocks),
+            f"--model.dense-blocks={self.dense_blocks}: must be numbers of blocks, from 0 on",
+        )
+        require(self.window >= 0, f"--model.window={self.window}: must be 0 (none) or more")
+        require(
+            len(self.windowed) > 0 and {*self.windowed} <= {0, 1},
+            f"--model.windowed={self.windowed}: must be one or more of 1 (with the window) and 0 (without)",
+        )
+        for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            value, flag = getattr(self, name), name.replace("_", "-")
+            require(value is None or 0 < value < math.inf, f"--model.{flag}={value}: must be positive and finite")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn with the position."""
+        return self.head_dim if self.attention == "gqa" else self.mla.rope_dim
 
     def is_moe(self, layer: int) -> bool:
-        return layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
+        regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
+        return regular and layer not in self.dense_blocks
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that one sees in this block, itself among them; 0: all before it."""
+        return self.window if self.windowed[layer % len(self.windowed)] else 0
 
 
 @dataclass(frozen=True)
@@ -196,8 +321,16 @@ class ParallelConfig:
     """data-parallel degree outside the expert group; None: what is left of the world"""
     ep: int = 1
     """expert-parallel degree; divides the experts"""
-    dispatch: Literal["auto", "local", "nccl"] = "auto"
-    """how rows reach their experts: local (ep=1), nccl (torch.distributed all-to-all; gloo on CPU)"""
+    ep_across_nodes: bool = False
+    """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
+    dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
+    """how rows reach their experts: local (ep=1), nccl (torch.distributed all-to-all; gloo on CPU), symm (kernels that store into
+    the peers' memory; one NVLink node), auto: symm where it works"""
+    wire: Literal["same", "fp8"] = "same"
+    """what rows travel as, with symm: their own type, or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
+    checkpoint: Literal["none", "moe", "attention", "block"] = "none"
+    """part of each block whose activations are computed again in the backward instead of kept: MoE (or dense feed-forward) with its
+    norm, attention with its norm, all"""
 
     def __post_init__(self) -> None:
         require_choices(self, "parallel")
@@ -206,6 +339,10 @@ class ParallelConfig:
         require(
             not (self.dispatch == "local" and self.ep > 1),
             f"--parallel.dispatch=local: needs --parallel.ep=1, not {self.ep}; use auto or nccl",
+        )
+        require(
+            not (self.wire == "fp8" and (self.ep == 1 or self.dispatch == "nccl")),
+            f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {self.dispatch}",
         )
 
 
@@ -231,6 +368,8 @@ class OptimConfig:
     """wsd: share of the steps spent falling"""
     min_lr: float = 0.1
     """learning rate at the end, as a share of the peak"""
+    offload: bool = False
+    """keep AdamW's moments in the host's pinned memory and stream them through the GPU in each step (8 bytes a parameter less)"""
     ema: float = 0.0
     """decay of an exponential moving average of the weights; 0: none is kept"""
     max_skips: int = 10

@@ -130,7 +130,10 @@ class Source:
         counts = np.zeros(self.vocab)
         for run in self.runs:
             for low in range(0, len(run.tokens), 1 << 22):
-                counts += np.bincount(run.tokens[low : low + (1 << 22)], minlength=self.vocab)
+                found = np.bincount(run.tokens[low : low + (1 << 22)], minlength=self.vocab)
+                if len(found) > self.vocab:
+                    raise run.bad_id(low + int(np.argmax(run.tokens[low:] >= self.vocab)), self.vocab)
+                counts += found
         return counts / counts.sum()
 
 

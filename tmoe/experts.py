@@ -61,6 +61,6 @@ class Experts(nn.Module):
         self.activation = cfg.activation
 
     def forward(self, fn: Callable, *args):
-        weights = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        local = [None if w is None else local_part(w) for w in weights]
-        return fn(*args, LocalExperts(*local, self.activation))
+        weights = local_part(self.gate_up), local_part(self.down)
+        biases = [None if bias is None else local_part(bias) for bias in (self.gate_up_bias, self.down_bias)]
+        return fn(*args, LocalExperts(*weights, biases[0], biases[1], self.activation))

@@ -5,16 +5,18 @@
     python -m tmoe.hf export STEP_DIR HF_DIR                      from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL      config, tokenizer and files as in ORIGINAL
 
-Exit code 0: done; 1: refused or failed, the reason on stderr, nothing left behind; 2: not a command line. Memory is that of a few
-tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
+Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command goes on where it was.
+Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
 tensor its type again. A step folder carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
 
-next: hf_tables.py, hf_config.py, hf_files.py, hf_export.py, hf_swap.py
+next: hf_rules.py, hf_tables.py, hf_config.py, hf_files.py, hf_export.py, hf_swap.py
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,19 +29,22 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe.checkpoint import Checkpoints
 from tmoe.config import ModelConfig
-from tmoe.hf_config import architecture, differences, read_config
+from tmoe.hf_config import architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
+from tmoe.hf_packed import unpacked
+from tmoe.hf_rules import Piece, ahead, divide, model_shapes, their_shapes
 from tmoe.hf_swap import swap_experts
-from tmoe.hf_tables import Piece, divide, model_shapes, their_shapes
 from tmoe.layout import Box, lay_out
-from tmoe.manifest import CheckpointError, Manifest
+from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.metrics import versions
+from tmoe.offline import one_message
 from tmoe.parallel.mesh import local_part, local_slices
-from tmoe.rewrite import Output, Plan, check_space, rewrite
+from tmoe.rewrite import Output, Plan, check_space, keeping, rewrite
 
-__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "swap_experts"]
+__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_model", "swap_experts"]
 
 
 # ---- import ----
@@ -66,16 +71,24 @@ def import_hf(
     plan = plan_import(hf_dir, world, ep)
     needed, free = check_space(plan, step_dir)
     if not dry_run:
-        rewrite(plan, step_dir)
+        with keeping(step_dir):
+            rewrite(plan, step_dir)
     done = "nothing written" if dry_run else "verified"
     print(f"{step_dir}: {len(plan.outputs)} tensors, {decimal(needed)} of {decimal(free)} free; {done}")
+    if packed := plan.manifest.info["packed"]:
+        print(f"{hf_dir}: {unpacked(packed)}")
+    unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
+    if unread:
+        kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
+        print(f"{len(unread)} tensors, computed or of blocks that predict further tokens, are carried as they are:")
+        print("\n".join(f"  {name}" + (f" ({count})" if count > 1 else "") for name, count in kinds.items()))
 
 
 def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
     """Plan of `import`. ConfigError: settings that tmoe does not compute; MismatchError lists every tensor that does not fit."""
     folder = Folder(Path(hf_dir))
     arch, cfg = architecture(folder.config), read_config(folder.config)
-    found, extra = divide(arch, cfg, folder.shapes)
+    found, extra = divide(arch, cfg, folder.shapes, ahead(folder.config))
     refuse(
         f"{hf_dir} is no whole {arch.model_type}",
         folder.compare(arch, their_shapes(found), extra) or _copies(folder, cfg),
@@ -83,7 +96,7 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()]
     carried: dict[str, Callable[[], Tensor]] = {
-        FILE + name: partial(_bytes, folder.path / name) for name in folder.others()
+        FILE + name: partial(_content, folder, name) for name in folder.others()
     }
     carried |= {EXTRA + name: partial(folder.whole, name) for name in extra}
     carried[LAYOUT] = partial(_as_tensor, json.dumps(folder.layout).encode())
@@ -93,12 +106,12 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         tokens=0,
         world=world,
         saved_ns=0,
-        info=dict(config=dict(model=asdict(cfg)), versions=versions(), hf=arch.model_type),
+        info=dict(config=dict(model=asdict(cfg)), versions=versions(), hf=arch.model_type, packed=folder.packed),
         state=dict(step=0, tokens=0),
         files={},
         tensors={},
     )
-    stats = ((name, (folder.path / name).stat()) for name in sorted({*folder.layout, *folder.others()}))
+    stats = ((name, (folder.path / name).stat()) for name in sorted({*folder.stored_in.values(), *folder.others()}))
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
 
@@ -128,8 +141,8 @@ def _carried_output(name: str, tensor: Tensor) -> Output:
     return Output(name, box.shape, tensor.dtype, "replicated", (box,))
 
 
-def _bytes(path: Path) -> Tensor:
-    return _as_tensor(path.read_bytes())
+def _content(folder: Folder, name: str) -> Tensor:
+    return _as_tensor(folder.content(name))
 
 
 def _as_tensor(raw: bytes) -> Tensor:
@@ -145,6 +158,7 @@ def load_hf(
 ) -> None:
     """Fill a tmoe model's parameters, DTensors on any mesh or plain tensors, from a Hugging Face folder that every rank can read.
 
+    A model with a choice bias (DeepSeek-V3) has a buffer to fill as well: give `model.state_dict()`, which is right for every model.
     Each rank reads the slices that it holds and nothing else, converted to the parameter's type. Collective: every rank calls it.
     Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute, MismatchError listing
     every setting in which config.json differs from `model_cfg` and every tensor that is missing, extra or of another shape.
@@ -162,11 +176,33 @@ def load_hf(
     _together(read)
 
 
+def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
+    """Fill `parameters`, a model's state_dict(), from the Hugging Face folder or the step folder `path`, on every rank.
+
+    Raises as load_hf does and as Checkpoints.load does; a step whose settings compute another model is a MismatchError too.
+    """
+    if is_folder(path):
+        return load_hf(path, parameters, model_cfg)
+    _together(lambda: require_same_model(path, model_cfg))
+    checkpoints.load(path, {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
+
+
+def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
+    """MismatchError with every setting by which the model of a step folder computes something else than `model_cfg`: tensors of
+    equal shapes do not tell another top-k, norm or RoPE apart. Passes where the step does not say what its model was."""
+    config = read_manifest(step_dir).info.get("config")
+    if isinstance(config, dict) and isinstance(settings := config.get("model"), dict):
+        refuse(
+            f"{step_dir} is not this model's (here: this run, there: the step)",
+            differences(model_cfg, build_config(settings)),
+        )
+
+
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
     folder = Folder(hf_dir)
     arch, theirs = architecture(folder.config), read_config(folder.config)
     refuse(f"{hf_dir / CONFIG} is not this model's", differences(cfg, theirs))
-    found, extra = divide(arch, theirs, folder.shapes)
+    found, extra = divide(arch, theirs, folder.shapes, ahead(folder.config))
     shapes = model_shapes(theirs)
     problems = folder.compare(arch, their_shapes(found), extra)
     problems += [
@@ -174,6 +210,8 @@ def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) ->
         for name, p in parameters.items()
         if shapes.get(name) != tuple(p.shape)
     ]
+    unfilled = sorted(shapes.keys() - parameters.keys())
+    problems += [f"{name}: not among the tensors to fill; give the model's state_dict()" for name in unfilled]
     refuse(f"{hf_dir} does not fit", problems)
     return folder, found
 
@@ -199,7 +237,7 @@ def _together(work: Callable[[], Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; ends the process with an error's one message."""
     commands: dict[str, Any] = {"import": import_hf, "export": export_hf}
-    try:
+    with one_message():
         tyro.extras.subcommand_cli_from_dict(
             commands,
             prog="python -m tmoe.hf",
@@ -207,10 +245,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             args=None if argv is None else list(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except (CheckpointError, OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("error: interrupted; an import goes on with the same command") from None
 
 
 if __name__ == "__main__":

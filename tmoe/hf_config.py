@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from tmoe.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
-from tmoe.hf_tables import ARCHITECTURES, HF, Architecture
+from tmoe.config import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.hf_rules import HF, Architecture
+from tmoe.hf_tables import ARCHITECTURES
 
+# settings of ModelConfig that have settings of their own
+PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
 # settings that training alone reads, and the parts that facts looks into
-TRAINING = {"dropout", "init_std", "balance", "balance_coeff", "z_coeff", "jitter", "moe", "rope"}
+TRAINING = {"dropout", "init_std", "balance", "balance_coeff", "z_coeff", "jitter", "bias_speed", *PARTS}
+GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
 
 
 def architecture(hf: HF) -> Architecture:
@@ -30,10 +34,8 @@ def read_config(hf: HF) -> ModelConfig:
     problems = [
         f"{key}={hf[key]!r}: only {value!r} is computed"
         for key, value in arch.theirs.items()
-        if hf.get(key) not in (None, value)
+        if hf.get(key) not in (None, *(value if isinstance(value, tuple) else (value,)))
     ]
-    if {*(hf.get("layer_types") or ())} - {"full_attention"}:
-        problems.append(f"layer_types={hf['layer_types']!r}: only full_attention is computed")
     found = dict(arch.ours)
     for field in arch.fields:
         value = next((hf[key] for key in field.keys if hf.get(key) is not None), field.default)
@@ -44,7 +46,8 @@ def read_config(hf: HF) -> ModelConfig:
         else:
             if found[field.ours] is None:
                 problems.append(f"{field.keys[0]}: missing")
-    problems += read_layers(arch, hf, found) + read_rope(arch, hf, found)
+    read_layers(arch, hf, found)
+    problems += read_windows(arch, hf, found) + read_rope(arch, hf, found)
     if problems:
         raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
     return build_config(nested(found))
@@ -55,14 +58,15 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
 
     An entry fits if its config.json reads back as the same mathematics.
     """
-    flat = flattened(cfg)
+    flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
     for arch in ARCHITECTURES:
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
         hf |= dict.fromkeys(
             ("bos_token_id", "eos_token_id", "pad_token_id")
         )  # the classes' defaults are others' tokens
-        hf |= arch.theirs | write_layers(arch, cfg) | write_rope(cfg.rope)
+        hf |= arch.theirs | write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
+        hf |= arch.write(cfg)
         try:
             if not differences(cfg, read_config(hf)):
                 return {key: value for key, value in hf.items() if key != "quantization_config"}
@@ -82,13 +86,27 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 def facts(cfg: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the model computes, in one spelling; what only training reads is left out."""
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
-    unread = TRAINING | {"dense_layers", "moe_every"} | ({"ffn_dim"} if len(sparse) == cfg.layers else set())
+    unread = (
+        TRAINING
+        | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
+        | ({"ffn_dim"} if len(sparse) == cfg.layers else set())
+    )
     found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread} | {"MoE layers": sparse}
+    found |= {"windows": [cfg.window_of(i) for i in range(cfg.layers)], "attention_multiplier": softmax_scale(cfg)}
+    if cfg.attention == "mla":
+        found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
+        found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
     if sparse:
         found |= {f"moe.{f.name}": getattr(cfg.moe, f.name) for f in fields(cfg.moe) if f.name not in TRAINING}
         if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
             found["moe.renormalize"] = True
+        if cfg.moe.top_groups == cfg.moe.groups:
+            found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
     return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}
+
+
+def softmax_scale(cfg: ModelConfig) -> float:
+    return cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
 
 
 ROPE = {  # settings that each scaling reads -> their key of config.json
@@ -106,6 +124,9 @@ ROPE = {  # settings that each scaling reads -> their key of config.json
         beta_fast="beta_fast",
         beta_slow="beta_slow",
         attention_factor="attention_factor",
+        mscale="mscale",
+        mscale_all_dim="mscale_all_dim",
+        truncate="truncate",
     ),
 }
 
@@ -116,14 +137,15 @@ def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it."""
-    given = {"rope_theta": hf.get("rope_theta")} | (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+    stated = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+    given = {"rope_theta": hf.get("rope_theta")} | (stated or arch.rope)
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
     if scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
-    for key, value in dict(partial_rotary_factor=1.0, truncate=True, mscale=None, mscale_all_dim=None).items():
-        if given.get(key, hf.get(key)) not in (None, value):
+    for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
+        if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
     found["rope.scaling"], found["rope.theta"] = scaling, float(given.get("rope_theta") or arch.theta)
     found["rope.max_seq"] = hf.get("max_position_embeddings")
@@ -136,31 +158,37 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def write_rope(rope: RopeConfig) -> HF:
+def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
     """In transformers 4's spelling, which 5 reads too."""
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
-    given = {"rope_type": rope.scaling} | {key: value for key, value in scaling.items() if value is not None}
+    given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling} | {
+        key: value for key, value in scaling.items() if value is not None
+    }
     return dict(
         rope_theta=rope.theta,
-        rope_scaling=None if rope.scaling == "none" else given,
+        rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
         max_position_embeddings=rope.max_seq,
     )
 
 
-def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """dense_layers and moe_every of a config.json, and what keeps them from existing."""
+def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> None:
+    """dense_layers, moe_every and dense_blocks of a config.json."""
     layers = found.get("layers") or 0
+    if arch.layers == "deepseek":  # among the blocks from the first on, those whose number the step divides
+        step = found["moe_every"] = hf.get("moe_layer_freq") or 1
+        found["dense_layers"] = -(-found["dense_layers"] // step) * step
+        return
     if arch.layers != "qwen":
         found["dense_layers"] = layers if arch.layers == "dense" else 0
-        return []
+        return
     step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
     first = sparse[0] if sparse else layers
     every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
-    found["dense_layers"], found["moe_every"] = first, every
     if sparse != list(range(first, layers, every)):
-        return [f"decoder_sparse_step={step}, mlp_only_layers={dense}: MoE layers {sparse} are not every n-th"]
-    return []
+        every = 1
+        found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
+    found["dense_layers"], found["moe_every"] = first, every
 
 
 def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
@@ -169,15 +197,40 @@ def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
     return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
 
 
+def read_windows(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+    """window and windowed of a config.json, and what keeps them from existing."""
+    windows, layers = arch.windows, found.get("layers") or 0
+    typed = windows is not None and "layer_types" in windows.keys
+    types = hf.get("layer_types") or []
+    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or (types and len(types) != layers):
+        valid = "full_attention or sliding_attention" if typed else "full_attention"
+        return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
+    if windows is None or ("use_sliding_window" in windows.keys and not hf.get("use_sliding_window")):
+        return []
+    slides = [kind == "sliding_attention" for kind in types] or [windows.sliding(hf, i) for i in range(layers)]
+    period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
+    found["windowed"] = tuple(map(int, slides[:period])) or (1,)
+    found["window"] = (hf.get("sliding_window") or windows.width) if any(slides) else 0
+    return []
+
+
+def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
+    """In the keys that the architecture reads; what they cannot say is noticed when they are read back."""
+    windows = [cfg.window_of(i) for i in range(cfg.layers)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    said = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)
+    return {key: said[key] for key in arch.windows.keys} if arch.windows else {}
+
+
 def flattened(cfg: ModelConfig) -> dict[str, Any]:
     """Settings by dotted name: "dim", "moe.top_k", "rope.theta"."""
     plain = asdict(cfg)
-    parts = {f"{part}.{key}": value for part in ("moe", "rope") for key, value in plain.pop(part).items()}
+    parts = {f"{part}.{key}": value for part in PARTS for key, value in plain.pop(part).items()}
     return plain | parts
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    parts: dict[str, Any] = {"moe": {}, "rope": {}}
+    parts: dict[str, Any] = {part: {} for part in PARTS}
     for name, value in flat.items():
         part, _, key = name.rpartition(".")
         (parts[part] if part else parts)[key] = value
@@ -187,7 +240,9 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 def build_config(settings: dict[str, Any]) -> ModelConfig:
     """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
     try:
-        parts: dict[str, Any] = dict(moe=MoEConfig(**settings["moe"]), rope=RopeConfig(**settings["rope"]))
+        parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
+        tuples = dict(windowed=(1,), dense_blocks=())
+        parts |= {name: tuple(settings.get(name, default)) for name, default in tuples.items()}  # JSON has lists
         return ModelConfig(**settings | parts)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"model settings are malformed: {error}") from error

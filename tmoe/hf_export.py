@@ -5,12 +5,12 @@ next: hf_files.py
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -32,18 +32,18 @@ from tmoe.hf_files import (
     MODEL,
     Folder,
     Layout,
-    Writer,
     is_folder,
     refuse,
     split,
 )
-from tmoe.hf_tables import HF, Piece, divide, model_shapes, their_shapes
+from tmoe.hf_packed import unpacked
+from tmoe.hf_rules import FP32, HF, Piece, ahead, divide, model_shapes, their_shapes
+from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.layout import Box
-from tmoe.manifest import CheckpointError, HashedFile, Manifest, TensorEntry, read_manifest, verify
-from tmoe.rewrite import bar, read_boxes
+from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
+from tmoe.rewrite import keeping, read_boxes, require_absent
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
-HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index
 SHORT = dict(bf16="BF16", fp32="F32")
 
 
@@ -54,6 +54,10 @@ class Origin(NamedTuple):
     layout: Layout
     files: dict[str, Callable[[], bytes]]
     extra: Callable[[str], Tensor]
+    packed: str = ""
+    """the format in which the original holds some of its tensors, see hf_packed.py"""
+    stamp: str = ""
+    """changes when the original's tensors do"""
 
 
 def export_hf(
@@ -74,8 +78,7 @@ def export_hf(
         dtype: type of every tensor; default: the original's, fp32 for a model trained here
         dry_run: check everything, write nothing
     """
-    if hf_dir.exists() or hf_dir.is_symlink():
-        raise CheckpointError(f"{hf_dir}: exists already; name a new folder")
+    require_absent(hf_dir)
     step = folders.resolve(step_dir)
     manifest = read_manifest(step)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
@@ -84,28 +87,24 @@ def export_hf(
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
     arch, cfg = architecture(origin.config), read_config(origin.config)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
-    found, extra = divide(arch, cfg, names)
+    found, extra = divide(arch, cfg, names, ahead(origin.config))
     refuse(
         f"{step} is no {arch.model_type} of this config",
         _unfit(manifest, weights, cfg, found, {name: kind for name, kind in names.items() if name not in extra}),
     )
     shapes = their_shapes(found) | {name: tuple(origin.extra(name).shape) for name in extra}
     sizes = {name: math.prod(shape) * _itemsize(origin, names, name) for name, shape in shapes.items()}
-    needed, free = _check_space(hf_dir, sum(sizes.values()) + HEADER * len(shapes))
+    produce = partial(_exported, step, weights, found, names, extra, origin)
+    sources = (_digest(step), origin.stamp, json.dumps(origin.config))
+    plan = Export(origin.layout, shapes, sizes, produce, origin.files, sources)
+    needed, free = check_room(plan, hf_dir)
     if not dry_run:
-        _write(hf_dir, origin, shapes, sizes, partial(_exported, step, weights, found, names, extra, origin))
-    done = "nothing written" if dry_run else "written"
+        with keeping(hf_dir):
+            write_folder(plan, hf_dir)
+    done = "nothing written" if dry_run else "verified"
     print(f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, {arch.class_name}; {done}")
-
-
-def _check_space(hf_dir: Path, needed: int) -> tuple[int, int]:
-    parent = next(parent for parent in hf_dir.absolute().parents if parent.exists())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"{hf_dir}: needs {decimal(needed)} ({needed} bytes), {parent} has {decimal(free)} ({free}) free"
-        )
-    return needed, free
+    if origin.packed:
+        print(f"{hf_dir}: {unpacked(origin.packed)}")
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
@@ -113,7 +112,7 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
     if like:
         return _origin_of_folder(Folder(like))
     if LAYOUT in manifest.tensors:
-        return _origin_of_step(step, manifest.tensors)
+        return _origin_of_step(step, manifest)
     config = manifest.info.get("config")
     settings = config if isinstance(config, dict) else {}
     if init := settings.get("init"):
@@ -129,34 +128,54 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
         raise CheckpointError(
             f"{step}: its manifest has no model settings; name a folder of this model with --like HF_DIR"
         )
-    return _origin_of_settings(build_config(settings["model"]))
+    return _origin_of_settings(build_config(settings["model"]), _carried(step, manifest.tensors))
 
 
 def _origin_of_folder(folder: Folder) -> Origin:
-    files = {name: (folder.path / name).read_bytes for name in folder.others()}
-    return Origin(folder.config, folder.layout, files, folder.whole)
+    files = {name: partial(folder.content, name) for name in folder.others()}
+    stats = ((name, (folder.path / name).stat()) for name in sorted(folder.layout))
+    stamp = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in stats)
+    return Origin(folder.config, folder.layout, files, folder.whole, folder.packed, stamp)
 
 
-def _origin_of_step(step: Path, tensors: dict[str, TensorEntry]) -> Origin:
-    def whole(name: str) -> Tensor:
-        entry = tensors[name]
-        return next(read_boxes(step, entry, (Box(0, (0,) * len(entry.shape), entry.shape),)))
+def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
+    tensors = manifest.tensors
 
-    def content(name: str) -> bytes:
-        return whole(name).numpy().tobytes()
+    files, layout = _carried(step, tensors), json.loads(_content(step, tensors[LAYOUT]))
+    _require_names(step, layout)
+    extra, packed = lambda name: _whole(step, tensors[EXTRA + name]), manifest.info.get("packed", "")
+    return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step))
 
-    names = [name.removeprefix(FILE) for name in tensors if name.startswith(FILE)]
-    layout = json.loads(content(LAYOUT))
-    if odd := [name for name in (*names, *layout) if Path(name).name != name or name in ("", ".", "..")]:
+
+def _carried(step: Path, tensors: dict[str, TensorEntry]) -> dict[str, Callable[[], bytes]]:
+    """The files of the original that travel in a step folder, by name."""
+    carried = {name.removeprefix(FILE): entry for name, entry in tensors.items() if name.startswith(FILE)}
+    _require_names(step, carried)
+    return {name: partial(_content, step, entry) for name, entry in carried.items()}
+
+
+def _require_names(step: Path, names: Iterable[str]) -> None:
+    if odd := [name for name in names if Path(name).name != name or name in ("", ".", "..")]:
         raise CheckpointError(f"{step}: file names {odd} leave the folder")
-    files = {name: partial(content, FILE + name) for name in names}
-    return Origin(json.loads(files[CONFIG]()), layout, files, lambda name: whole(EXTRA + name))
 
 
-def _origin_of_settings(cfg: ModelConfig) -> Origin:
+def _content(step: Path, entry: TensorEntry) -> bytes:
+    return _whole(step, entry).numpy().tobytes()
+
+
+def _whole(step: Path, entry: TensorEntry) -> Tensor:
+    return next(read_boxes(step, entry, (Box(0, (0,) * len(entry.shape), entry.shape),)))
+
+
+def _digest(step: Path) -> str:
+    return hashlib.sha256((step / NAME).read_bytes()).hexdigest()
+
+
+def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]]) -> Origin:
+    """files: a tokenizer and the like, which an upcycled model has from the dense one."""
     config = write_config(cfg, "float32")
     found, _ = divide(architecture(config), cfg, ())
-    return _with_files(Origin(config, split(their_shapes(found), "F32", SHARD), {}, lambda name: torch.empty(0)))
+    return _with_files(Origin(config, split(their_shapes(found), "F32", SHARD), files, lambda name: torch.empty(0)))
 
 
 def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
@@ -164,7 +183,7 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
     if dtype is None:
         return origin
     layout = {
-        file: {name: SHORT[dtype] if kind in DTYPES else kind for name, kind in names.items()}
+        file: {n: "F32" if n.endswith(FP32) else SHORT[dtype] if kind in DTYPES else kind for n, kind in names.items()}
         for file, names in origin.layout.items()
     }
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
@@ -215,49 +234,19 @@ def _itemsize(origin: Origin, names: dict[str, str], name: str) -> int:
     return DTYPES[names[name]].itemsize if names[name] in DTYPES else origin.extra(name).element_size()
 
 
-def _exported(step, weights, found, names, extra, origin) -> Iterator[tuple[str, Tensor]]:
-    """Their tensors, in the order of ours: each chunk of the step folder is read and checked once."""
-    for ours, group in found.items():
+def _exported(step, weights, found, names, extra, origin, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those of their tensors that are wanted, in the order of ours: each chunk of the step folder is read and checked once a call."""
+    shapes = their_shapes(found)
+    for ours, pieces_of_ours in found.items():
+        group = [piece for piece in pieces_of_ours if piece.name in wanted]
         boxes = tuple(Box(0, piece.offset, piece.shape) for piece in group)
-        for piece, tensor in zip(group, read_boxes(step, weights[MODEL + ours], boxes), strict=True):
-            theirs = tensor.mT if piece.transposed else tensor
-            yield piece.name, theirs.reshape(piece.to_theirs(piece.shape)).to(DTYPES[names[piece.name]])
-    for name in extra:
+        pieces = zip(group, read_boxes(step, weights[MODEL + ours], boxes), strict=True)
+        for name, parts in groupby(pieces, key=lambda pair: pair[0].name):
+            theirs = torch.empty(shapes[name], dtype=DTYPES[names[name]])
+            for piece, tensor in parts:
+                seen = piece.see(theirs)
+                seen.copy_(tensor.view(seen.shape))
+            yield name, theirs
+    for name in wanted.intersection(extra):
         tensor = origin.extra(name)
         yield name, tensor.to(DTYPES.get(names[name], tensor.dtype))
-
-
-def _write(
-    hf_dir: Path,
-    origin: Origin,
-    shapes: dict,
-    sizes: dict[str, int],
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-) -> None:
-    """Into a folder beside `hf_dir`, synced and renamed when whole; removed if anything fails."""
-    hf_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folders.beside(hf_dir, "tmp")
-    temporary.mkdir()
-    try:
-        with ExitStack() as stack, bar("writing", sum(sizes.values())) as advance:
-            writer_of: dict[str, Writer] = {}
-            for file, group in origin.layout.items():
-                writer = Writer(temporary / file, {n: (kind, shapes[n]) for n, kind in group.items()}, sizes)
-                stack.callback(writer.close)
-                writer_of |= dict.fromkeys(group, writer)
-            for name, tensor in tensors():
-                writer_of[name].write(name, tensor)
-                advance(sizes[name])
-        for name, content in origin.files.items():
-            _write_file(temporary / name, content())
-        folders.sync_folder(temporary)
-        temporary.rename(hf_dir)  # fails where a folder with something in it has come meanwhile
-        folders.sync_folder(hf_dir.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    with HashedFile(path) as file:
-        file.write(content)

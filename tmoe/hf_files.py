@@ -5,6 +5,7 @@ next: hf.py
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tmoe.checkpoint import MismatchError
-from tmoe.hf_tables import HF, Architecture, Piece
+from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
+from tmoe.hf_rules import HF, Architecture, Piece
 from tmoe.manifest import CheckpointError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -28,11 +30,13 @@ ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider 
 FILE, EXTRA, LAYOUT = "hf.file.", "hf.extra.", "hf.layout"  # what a step folder carries for the way back
 MODEL = "model."
 Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors names it
-Read = Callable[[str, tuple], Tensor]
 
 
 class Folder:
-    """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged."""
+    """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged.
+
+    Quantised tensors appear as what they stand for (hf_packed.py); `packed` names their format then, else it is "".
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -48,6 +52,26 @@ class Folder:
             for name, file in index.items()
             if self.file_of.get(name) != file
         ]
+        self.stored_in = dict(self.file_of)
+        self.views: dict[str, View] = {}
+        self.packed = self._see_through(self.config.get(QUANTISED) or {})
+
+    def _see_through(self, quantised: HF) -> str:
+        """Put views in the place of the tensors that they are computed from; the name of the format if there are any."""
+        method = quantised.get("quant_method", "")
+        if method not in FORMATS:
+            return ""
+        del self.config[QUANTISED]
+        self.views = FORMATS[method](
+            self.shapes, {n: kind for group in self.layout.values() for n, kind in group.items()}, quantised
+        )
+        for name, view in self.views.items():
+            file = self.file_of[view.parts[0]]
+            for part in view.parts:
+                del self.layout[self.file_of.pop(part)][part], self.shapes[part]
+            self.layout[file][name], self.shapes[name], self.file_of[name] = view.dtype, view.shape, file
+        self.layout = {file: names for file, names in self.layout.items() if names}
+        return method if self.views else ""
 
     def _json(self, name: str) -> Any:
         try:
@@ -77,17 +101,30 @@ class Folder:
         names = sorted(entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != ".")
         return [name for name in names if name == INDEX or not name.endswith(WEIGHTS)]
 
+    def content(self, name: str) -> bytes:
+        """One of `others`; config.json and the index of a quantised folder as they are for the tensors that it stands for."""
+        if self.packed and name == CONFIG:
+            return (json.dumps(self.config, indent=2) + "\n").encode()
+        if self.packed and name == INDEX:
+            return (json.dumps(dict(metadata={}, weight_map=self.file_of), indent=2) + "\n").encode()
+        return (self.path / name).read_bytes()
+
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """read(name, slices) -> view of the mapped file; valid, and memory held, until the scope ends."""
+        """read(name, slices) -> view of the mapped file (slices may have steps, but for fp8's factors); valid, and memory held, until the scope ends."""
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
 
-            def read(name: str, box: tuple) -> Tensor:
-                file = self.file_of[name]
+            def read_stored(name: str, box: tuple) -> Tensor:
+                file = self.stored_in[name]
                 if file not in handles:
                     handles[file] = stack.enter_context(opened(self.path / file))
-                return handles[file].get_slice(name)[box]
+                part = handles[file].get_slice(name)[tuple(slice(s.start, s.stop) for s in box)]
+                return part[tuple(slice(None, None, s.step) for s in box)]  # safetensors takes no steps
+
+            def read(name: str, box: tuple) -> Tensor:
+                view = self.views.get(name)
+                return view.read(read_stored, box) if view else read_stored(name, box)
 
             yield read
 
@@ -142,6 +179,8 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
         if any(low >= high for low, high in spans):
             continue
         inside = [slice(low - b, high - b) for (low, high), b in zip(spans, piece.offset, strict=True)]
+        rows = inside[piece.axis]
+        inside[piece.axis] = slice(rows.start * piece.every + piece.first, rows.stop * piece.every, piece.every)
         theirs = read(piece.name, piece.to_theirs(tuple(inside)))
         theirs = theirs.mT if piece.transposed else theirs
         target[tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))] = theirs
@@ -156,6 +195,7 @@ class Writer:
 
     def __init__(self, path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], nbytes: dict[str, int]):
         self.path, self.offset = path, {}
+        self.parts: list[tuple[int, int, str]] = []  # start, size and SHA-256 of all that was written
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0])):
@@ -175,6 +215,7 @@ class Writer:
     def _put(self, at: int, data: Any) -> None:
         self.file.seek(at)
         self._call(lambda: self.file.write(data))
+        self.parts.append((at, len(data), hashlib.sha256(data).hexdigest()))
 
     def close(self) -> None:
         with self.file:

@@ -1,8 +1,5 @@
 """Hugging Face's architectures, one table entry each: tensor names, how they stack and join, and fields of config.json.
 
-Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the lower half of one
-expert of `gate_up`. `pieces` works the boxes out; import, export and direct start all read them, so no direction has its own code.
-
 A new architecture is one entry of ARCHITECTURES; docs/huggingface.md shows it.
 
 next: hf_config.py
@@ -10,87 +7,10 @@ next: hf_config.py
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from tmoe.config import ModelConfig
-from tmoe.model import Transformer
-
-HF = dict[str, Any]  # the contents of a config.json
-
-
-# ---- what an entry is made of ----
-
-
-class Part(NamedTuple):
-    """One of the tensors that make up one of ours. {layer} and {expert} stand for numbers.
-
-    rows: how many of our rows (second axis of a stack of experts, else first) it fills; None: an equal share.
-    transposed: its last two axes are the other way round.
-    """
-
-    name: str
-    rows: Callable[[ModelConfig], int] | None = None
-    transposed: bool = False
-
-
-class Rule(NamedTuple):
-    """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first."""
-
-    ours: str
-    parts: tuple[Part, ...]
-
-
-class Field(NamedTuple):
-    """A setting of ModelConfig ("moe.top_k") and its key of config.json; the first of several keys is the one written.
-
-    default: what Hugging Face's class takes where the key is missing or null, or a function of the other keys.
-    """
-
-    ours: str
-    keys: tuple[str, ...]
-    default: Any = None
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """All that tmoe knows of one of Hugging Face's architectures."""
-
-    model_type: str
-    class_name: str
-    rules: tuple[Rule, ...]
-    fields: tuple[Field, ...]
-    ours: dict[str, Any]
-    """settings of ModelConfig that the architecture implies"""
-    theirs: dict[str, Any]
-    """keys of config.json for which tmoe computes one value only; missing and null are fine too"""
-    layers: str = "dense"
-    """which blocks are MoE: dense (none), moe (all) or qwen (decoder_sparse_step and mlp_only_layers)"""
-    theta: float = 10000.0
-    """RoPE base where config.json names none"""
-    extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    """patterns of tensors that are computed from the config: kept for the way back, never read"""
-
-
-class Piece(NamedTuple):
-    """One of their tensors as a box of one of ours; stacked: it lacks our first axis, of length one in the box."""
-
-    name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    stacked: bool
-    transposed: bool
-
-    def to_theirs(self, axes: tuple) -> tuple:
-        """Their order of something that is given for each of our axes: sizes, slices."""
-        axes = tuple(axes[1:]) if self.stacked else tuple(axes)
-        return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
-
+from tmoe.hf_rules import HF, Architecture, Field, Part, Rule, Windows
 
 # ---- tensors ----
 
@@ -101,27 +21,29 @@ def one(ours: str, theirs: str) -> Rule:
 
 def swiglu(ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple:
     """Gate rows above up rows, and down. `theirs` is the module that holds the three projections, or {expert}'s."""
-    weight = (
-        "" if ours.endswith("experts") else ".weight"
-    )  # ours are parameters of Experts, but Linear layers elsewhere
+    weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
     both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
     return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
 
 
 A, B = "model.layers.{layer}", "blocks.{layer}"
-QKV = (
-    Part(f"{A}.self_attn.q_proj.weight", lambda cfg: cfg.heads * cfg.head_dim),
-    Part(f"{A}.self_attn.k_proj.weight", lambda cfg: cfg.kv_heads * cfg.head_dim),
-    Part(f"{A}.self_attn.v_proj.weight", lambda cfg: cfg.kv_heads * cfg.head_dim),
-)
+
+
+def qkv(kind: str) -> Rule:
+    """One product of tmoe's for their three; kind: weight or bias."""
+    heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
+    parts = (Part(f"{A}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim) for n in heads)
+    return Rule(f"{B}.attention.qkv.{kind}", tuple(parts))
+
+
 DECODER = (
     one("embedding.weight", "model.embed_tokens.weight"),
     one("norm.weight", "model.norm.weight"),
     one("head.weight", "lm_head.weight"),
     one(f"{B}.attention_norm.weight", f"{A}.input_layernorm.weight"),
     one(f"{B}.ffn_norm.weight", f"{A}.post_attention_layernorm.weight"),
-    Rule(f"{B}.attention.qkv.weight", QKV),
-    one(f"{B}.attention.o.weight", f"{A}.self_attn.o_proj.weight"),
+    *(qkv(kind) for kind in ("weight", "bias")),
+    *(one(f"{B}.attention.o.{kind}", f"{A}.self_attn.o_proj.{kind}") for kind in ("weight", "bias")),
 )
 QK_NORM = tuple(one(f"{B}.attention.{n}_norm.weight", f"{A}.self_attn.{n}_norm.weight") for n in "qk")
 DENSE = swiglu(f"{B}.ffn", f"{A}.mlp")
@@ -132,6 +54,54 @@ MOE = (
 MIXTRAL_MOE = (
     one(f"{B}.moe.router.weight", f"{A}.block_sparse_moe.gate.weight"),
     *swiglu(f"{B}.moe.experts", f"{A}.block_sparse_moe.experts.{{expert}}", "w1", "w3", "w2"),
+)
+QWEN_SHARED = (
+    *swiglu(f"{B}.moe.shared", f"{A}.mlp.shared_expert"),
+    one(f"{B}.moe.shared_gate.weight", f"{A}.mlp.shared_expert_gate.weight"),
+)
+GRANITE_MOE = (  # stacked as tmoe's
+    one(f"{B}.moe.router.weight", f"{A}.block_sparse_moe.router.layer.weight"),
+    one(f"{B}.moe.experts.gate_up", f"{A}.block_sparse_moe.input_linear.weight"),
+    one(f"{B}.moe.experts.down", f"{A}.block_sparse_moe.output_linear.weight"),
+)
+
+
+def query_rows(cfg: ModelConfig) -> int:
+    return 0 if cfg.mla.q_rank else cfg.heads * (cfg.mla.nope_dim + cfg.mla.rope_dim)
+
+
+QKV_A = (  # q_a_proj where queries have a latent, else q_proj
+    Part(f"{A}.self_attn.q_proj.weight", query_rows),
+    Part(f"{A}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
+    Part(f"{A}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
+)
+LATENT = (
+    Rule(f"{B}.attention.qkv_a.weight", QKV_A),
+    *(one(f"{B}.attention.{n}_norm.weight", f"{A}.self_attn.{n}_a_layernorm.weight") for n in ("q", "kv")),
+    *(one(f"{B}.attention.{n}_b.weight", f"{A}.self_attn.{n}_b_proj.weight") for n in ("q", "kv")),
+)
+DEEPSEEK = (
+    *DECODER,
+    *LATENT,
+    *DENSE,
+    *MOE,
+    *swiglu(f"{B}.moe.shared", f"{A}.mlp.shared_experts"),
+    one(f"{B}.moe.router.choice_bias", f"{A}.mlp.gate.e_score_correction_bias"),
+)
+
+
+def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
+    """gate, up, gate, up: of their rows the even ones are the gate's."""
+    return Part(theirs, None, transposed, 2, 0), Part(theirs, None, transposed, 2, 1)
+
+
+GPT_OSS = (  # x W, where tmoe and the others have W x
+    one(f"{B}.attention.sinks", f"{A}.self_attn.sinks"),
+    *(one(f"{B}.moe.router.{kind}", f"{A}.mlp.router.{kind}") for kind in ("weight", "bias")),
+    Rule(f"{B}.moe.experts.gate_up", woven(f"{A}.mlp.experts.gate_up_proj", transposed=True)),
+    Rule(f"{B}.moe.experts.gate_up_bias", woven(f"{A}.mlp.experts.gate_up_proj_bias")),
+    Rule(f"{B}.moe.experts.down", (Part(f"{A}.mlp.experts.down_proj", transposed=True),)),
+    one(f"{B}.moe.experts.down_bias", f"{A}.mlp.experts.down_proj_bias"),
 )
 
 
@@ -154,19 +124,62 @@ SIZES = (
 )
 HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head)
 FFN = Field("ffn_dim", ("intermediate_size",))
+EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
 EXPERTS = Field("moe.experts", ("num_experts", "num_local_experts"))
+LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
 TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
 RENORMALIZE = Field("moe.renormalize", ("norm_topk_prob",), False)
 AUXILIARY = Field("moe.balance_coeff", ("router_aux_loss_coef",), 0.001)
-PLAIN = dict(hidden_act="silu", attention_bias=False, attention_dropout=0.0, quantization_config=None)
-FULL = PLAIN | dict(use_sliding_window=False)
+BIASES = tuple(Field(f"{part}_bias", ("attention_bias",), False) for part in ("qkv", "o"))
+CLAMPED = (1.702, 7.0)  # alpha and limit of the clamped SwiGLU, the only ones that the op computes
+DEEPSEEK_SIZES = (
+    *SIZES,
+    Field("mla.q_rank", ("q_lora_rank",), 0),
+    Field("mla.kv_rank", ("kv_lora_rank",)),
+    Field("mla.nope_dim", ("qk_nope_head_dim",)),
+    Field("mla.rope_dim", ("qk_rope_head_dim",)),
+    Field("mla.v_dim", ("v_head_dim",)),
+    FFN,
+    EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
+    EXPERTS._replace(keys=("n_routed_experts",)),
+    TOP_K,
+    AUXILIARY._replace(keys=("aux_loss_alpha",)),
+)
+
+
+def shared_width(default: int) -> Field:
+    """Summed width of the shared experts, of which the config gives the number."""
+    number = "n_shared_experts"
+    return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * (hf.get(number, default) or 0))
+
+
+def v2_groups(hf: HF) -> bool:
+    return hf.get("topk_method") == "group_limited_greedy"
+
+
+def deepseek_keys(cfg: ModelConfig) -> HF:
+    """transformers repeats keys and values where num_key_value_heads says less than all heads, and knows no moe_layer_freq but 1."""
+    return dict(
+        q_lora_rank=cfg.mla.q_rank or None,
+        num_key_value_heads=cfg.heads,
+        n_shared_experts=cfg.moe.shared_dim // cfg.moe.ffn_dim,
+        moe_layer_freq=1,
+    )
+
+
+def v2_keys(cfg: ModelConfig) -> HF:
+    method = "greedy" if cfg.moe.groups == 1 else "group_limited_greedy"
+    return deepseek_keys(cfg) | dict(topk_method=method, n_group=cfg.moe.groups, topk_group=cfg.moe.top_groups)
+
+
+PLAIN = dict(hidden_act="silu", quantization_config=None)
 
 ARCHITECTURES = (
     Architecture(
         "llama",
         "LlamaForCausalLM",
         DECODER + DENSE,
-        (*SIZES, HEAD_DIM, FFN),
+        (*SIZES, *BIASES, HEAD_DIM, FFN),
         ours={},
         theirs=PLAIN | dict(mlp_bias=False),
     ),
@@ -174,9 +187,14 @@ ARCHITECTURES = (
         "qwen3",
         "Qwen3ForCausalLM",
         DECODER + QK_NORM + DENSE,
-        (*SIZES, HEAD_DIM._replace(default=128), FFN),
+        (*SIZES, *BIASES, HEAD_DIM._replace(default=128), FFN),
         ours=dict(qk_norm="head"),
-        theirs=FULL,
+        theirs=PLAIN,
+        windows=Windows(
+            ("sliding_window", "use_sliding_window", "layer_types"),
+            lambda hf, layer: layer >= hf.get("max_window_layers", 28),
+            4096,
+        ),
     ),
     Architecture(
         "mixtral",
@@ -185,15 +203,41 @@ ARCHITECTURES = (
         (
             *SIZES,
             HEAD_DIM,
-            Field("moe.ffn_dim", ("intermediate_size",)),
-            EXPERTS._replace(keys=("num_local_experts", "num_experts")),
+            EXPERT_FFN,
+            LOCAL_EXPERTS,
             TOP_K,
             AUXILIARY,
         ),
         ours={"moe.softmax": "after"},
-        theirs=PLAIN | dict(sliding_window=None, router_jitter_noise=0.0),
+        theirs=PLAIN | dict(router_jitter_noise=0.0),
         layers="moe",
         theta=1e6,
+        windows=Windows(("sliding_window",), lambda hf, layer: True),
+    ),
+    Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        DECODER + DENSE + MOE + QWEN_SHARED,
+        (
+            *SIZES,
+            BIASES[0]._replace(keys=("qkv_bias",), default=True),
+            HEAD_DIM,
+            FFN,
+            EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
+            Field("moe.shared_dim", ("shared_expert_intermediate_size",), 5632),
+            EXPERTS,
+            TOP_K,
+            RENORMALIZE,
+            AUXILIARY,
+        ),
+        ours={"moe.shared_gate": True},
+        theirs=PLAIN,
+        layers="qwen",
+        windows=Windows(
+            ("sliding_window", "use_sliding_window", "layer_types"),
+            lambda hf, layer: layer % 2 == 0 and layer < hf.get("max_window_layers", 28),
+            4096,
+        ),
     ),
     Architecture(
         "qwen3_moe",
@@ -201,17 +245,58 @@ ARCHITECTURES = (
         DECODER + QK_NORM + DENSE + MOE,
         (
             *SIZES,
+            *BIASES,
             HEAD_DIM,
             FFN,
-            Field("moe.ffn_dim", ("moe_intermediate_size",)),
+            EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
             EXPERTS,
             TOP_K,
             RENORMALIZE,
             AUXILIARY,
         ),
         ours=dict(qk_norm="head"),
-        theirs=FULL,
+        theirs=PLAIN,
         layers="qwen",
+        windows=Windows(("sliding_window", "use_sliding_window"), lambda hf, layer: True, 4096),
+    ),
+    Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK,
+        (
+            *DEEPSEEK_SIZES,
+            shared_width(2),
+            Field("dense_layers", ("first_k_dense_replace",), 0),
+            Field("moe.scaling", ("routed_scaling_factor",), 1.0),
+            Field("moe.groups", (), lambda hf: hf["n_group"] if v2_groups(hf) else 1),
+            Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
+        ),
+        ours={"attention": "mla", "moe.renormalize": False},
+        # its own code and transformers disagree about norm_topk_prob
+        theirs=PLAIN
+        | dict(attention_bias=False, scoring_func="softmax", norm_topk_prob=False)
+        | dict(topk_method=("greedy", "group_limited_greedy")),
+        layers="deepseek",
+        write=v2_keys,
+    ),
+    Architecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK,
+        (
+            *DEEPSEEK_SIZES,
+            shared_width(1),
+            Field("dense_layers", ("first_k_dense_replace",), 3),
+            Field("mla.interleave", ("rope_interleave",), True),
+            Field("moe.scaling", ("routed_scaling_factor",), 2.5),
+            Field("moe.groups", ("n_group",), 8),
+            Field("moe.top_groups", ("topk_group",), 4),
+            RENORMALIZE._replace(default=True),
+        ),
+        ours={"attention": "mla", "moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
+        theirs=PLAIN | dict(attention_bias=False, scoring_func="sigmoid", topk_method="noaux_tc"),
+        layers="deepseek",
+        write=deepseek_keys,
     ),
     Architecture(
         "olmoe",
@@ -219,8 +304,9 @@ ARCHITECTURES = (
         DECODER + QK_NORM + MOE,
         (
             *SIZES,
+            *BIASES,
             HEAD_DIM._replace(keys=()),  # always D/H: the query norm is as wide as the model
-            Field("moe.ffn_dim", ("intermediate_size",)),
+            EXPERT_FFN,
             EXPERTS,
             TOP_K,
             RENORMALIZE,
@@ -230,65 +316,75 @@ ARCHITECTURES = (
         theirs=PLAIN | dict(clip_qkv=None),
         layers="moe",
     ),
+    Architecture(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        DECODER + GRANITE_MOE,
+        (
+            *SIZES,
+            *BIASES,
+            HEAD_DIM,
+            *(Field(name, (name,), 1.0) for name in ("attention_multiplier", "embedding_multiplier")),
+            *(Field(name, (name,), 1.0) for name in ("residual_multiplier", "logits_scaling")),
+            EXPERT_FFN,
+            LOCAL_EXPERTS,
+            TOP_K,
+            AUXILIARY,
+        ),
+        ours={"moe.softmax": "after"},
+        theirs=PLAIN,
+        layers="moe",
+    ),
+    Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        DECODER + GPT_OSS,
+        (
+            *SIZES,
+            Field("norm_eps", ("rms_norm_eps",), 1e-5),
+            *(bias._replace(default=True) for bias in BIASES),
+            HEAD_DIM._replace(default=64),
+            EXPERT_FFN,
+            LOCAL_EXPERTS,
+            TOP_K,
+            AUXILIARY,
+        ),
+        ours={
+            "sinks": True,
+            "moe.softmax": "after",
+            "moe.router_bias": True,
+            "moe.bias": True,
+            "moe.activation": "clamped",
+        },
+        theirs=PLAIN | dict(zip(("swiglu_alpha", "swiglu_limit"), CLAMPED, strict=True)),
+        layers="moe",
+        theta=150000.0,
+        rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
+        windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128),
+    ),
 )
 
-# swap_experts: model_type -> the module of a transformers model, inside a decoder layer, that holds the experts' weights. Its router,
-# attention and shared experts stay transformers' own, so an entry needs no ModelConfig that could express the model.
+
+class Swap(NamedTuple):
+    """The module of a transformers model, inside a decoder layer, that holds the experts' weights, and MoEConfig's activation."""
+
+    place: str = "mlp.experts"
+    activation: str = "swiglu"
+    transposed: bool = False
+    """x W instead of W x: the last two axes of the weights are exchanged"""
+    woven: bool = False
+    """gate and up rows take turns"""
+
+
+# swap_experts: by model_type. Router, attention and shared experts stay transformers' own, so an entry needs no ModelConfig that could
+# express the model.
 SWAPPABLE = dict(
-    mixtral="mlp.experts",
-    qwen2_moe="mlp.experts",
-    qwen3_moe="mlp.experts",
-    olmoe="mlp.experts",
-    granitemoe="block_sparse_moe.experts",
-    deepseek_v2="mlp.experts",
-    deepseek_v3="mlp.experts",
+    mixtral=Swap(),
+    qwen2_moe=Swap(),
+    qwen3_moe=Swap(),
+    olmoe=Swap(),
+    granitemoe=Swap("block_sparse_moe.experts"),
+    gpt_oss=Swap(activation="clamped", transposed=True, woven=True),
+    deepseek_v2=Swap(),
+    deepseek_v3=Swap(),
 )
-
-
-# ---- boxes ----
-
-
-def pieces(arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[Piece]:
-    """Their tensors that make up our tensor `ours` of `shape`, expert by expert; empty: the architecture lacks it."""
-    numbers = [word for word in ours.split(".") if word.isdigit()]
-    generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
-    parts = next((rule.parts for rule in arch.rules if rule.ours == generic), ())
-    found, layer = [], numbers[0] if numbers else ""
-    stacked = any("{expert}" in part.name for part in parts)
-    for expert in range(shape[0]) if stacked else (None,):
-        axis = 1 if len(shape) == 3 else 0
-        start = 0
-        for part in parts:
-            rows = part.rows(cfg) if part.rows else shape[axis] // len(parts)
-            offset, box = [0] * len(shape), list(shape)
-            offset[axis], box[axis] = start, rows
-            if expert is not None:
-                offset[0], box[0] = expert, 1
-            name = part.name.format(layer=layer, expert=expert)
-            found.append(Piece(name, tuple(offset), tuple(box), stacked, part.transposed))
-            start += rows
-    assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), f"{ours}: parts leave a hole"
-    return found
-
-
-def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every parameter of the Transformer."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Transformer(cfg).named_parameters()}
-
-
-def divide(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> tuple[dict[str, list[Piece]], list[str]]:
-    """Our tensors' pieces, and which of the tensors `present` are computed ones (inv_freq).
-
-    A tied model's folder may hold the head as well, a copy of the embedding: it is one more piece, before the one that counts.
-    """
-    present = set(present)
-    found = {name: pieces(arch, cfg, name, shape) for name, shape in model_shapes(cfg).items()}
-    if cfg.tied and "lm_head.weight" in present:
-        embedding = found["embedding.weight"]
-        embedding.insert(0, embedding[0]._replace(name="lm_head.weight"))
-    return found, [name for name in present if any(re.fullmatch(pattern, name) for pattern in arch.extra)]
-
-
-def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
-    return {piece.name: piece.to_theirs(piece.shape) for group in found.values() for piece in group}

@@ -2,7 +2,7 @@
 
 The scheme: matrices are normal with standard deviation `std`; matrices whose output is added to the residual stream
 (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2);
-norm weights are one. Each tensor draws from a generator of its own, seeded by a hash of (seed, name): a rank draws the
+norm weights are one, biases and sinks zero, buffers too. Each tensor draws from a generator of its own, seeded by a hash of (seed, name): a rank draws the
 full tensor and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
 residual scale. (CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
 """
@@ -16,6 +16,7 @@ from torch import nn
 from tmoe.parallel.mesh import local_part, local_slices
 
 RESIDUAL = ("o.weight", "down.weight", "down")  # ends of the names of matrices that write to the residual stream
+ZERO = ("bias", "sinks")
 
 
 @torch.no_grad()
@@ -23,11 +24,13 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
     """Fills every parameter in place; seed None draws one from torch's global generator. Meta tensors are left alone."""
     if seed is None:
         seed = int(torch.randint(2**31, (), device="cpu"))
+    for buffer in module.buffers():  # the routers' choice bias
+        buffer.zero_()
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             continue
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
+        if name.endswith(ZERO) or parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith(ZERO) else 1.0)
             continue
         scale = std / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else std
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -14,9 +14,12 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
 
+from tmoe.parallel.mesh import shard_dim
+
 EXPERTS = re.compile(
     r"(.*\.)?experts\.[^.]+"
 )  # parameters of tmoe.experts.Experts and what the optimizer keeps for them
+BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")  # every rank holds it whole, in fp32 whatever the weights are
 
 
 class Box(NamedTuple):
@@ -37,8 +40,8 @@ class Layout(NamedTuple):
 def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str, Layout]:
     """Layout of every tensor for `world` ranks, `ep` of them to an expert group; rank = dp index * ep + ep index.
 
-    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all ranks. What has no first
-    axis (step counts) or no elements lies with rank 0. ValueError where ep divides the world or a tensor's experts not.
+    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all ranks. Buffers and what has
+    no first axis (step counts) or no elements lie with rank 0. ValueError where ep divides the world or a tensor's experts not.
     """
     if world < 1 or ep < 1 or world % ep:
         raise ValueError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
@@ -49,18 +52,13 @@ def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str
                 raise ValueError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
     dims = {module: shard_dim(local, world // ep) for module, local in modules.items()}
-    return {name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
-
-
-def shard_dim(shapes: list[tuple[int, ...]], dp: int) -> int:
-    """parallel/apply.py's rule for a rank's experts: along the experts, or along 2F and D where dp divides those only."""
-    even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
-    return 1 if even == [False, True] else 0
+    found = {name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
+    return found | {name: _replicated(shape) for name, shape in shapes.items() if BUFFERS.fullmatch(name)}
 
 
 def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Layout:
     if not shape or 0 in shape:
-        return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
+        return _replicated(shape)
     if dim is None:
         boxes = [Box(rank, *_part(shape, 0, world, rank)) for rank in range(world)]
         placement = f"world={world}: {Shard(0)!r}"
@@ -69,6 +67,10 @@ def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Lay
         over_dp = _StridedShard(0, split_factor=ep) if dim == 0 and ep > 1 else Shard(dim)
         placement = f"dp={world // ep}: {over_dp!r}, ep={ep}: {Shard(0)!r}"
     return Layout(placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset)))
+
+
+def _replicated(shape: tuple[int, ...]) -> Layout:
+    return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
 
 
 def _expert_box(shape: tuple[int, ...], dp: int, ep: int, dim: int, rank: int) -> Box:

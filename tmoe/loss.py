@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
-CHUNK_LOGITS = 2**25  # logits held at once: 128 MiB in fp32, enough rows to fill a GPU's matrix units at any V
+from tmoe.ops.cross_entropy import cross_entropy_, scaled
+
+CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
+CHUNK_LOGITS_GPU = (
+    2**30
+)  # 4096 rows at V = 152k: at 1024 the sum of the head's gradient costs 25% on top of its product, at 4096 none
 IGNORE = -100  # target that counts in no loss
 
 
@@ -16,28 +22,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
+    @record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
     def forward(ctx, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        rows = max(1, CHUNK_LOGITS // weight_VD.shape[0])
+        rows = chunk_rows(weight_VD.shape[0], h_TD.is_cuda)
         needs_h, needs_w = ctx.needs_input_grad[:2]
         grad_h = torch.empty_like(h_TD) if needs_h else None
-        grad_w = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_w else None
+        grad_w = None
         loss = torch.zeros((), device=h_TD.device)
         for i in range(0, h_TD.shape[0], rows):
             h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
-            logits = (h @ weight_VD.t()).float()
-            keep = targets != IGNORE
-            index = targets.where(keep, 0)[:, None]
-            lse = logits.logsumexp(-1, keepdim=True)
-            loss += ((lse - logits.gather(1, index))[:, 0]).where(keep, 0.0).sum()
-            if grad_h is None and grad_w is None:
-                continue
-            grad = logits.sub_(lse).exp_()
-            grad.scatter_add_(1, index, torch.full_like(lse, -1.0))
-            grad = grad.masked_fill_(~keep[:, None], 0.0).to(h.dtype)
+            losses, grad = softmax_and_gradient(h @ weight_VD.t(), targets, needs_h or needs_w)
+            loss += losses.sum()
             if grad_h is not None:
                 grad_h[i : i + rows] = grad @ weight_VD
-            if grad_w is not None:
-                grad_w += grad.t() @ h
+            if needs_w:
+                grad_w = add_product(grad_w, grad.t(), h)
+        if needs_w and grad_w is None:  # no rows
+            grad_w = torch.zeros_like(weight_VD, dtype=torch.float32)
         ctx.save_for_backward(grad_h, grad_w)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -48,9 +49,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_w = ctx.saved_tensors
         if grad_h is not None:
             grad_h = grad_h * grad_loss.to(grad_h.dtype)
-        if grad_w is not None:
+        if grad_w is not None and grad_w.is_cuda:
+            grad_w = scaled(grad_w, grad_loss, ctx.weight_dtype)
+        elif grad_w is not None:
             grad_w = (grad_w * grad_loss).to(ctx.weight_dtype)
         return grad_h, grad_w, None
+
+
+def chunk_rows(V: int, gpu: bool) -> int:
+    """Rows of logits held at once; on a GPU a power of two, whose tiles leave no matrix unit without work."""
+    return 1 << max(0, (CHUNK_LOGITS_GPU // V).bit_length() - 1) if gpu else max(1, CHUNK_LOGITS // V)
+
+
+def softmax_and_gradient(logits_RV: Tensor, targets_R: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits, both 0 where a target is to be ignored. Uses up
+    the logits."""
+    if logits_RV.is_cuda:
+        return cross_entropy_(logits_RV, targets_R, IGNORE, needs_grad), logits_RV
+    logits, dtype = logits_RV.float(), logits_RV.dtype
+    keep = targets_R != IGNORE
+    index = targets_R.where(keep, 0)[:, None]
+    lse = logits.logsumexp(-1, keepdim=True)
+    losses = (lse - logits.gather(1, index))[:, 0].where(keep, 0.0)
+    if needs_grad:
+        logits = logits.sub_(lse).exp_().scatter_add_(1, index, torch.full_like(lse, -1.0))
+        logits = logits.masked_fill_(~keep[:, None], 0.0).to(dtype)
+    return losses, logits
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in fp32, in place. On a GPU the product of 16-bit operands is not rounded before it is added."""
+    if a.is_cuda and a.element_size() == 2:
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    product = (a @ b).float()
+    return product if total is None else total.add_(product)
 
 
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:

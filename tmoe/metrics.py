@@ -226,6 +226,8 @@ def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
     if not tensors:
         return values
+    if all(t.is_cpu for t in tensors.values()):
+        device = torch.device("cpu")
     # fp64: a step's counts may pass 2^24, where fp32 no longer counts
     flat = torch.cat([t.reshape(-1).to(device, torch.float64) for t in tensors.values()]).cpu()
     parts = flat.split([t.numel() for t in tensors.values()])

@@ -3,32 +3,42 @@
 next: attention.py, then moe.py
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.attend import document_mask
+from tmoe.attend import make_mask
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Balancer, Load, Totals, stack
 from tmoe.config import ModelConfig
 from tmoe.experts import LocalExperts
 from tmoe.init import initialise
 from tmoe.loss import IGNORE, cross_entropy_sum
+from tmoe.mla import LatentAttention
 from tmoe.moe import MoE, SwiGLU
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); pre-norm. The feed-forward is an MoE or dense."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); pre-norm. The feed-forward is an MoE or dense.
+
+    What is added passes dropout and, in Granite's models, gets a factor (`residual_multiplier`).
+    """
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.dropout = cfg.dropout
+        self.dropout, self.multiplier = cfg.dropout, cfg.residual_multiplier
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention = Attention(cfg)
+        self.attention = LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.moe = MoE(cfg.dim, cfg.moe) if cfg.is_moe(layer) else None
+        self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
+        self.standing_in: Callable[[], AbstractContextManager] = (
+            nullcontext  # parallel/apply.py: what recomputing needs
+        )
 
     def forward(self, x: Tensor, *context) -> tuple[Tensor, Load | None]:
         """Eager on purpose: FSDP2's hooks, of the block and of the experts' scope, stand around the compiled `compute`."""
@@ -41,15 +51,24 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         if self.must_compile and not torch.compiler.is_compiling():  # traced once, so it costs nothing when compiled
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
-        x = x + self.drop(self.attention(self.attention_norm(x), cos_SC, sin_SC, mask))
+        x = self.attend(x, cos_SC, sin_SC, mask)
+        return self.feed_forward(x, padding, experts)
+
+    def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask) -> Tensor:
+        return x + self.branch(self.attention(self.attention_norm(x), cos_SC, sin_SC, mask))
+
+    def feed_forward(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | None
+    ) -> tuple[Tensor, Load | None]:
         if self.ffn is not None:
-            return x + self.drop(self.ffn(self.ffn_norm(x))), None
+            return x + self.branch(self.ffn(self.ffn_norm(x))), None
         assert self.moe is not None and experts is not None
         y, load = self.moe.route(self.ffn_norm(x), padding, experts)
-        return x + self.drop(y), load
+        return x + self.branch(y), load
 
-    def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+    def branch(self, y: Tensor) -> Tensor:
+        y = F.dropout(y, self.dropout, self.training) if self.dropout else y
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
 
 class Transformer(nn.Module):
@@ -72,6 +91,11 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int | None = None) -> None:
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
 
+    def update_bias(self, taken: Tensor | None = None) -> None:
+        """Once after each optimizer step, on every rank: the routers' choice bias follows the step's loads (MoEConfig.choice_bias);
+        taken: 0 for a step that was skipped."""
+        self.balancer.update_bias((block.moe.router for block in self.blocks if block.moe is not None), taken)
+
     def forward(
         self,
         tokens_BS: Tensor,
@@ -90,6 +114,8 @@ class Transformer(nn.Module):
                 losses of the parts then add up. None: this call is all.
         """
         h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
+        if self.cfg.logits_scaling != 1.0:
+            h_BSD = h_BSD / self.cfg.logits_scaling
         weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BS is None:
             return F.linear(h_BSD, weight_VD)
@@ -107,14 +133,17 @@ class Transformer(nn.Module):
         S = tokens_BS.shape[1]
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
-        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.head_dim, S, tokens_BS.device)
+        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, tokens_BS.device)
         if padding_BS is not None:
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
-        mask = None if documents_BS is None else document_mask(documents_BS)
+        windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
+        masks = {window: make_mask(documents_BS, window, S, tokens_BS.device) for window in set(windows)}
         x, loads = self.embedding(tokens_BS), []
-        for block in self.blocks:
-            x, load = block(x, cos_SC, sin_SC, mask, padding_BS)
+        if self.cfg.embedding_multiplier != 1.0:
+            x = x * self.cfg.embedding_multiplier
+        for block, window in zip(self.blocks, windows, strict=True):
+            x, load = block(x, cos_SC, sin_SC, masks[window], padding_BS)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

@@ -31,17 +31,20 @@ class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.
 
     `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type. The router's load for the
-    balancing losses is in `self.load` after a call. Inside a Transformer, a Block calls `route` itself: see there.
+    balancing losses is in `self.load` after a call; with `choice_bias`, sum its counts over the step and the ranks and hand them to
+    `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
     """
 
-    def __init__(self, dim: int, cfg: MoEConfig):
+    def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
+        """init: draw the weights (False: whoever builds the model does)."""
         super().__init__()
         self.router = Router(dim, cfg)
         self.experts = Experts(dim, cfg)
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
-        initialise(self)
+        if init:
+            initialise(self)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
@@ -53,10 +56,8 @@ class MoE(nn.Module):
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         routing = self.router(x_TD, padding_T)
-        rows, plan = self.dispatcher.dispatch(x_TD, routing)
-        y_RD = experts(rows)
-        y_TD = self.dispatcher.combine(y_RD, plan) + self.shared_output(x_TD)
-        return y_TD.view_as(x), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T)
+        y_TD = self.dispatcher(x_TD, routing, experts) + self.shared_output(x_TD)  # dispatch, experts, combine
+        return y_TD.view_as(x), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
 
     def shared_output(self, x_TD: Tensor) -> Tensor | float:
         if self.shared is None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,9 @@ from torch import Tensor
 
 from tmoe import folders, inspection
 from tmoe import manifest as files
-from tmoe.layout import Box, Layout, lay_out
+from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
-from tmoe.rewrite import Output, Plan, bar, check_space, divide, read_boxes, rewrite, size_on_disk, work_folder
+from tmoe.rewrite import Output, Plan, bar, check_space, divide, keeping, read_boxes, rewrite, size_on_disk
 from tmoe.shards import RNG
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -112,11 +113,11 @@ def reshard(
         dst: a new folder
         world: number of ranks that will load it
         ep: ranks of an expert group
-        dtype: cast the weights and their average, to the nearest, ties to even; moments keep their type
+        dtype: cast the weights and their average, to the nearest, ties to even; moments and choice biases keep their type
         only: keep these parts; default: all
         dry_run: say what would be written
     """
-    _carry_out(plan_reshard(folders.resolve(src), world, ep, dtype, only), dst, dry_run)
+    carry_out(plan_reshard(folders.resolve(src), world, ep, dtype, only), dst, dry_run)
 
 
 def plan_reshard(src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
@@ -128,17 +129,17 @@ def plan_reshard(src: Path, world: int, ep: int = 1, dtype: str | None = None, o
     kept = {name: entry for name, entry in manifest.tensors.items() if _is_kept(name, only, world == manifest.world)}
     if not kept:
         raise ValueError(f"{src}: holds no tensor of {', '.join(only)}")
-    _check_sizes(src, manifest, kept)
+    check_sizes(src, manifest, kept)
     layouts = lay_out({name: entry.shape for name, entry in kept.items()}, world, ep)
     outputs = []
     for name, entry in kept.items():
         kind = dtype_of(entry.dtype)
-        if dtype and name.startswith(CAST) and kind.is_floating_point:
+        if dtype and name.startswith(CAST) and kind.is_floating_point and not BUFFERS.fullmatch(name):
             kind = DTYPES[dtype]
         layout = _layout_of(entry) if name.startswith(RNG) else layouts[name]
         outputs.append(Output(name, entry.shape, kind, *layout))
-    origin = _origin("reshard", [src], world=world, ep=ep, dtype=dtype, only=list(only))
-    return _plan(outputs, partial(_resharded, src, kept), replace(manifest, world=world), origin)
+    origin = origin_of("reshard", [src], world=world, ep=ep, dtype=dtype, only=list(only))
+    return with_history(outputs, partial(_resharded, src, kept), replace(manifest, world=world), origin)
 
 
 def _is_kept(name: str, only: Sequence[str], same_world: bool) -> bool:
@@ -173,7 +174,7 @@ def average(
     if len(paths) < 2:
         raise ValueError("average needs STEP... DST: at least one step folder and a new folder")
     *steps, dst = paths
-    _carry_out(plan_average([folders.resolve(step) for step in steps], ema), dst, dry_run)
+    carry_out(plan_average([folders.resolve(step) for step in steps], ema), dst, dry_run)
 
 
 def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
@@ -185,17 +186,19 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
         {f"model.{name.removeprefix(prefix)}": entry for name, entry in m.tensors.items() if name.startswith(prefix)}
         for m in manifests
     ]
+    for entries, m in zip(sources, manifests, strict=True):
+        entries |= {name: entry for name, entry in m.tensors.items() if ema and entries and BUFFERS.fullmatch(name)}
     if ema and not any(sources):
         raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
     if found := _differences(steps, manifests, weights, sources, prefix):
         raise CheckpointError("\n  ".join([f"the steps do not fit: {len(found)} differences", *found]))
     for step, manifest, entries in zip(steps, manifests, sources, strict=True):
-        _check_sizes(step, manifest, entries)
+        check_sizes(step, manifest, entries)
     outputs = [Output(name, e.shape, dtype_of(e.dtype), *_layout_of(e)) for name, e in weights.items()]
     newest = max(manifests, key=lambda manifest: manifest.step)
-    origin = _origin("average", steps, ema=ema)
+    origin = origin_of("average", steps, ema=ema)
     described = replace(newest, world=first.world, info=first.info)
-    return _plan(outputs, partial(_averaged, list(zip(steps, sources, strict=True))), described, origin)
+    return with_history(outputs, partial(_averaged, list(zip(steps, sources, strict=True))), described, origin)
 
 
 def _differences(
@@ -259,20 +262,23 @@ def _widened(tensor: Tensor) -> Tensor:
 # ---- carrying out ----
 
 
-def _plan(outputs: list[Output], produce: Any, manifest: Manifest, origin: dict[str, Any]) -> Plan:
+def with_history(
+    outputs: list[Output], produce: Any, manifest: Manifest, origin: dict[str, Any], info: dict[str, Any] | None = None
+) -> Plan:
+    """A plan whose result says, after what its source said, where it comes from. info: facts of the result; None: the source's."""
     history = manifest.info.get("history")
-    info = manifest.info | {"history": [*(history if isinstance(history, list) else ()), origin]}
-    blank = replace(manifest, saved_ns=0, info=info, files={}, tensors={})
+    told = {"history": [*(history if isinstance(history, list) else ()), origin]}
+    blank = replace(manifest, saved_ns=0, info=(manifest.info if info is None else info) | told, files={}, tensors={})
     return Plan(tuple(outputs), produce, blank, tuple(source["sha256"] for source in origin["sources"]))
 
 
-def _origin(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
+def origin_of(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
     digests = [hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps]
     sources = [dict(path=str(step), sha256=digest) for step, digest in zip(steps, digests, strict=True)]
     return dict(tool=tool, sources=sources) | options
 
 
-def _check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
+def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
     """Missing and truncated files are refused before the first byte; flipped bits when their chunk is read, which hashes it.
 
     Files of tensors that are not needed may be damaged: the weights of a step whose optimizer state is lost can be rescued.
@@ -282,27 +288,22 @@ def _check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry])
         raise CheckpointError("; ".join(problems))
 
 
-def _carry_out(plan: Plan, dst: Path, dry_run: bool) -> None:
+def carry_out(plan: Plan, dst: Path, dry_run: bool) -> None:
     needed, free = check_space(plan, dst)
     ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
     size = sum(output.nbytes for output in plan.outputs)
     what = f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of {plan.manifest.world} ranks"
     if dry_run:
         return print(f"{what}; at most {decimal(needed)} to write, {decimal(free)} free; nothing written")
-    try:
+    with keeping(dst):
         rewrite(plan, dst)
-    except (CheckpointError, OSError) as error:
-        kept = work_folder(dst)
-        raise CheckpointError(
-            f"{error}; {kept} keeps what is finished, the same command goes on" if kept.exists() else f"{error}"
-        ) from error
     print(f"{what}, verified")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; ends the process with an error's one message."""
     commands: dict[str, Any] = dict(inspect=inspect, verify=verify, reshard=reshard, average=average)
-    try:
+    with one_message():
         tyro.extras.subcommand_cli_from_dict(
             commands,
             prog="python -m tmoe.checkpoint",
@@ -310,7 +311,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             args=None if argv is None else list(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """Around a command line: what can go wrong ends the process with code 1 and one message."""
+    try:
+        yield
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
-        raise SystemExit("error: interrupted; the same command goes on with the groups that were finished") from None
+        raise SystemExit("error: interrupted; the same command goes on with what was finished") from None

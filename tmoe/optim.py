@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import cycle, repeat
 from typing import Any
 
 import torch
@@ -19,50 +21,146 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tmoe.config import OptimConfig
+from tmoe.ops.adamw import adamw_
+from tmoe.parallel.mesh import local_part
+from tmoe.parallel.working import make_stale, working_copy
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
+PIECE = 2**26  # elements whose moments are on the GPU at a time, twice over: 1 GiB
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's groups: with and without decay, per mesh; parameters that need no gradient are left out.
 
-    A parameter with fewer than two axes (norms, biases, the router's among them) gets no decay: it scales or shifts, and
-    has no matrix norm to bound. Experts [E, 2F, D] are matrices and do. So does the embedding: tied, it is the head, and
+    A parameter with fewer than two axes (norms, biases, sinks) and the experts' stacked biases [E, 2F] get no decay: they scale
+    or shift, and have no matrix norm to bound. Experts [E, 2F, D] are matrices and do. So does the embedding: tied, it is the head, and
     one rule for both cases is plainer (OLMo 2 leaves it out, so that rows of rare tokens do not shrink between visits).
 
     Per mesh, because fused and foreach AdamW refuse plain tensors among DTensors ("got mixed torch.Tensor and DTensor"),
     and DTensor promises nothing about operands of two meshes (fused AdamW took them on 2.13).
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for _, p in named_parameters:
+    for name, p in named_parameters:
         if p.requires_grad:
-            groups[p.ndim >= 2, p.device_mesh if isinstance(p, DTensor) else None].append(p)
+            groups[p.ndim >= 2 and not name.endswith("bias"), p.device_mesh if isinstance(p, DTensor) else None].append(
+                p
+            )
     return [dict(params=params, weight_decay=weight_decay if decays else 0.0) for (decays, _), params in groups.items()]
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device
-) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, of which clipping and the choice not to step are part, both made on the device: no host waits.
+
+    On a GPU each parameter takes one pass over its memory (ops/adamw.py): gradients of any float type are read once and not
+    written, working copies (parallel/working.py) are written beside the weights. `keeps_fresh` says that nobody else writes to
+    the weights without `make_stale`, so that no forward need cast them again.
+    """
+
+    keeps_fresh = False
+    offload = False  # moments lie in pinned host memory
+    factor: Tensor | None = None
+    finite: Tensor | None = None
+
+    @torch.no_grad()
+    def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
+        """How the next `step` goes: gradients, whose norm this is, are clipped to `clip` (0: not); where finite is 0, parameters and
+        state stay as they are. 0-dim, on the device; equal on all ranks."""
+        self.finite = finite
+        self.factor = (clip / (norm + 1e-6)).clamp(max=1.0).float() if clip else None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(p.is_cuda and p.dtype == torch.float32 for p in params):
+            self._step_in_one_pass()
+        elif self.finite is None or self.finite:
+            if self.factor is not None:
+                torch._foreach_mul_([_local(p.grad) for p in params], self.factor)
+            super().step()
+        self.factor = self.finite = None
+
+    def _step_in_one_pass(self) -> None:
+        streams = cycle([torch.cuda.Stream(), torch.cuda.Stream()]) if self.offload else None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            one = torch.ones((), device=params[0].device)
+            factor, finite = (one if t is None else t for t in (self.factor, self.finite))
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = _new_state(p, p.device, self.offload)
+            # a list, for a lone 0-dim tensor is taken for a number and read by the host
+            torch._foreach_add_([self.state[p]["step"] for p in params], [finite] * len(params))
+            for p in params:
+                state, copy = self.state[p], working_copy(p)
+                if copy and copy.tensor.dtype == p.dtype:
+                    copy = None  # it is the weight itself
+                tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.tensor.detach()]
+                tensors = [None if t is None else local_part(t) for t in tensors]
+                step = partial(
+                    adamw_, step=state["step"], factor=factor, finite=finite,
+                    lr=group["lr"], betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
+                )  # fmt: skip
+                step(*tensors) if streams is None else stream_moments(tensors, streams, step)
+                if copy:
+                    copy.fresh = self.keeps_fresh
+        if streams is not None:
+            for _ in range(2):
+                torch.cuda.current_stream().wait_stream(next(streams))
+
+
+def stream_moments(tensors: list, streams: Iterator, step: Callable) -> None:
+    """step(weight, grad, mean, square, copy) on pieces whose moments come from pinned memory and go back there. Pieces take turns on
+    two streams, so that one's way in overlaps with the other's way out; a stream works on one piece at a time, in bounded memory."""
+    pieces = [repeat(None) if t is None else t.view(-1).split(PIECE) for t in tensors]
+    for weight, grad, *moments, copy in zip(*pieces, strict=False):  # repeat is endless
+        stream = next(streams)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            here = [m.to(weight.device, non_blocking=True) for m in moments]
+            step(weight, grad, *here, copy)
+            for m, new in zip(moments, here, strict=True):
+                m.copy_(new, non_blocking=True)
+        grad.record_stream(stream)
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device) -> AdamW:
     """AdamW over `parameter_groups`, fused on CUDA and CPU.
 
     60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms; the difference is DTensor's
     dispatch, which fused passes once a group.
     """
     groups = parameter_groups(named_parameters, cfg.weight_decay)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    if device.type == "cuda":
+        for p in (p for group in groups for p in group["params"]):
+            p.grad_dtype = None  # any: a bf16 gradient that nobody reduces need not become fp32
+    optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    optimizer.offload = cfg.offload and device.type == "cuda"
+    return optimizer
 
 
-def init_state(optimizer: torch.optim.AdamW) -> None:
+def init_state(optimizer: AdamW) -> None:
     """Makes both moments and the step count of every parameter, all zero, so that a checkpoint can be loaded into them
     before the first step (AdamW makes them in it, and leaves out parameters without a gradient)."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             device = p.device if group["fused"] else "cpu"  # where AdamW would put it
-            optimizer.state[p] = dict(
-                step=torch.zeros((), dtype=torch.float32, device=device),
-                exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
-            )
+            optimizer.state[p] = _new_state(p, device, optimizer.offload)
+
+
+def _new_state(p: Tensor, device: torch.device | str, offload: bool) -> dict[str, Tensor]:
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return dict(step=step, exp_avg=_zeros_like(p, offload), exp_avg_sq=_zeros_like(p, offload))
+
+
+def _zeros_like(p: Tensor, offload: bool) -> Tensor:
+    """Zeros laid out as p; with offload in pinned host memory, whatever the device of p's mesh."""
+    if not offload:
+        return torch.zeros_like(p, memory_format=torch.preserve_format)
+    zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
+    # from_local would move it to the mesh's device; FSDP2 keeps its offloaded parameters the same way
+    return DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
 
 
 def optimizer_tensors(optimizer: torch.optim.AdamW, named_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,10 +211,11 @@ class Ema:
         self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """average = decay * average + (1 - decay) * weight; once after each step that was taken."""
-        weights = [w.float() for w in _locals(self._parameters)]
-        torch._foreach_lerp_(_locals(self._averages), weights, 1.0 - self.decay)
+    def update(self, taken: Tensor | None = None) -> None:
+        """average = decay * average + (1 - decay) * weight; once after each step. taken: 0 leaves the averages as they are."""
+        weight = 1.0 - self.decay if taken is None else taken * (1.0 - self.decay)
+        for average, w in zip(_locals(self._averages), _locals(self._parameters), strict=True):
+            average.lerp_(w.float(), weight)
 
     def tensors(self) -> dict[str, Tensor]:
         """Name to average: the fp32 tensors themselves, to save and to load into in place."""
@@ -131,14 +230,20 @@ class Ema:
         weights = _locals(self._parameters)
         kept = [w.clone() for w in weights]
         _copy(weights, _locals(self._averages))
+        make_stale(self._parameters.values())
         try:
             yield
         finally:
             _copy(weights, kept)
+            make_stale(self._parameters.values())
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
 
 
 def _locals(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors.values()]
+    return [_local(t) for t in tensors.values()]
 
 
 @torch.no_grad()

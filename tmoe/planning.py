@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the only door to the "fake" backend
 
 from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
@@ -23,7 +24,7 @@ def dry_run(cfg: Config) -> None:
     """Prints parameters, the placement of each group of parameters, and bytes on rank 0 of `cfg.world` ranks."""
     world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep)
+    mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep, ep_across_nodes=True)
     with torch.device("meta"):
         model = Transformer(cfg.model)
     parallelize(model, mesh, cfg)
@@ -42,9 +43,11 @@ def dry_run(cfg: Config) -> None:
 
 def placements(model: Transformer) -> Table:
     groups: dict[tuple, list] = defaultdict(list)
-    for name, p in model.named_parameters():
+    for name, p in model.state_dict().items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        groups[kind, tuple(p.shape), str(p.placements), str(p.device_mesh.mesh_dim_names)].append(local_part(p))
+        spread = isinstance(p, DTensor)  # the routers' choice biases are plain tensors
+        placed = (str(p.placements), str(p.device_mesh.mesh_dim_names)) if spread else ("replicated", "")
+        groups[kind, tuple(p.shape), *placed].append(local_part(p))
     table = Table(
         Column("parameter", no_wrap=True),
         "copies",

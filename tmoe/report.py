@@ -11,6 +11,7 @@ import json
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,8 +244,8 @@ def draw_load(axis: Axes, run: Run) -> None:
 def moe_layers(run: Run, layers: int) -> list[int]:
     """Block numbers of the rows: dense blocks have none."""
     model = run.config.get("config", {}).get("model", {})
-    first, every = model.get("dense_layers", 0), model.get("moe_every", 1)
-    return [first + i * every for i in range(layers)]
+    numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))
+    return list(islice((i for i in numbers if i not in model.get("dense_blocks", ())), layers))
 
 
 def main(run: Annotated[Path, tyro.conf.Positional]) -> None:

@@ -87,7 +87,7 @@ def rewrite(plan: Plan, dst: Path) -> None:
     """
     groups, key = divide(plan), plan.key
     check_space(plan, dst)
-    with _locked(dst) as work:
+    with locked(dst) as work:
         parts = [work / f"group-{number}" for number in range(len(groups))]
         _clear(work, keep=[part for part in parts if _is_done(part, key)])
         _write_groups(plan, groups, parts)
@@ -100,7 +100,7 @@ def rewrite(plan: Plan, dst: Path) -> None:
 
 def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
     """(bytes still to be written at most, bytes free); CheckpointError if dst exists or they do not fit."""
-    _require_absent(dst)
+    require_absent(dst)
     key, work = plan.key, work_folder(dst)
     missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
     needed = sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group)
@@ -113,7 +113,7 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
     return needed, free
 
 
-def _require_absent(dst: Path) -> None:
+def require_absent(dst: Path) -> None:
     if dst.exists() or dst.is_symlink():
         raise CheckpointError(f"{dst}: exists already; name a new folder")
 
@@ -136,7 +136,7 @@ def divide(plan: Plan) -> list[list[Output]]:
 
 
 @contextmanager
-def _locked(dst: Path) -> Iterator[Path]:
+def locked(dst: Path) -> Iterator[Path]:
     """The work folder, held by this process alone; a kill lets go of it."""
     work = work_folder(dst)
     work.mkdir(parents=True, exist_ok=True)
@@ -146,12 +146,24 @@ def _locked(dst: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{work}: another process is writing it") from None
-        _require_absent(dst)  # another process may have finished since this one looked
+        require_absent(dst)  # another process may have finished since this one looked
         yield work
     finally:
         os.close(descriptor)
         with suppress(OSError):
             work.rmdir()  # if nothing in it is worth keeping
+
+
+@contextmanager
+def keeping(dst: Path) -> Iterator[None]:
+    """Errors inside say that what is finished of `dst` is kept."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        kept = work_folder(dst)
+        raise CheckpointError(
+            f"{error}; {kept} keeps what is finished, the same command goes on" if kept.exists() else f"{error}"
+        ) from error
 
 
 def _is_done(part: Path, key: str) -> bool:

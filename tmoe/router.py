@@ -26,7 +26,8 @@ class Router(nn.Module):
 
     `softmax="before"`: scores (softmax over all E, or sigmoid of each), the K largest, divided by their sum if `renormalize`.
     `softmax="after"`: the K largest logits, softmax over those (Mixtral; the same numbers as before + renormalize).
-    Both times `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T + b (gpt-oss). Product, softmax and weights are fp32 whatever the type of x and W.
+    Both times `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T + b (gpt-oss). Product, scores and
+    weights are fp32 whatever the type of x and W.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -52,10 +53,8 @@ class Router(nn.Module):
                 scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
                 ids_TK = self.preference(scores_TE.detach()).topk(cfg.top_k, -1).indices
                 weights_TK = scores_TE.gather(-1, ids_TK)
-                if cfg.renormalize:
-                    weights_TK = weights_TK / (
-                        weights_TK.sum(-1, keepdim=True) + 1e-20
-                    )  # DeepSeek's: sigmoids may be 0
+                if cfg.renormalize:  # 1e-20 as in DeepSeek's code: every sigmoid may be 0
+                    weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         ids_TK = ids_TK.to(torch.int32)
         if padding_T is not None:
             ids_TK = ids_TK.masked_fill(padding_T[:, None], -1)

@@ -7,8 +7,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -19,7 +19,10 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.distributed_c10d import _get_default_store  # where the group met; it has no public name
 from torch.profiler import ProfilerAction
+from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
+from tmoe.manifest import CheckpointError
+from tmoe.parallel.mesh import patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
@@ -43,6 +46,10 @@ class Runtime:
         dist.all_reduce(t, group=self.control)
         return t.tolist()
 
+    def put(self, t: torch.Tensor) -> torch.Tensor:
+        """On the device; through pinned memory, or the host would wait for all that the GPU has to do."""
+        return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+
     @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
@@ -64,6 +71,17 @@ class Runtime:
                 print("error: " + "\n".join(lines), file=sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Around collective work whose CheckpointError or ValueError all ranks raise alike: they end with code 2, and rank 0 says
+        why, once and without a traceback."""
+        try:
+            yield
+        except (CheckpointError, ValueError) as error:
+            if self.rank == 0:
+                print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     def blame(self, step: int, share: float, samples: list[int]) -> None:
         """Says on rank 0 whose share of a strange loss is the largest, or not finite, and which samples it holds."""
@@ -89,6 +107,8 @@ def launched() -> tuple[int, int]:
 def start(seed: int) -> Runtime:
     """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears SIGTERM."""
     rank, world = launched()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("tmoe").setLevel(logging.INFO)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -103,7 +123,7 @@ def start(seed: int) -> Runtime:
     random.seed(seed + rank)
     np.random.seed(seed + rank)
     torch.manual_seed(seed + rank)
-    control = dist.new_group(backend="gloo")
+    control = dist.new_group(backend="gloo", timeout=patience())
     assert isinstance(control, dist.ProcessGroup)
     runtime = Runtime(rank, world, device, control, Watch(rank, world, _get_default_store(), control))
 
@@ -138,6 +158,22 @@ def has_compiler() -> bool:
         return bool(get_cpp_compiler())
     except (InvalidCxxCompiler, RuntimeError):
         return False
+
+
+class OnItsWay:
+    """Tensors (in any nest of tuples) whose copy to the host has begun; `read` waits for them alone, not for what the GPU was
+    given since."""
+
+    def __init__(self, tree: T):
+        self.host = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", non_blocking=True), tree)
+        self.copied = torch.cuda.Event() if torch.cuda.is_available() else None
+        if self.copied:
+            self.copied.record()
+
+    def read(self) -> T:
+        if self.copied:
+            self.copied.synchronize()
+        return self.host
 
 
 class Graphs:

@@ -17,6 +17,7 @@ import time
 import torch
 
 from tmoe.config import Config
+from tmoe.ops import exchange
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
@@ -35,6 +36,7 @@ def traces(cfg: Config) -> list[tuple]:
     return [
         (trace, T * ep, m.dim, experts.ffn_dim, E // ep, K, dtype, pairs, experts.activation, experts.bias),
         (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
+        *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
     ]
 
 

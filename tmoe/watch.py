@@ -1,42 +1,67 @@
 """Watches the ranks of a run: when one stops, dies, raises or leaves the others' path, every rank says which, and where.
 
-    heartbeat   a thread writes (step, last collective) of its rank into the store four times a second; a stopped rank falls silent
-    journal     each collective's name, call site and size, chained into one checksum a step
+    heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls silent
+    journal     each collective's name, size, type and call site, chained into one checksum a step
     vote        once a step, before the weights change: count and checksum are equal on all ranks, or all ranks raise
     note        an exception that ends the run gets a note: who failed first, who is silent, where the paths parted
 
-Gloo and NCCL name none of it: a peer that hangs reads as a timeout on whoever waits, and a collective that one rank skips
-pairs with its next one and returns a wrong sum. (torch's flight recorder works on gloo too, but dumping its records
-costs 9 us each and its stacks a second; the journal costs 3 us a collective, the vote 0.3 ms a step on two gloo ranks.)
+Gloo and NCCL name none of it: a peer that hangs reads as a timeout on whoever waits, a collective that one rank skips pairs
+with its next one and returns a wrong sum, and gloo aborts the process that receives more than it asked for, which is why
+the store hears of a collective of CPU tensors before it runs. The journal stands at the process group's own methods, below
+every function of torch.distributed and whatever was wrapped around one. (torch's flight recorder works on gloo too, but dumping
+its records costs 9 us each and its stacks a second; the journal costs about 15 us a collective, the vote 0.3 ms a step on two
+gloo ranks.)
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from contextlib import suppress
+from functools import cache, wraps
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import c10d_logger, distributed_c10d
 
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
-UNEVEN = {"all_to_all_single", "all_to_all"}  # sizes may differ between ranks
-COLLECTIVES = [
-    name
-    for name in (
-        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "all_to_all"),
-        *("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single", "broadcast", "barrier", "reduce"),
-    )
-    if hasattr(dist, name)  # 2.13 has added the _single ones
-]
+GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
+METHODS = dict(  # of a process group, under the names by which people call them
+    allreduce="all_reduce",
+    allreduce_coalesced="all_reduce_coalesced",
+    allgather="all_gather",
+    allgather_coalesced="all_gather_coalesced",
+    _allgather_base="all_gather_into_tensor",  # torch 2.11
+    all_gather_single="all_gather_into_tensor",  # torch 2.13
+    all_gather_single_coalesced="all_gather_into_tensor_coalesced",
+    allgather_into_tensor_coalesced="all_gather_into_tensor_coalesced",
+    reduce_scatter="reduce_scatter",
+    _reduce_scatter_base="reduce_scatter_tensor",
+    reduce_scatter_single="reduce_scatter_tensor",
+    reduce_scatter_single_coalesced="reduce_scatter_tensor_coalesced",
+    reduce_scatter_tensor_coalesced="reduce_scatter_tensor_coalesced",
+    alltoall="all_to_all",
+    alltoall_base="all_to_all_single",
+    all_to_all_single="all_to_all_single",
+    broadcast="broadcast",
+    reduce="reduce",
+    gather="gather",
+    scatter="scatter",
+    barrier="barrier",
+)
+UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
+DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
+INSIDE = {distributed_c10d.__file__, c10d_logger.__file__}  # frames between a call site and the process group
 
 
 class DivergenceError(RuntimeError):
@@ -53,11 +78,13 @@ class Watch:
         self.rank, self.world, self.control = rank, world, control
         self.store = dist.PrefixStore("watch", store.clone()) if world > 1 else store  # a connection of its own
         self.step = 0
-        self.sites: list[str] = []
+        self.votes = 0
+        self.sites: list[str] = []  # since the last vote
         self.checksum = 0
         self._ended = threading.Event()
         self._originals: dict[str, Callable[..., Any]] = {}
-        self._beats = 0
+        self._beats = self._told = 0
+        self._telling = threading.Lock()
 
     def over(self, steps: Iterable[int]) -> Iterator[int]:
         """The steps, one by one, each noted as the one under way."""
@@ -72,49 +99,79 @@ class Watch:
             return
         mine = torch.tensor([len(self.sites), self.checksum])
         votes = [torch.empty_like(mine) for _ in range(self.world)]
-        self._originals["all_gather"](votes, mine, group=self.control)
+        dist.all_gather(votes, mine, group=self.control)
         if any(not torch.equal(vote, mine) for vote in votes):
             journals: list[Any] = [None] * self.world
-            self._originals["all_gather_object"](journals, self.sites, group=self.control)
+            dist.all_gather_object(journals, self.sites, group=self.control)
             raise DivergenceError(f"step {self.step}: {_parting(dict(enumerate(journals)))}")
-        self.sites, self.checksum = [], 0
+        self.votes += 1
+        self._begin_journal()
 
     # ---- journal ----
 
     def _journalled(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def collective(*args: Any, **kwargs: Any) -> Any:
+        def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             # Background threads (Python's own, a checkpoint's) keep their own pace; autograd's threads are no Python threads.
-            if kwargs.get("group") is not self.control and threading.current_thread().name.startswith(
-                ("Main", "Dummy")
-            ):
-                self._note(name, args, kwargs, sys._getframe(1))
-            return call(*args, **kwargs)
+            if group is not self.control and threading.current_thread().name.startswith(("Main", "Dummy")):
+                self._note(name, args, sys._getframe(1))
+            return call(group, *args, **kwargs)
 
         return collective
 
-    def _note(self, name: str, args: tuple, kwargs: dict[str, Any], frame: Any) -> None:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        size = f" of {first.numel()}" if isinstance(first, torch.Tensor) and name not in UNEVEN else ""
-        code = frame.f_code
-        site = f"{name}{size} at {Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"
-        self.sites.append(site)
-        self.checksum = zlib.crc32(site.encode(), self.checksum)
+    def _note(self, name: str, args: tuple, frame: Any) -> None:
+        tensors, options = _first_tensors(args), args[-1] if args else None
+        words = f"{name} {_operands(name, tensors, options)}at {_call_site(frame)}"
+        self.sites.append(words)
+        self.checksum = zlib.crc32(words.encode(), self.checksum)
+        if not tensors or tensors[0].is_cpu:  # gloo may abort this process; NCCL hangs, and the heartbeat tells
+            self._tell()
+
+    def _begin_journal(self) -> None:
+        with self._telling:
+            self.sites, self.checksum, self._told = [], 0, 0
+            self.store.set(f"{self.rank}.journal", f"{self.votes}\n")
+
+    def _tell(self) -> None:
+        """Hand the store what it has not heard of the journal; sent, not answered, so nobody waits."""
+        with self._telling, suppress(*GONE):  # that the store is gone, the collectives will say
+            new = self.sites[self._told :]
+            self._told += len(new)
+            if new:
+                self.store.append(f"{self.rank}.journal", "\n".join([*new, ""]))
 
     # ---- heartbeat and last words ----
 
     def __enter__(self) -> Self:
         if self.world > 1:
-            for name in COLLECTIVES:
-                self._originals[name] = getattr(dist, name)
-                setattr(dist, name, self._journalled(name, self._originals[name]))
+            if not faulthandler.is_enabled():
+                faulthandler.enable()  # what aborts says where, at least on its own stderr
+            self._begin_journal()
+            self._publish()
+            for method in METHODS.keys() & vars(dist.ProcessGroup).keys():
+                self._originals[method] = vars(dist.ProcessGroup)[
+                    method
+                ]  # as it lies there; getattr's would not bind again
+                setattr(
+                    dist.ProcessGroup, method, self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
+                )
             threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.vote()  # on what followed the last step's vote: validation, metrics
+        except Exception as caught:
+            error = caught
+            raise
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self._ended.set()
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
+        for method, original in self._originals.items():
+            setattr(dist.ProcessGroup, method, original)
         if self._originals and isinstance(error, Exception):  # SystemExit: said already, by all ranks
             error.add_note(self._last_words(error))
         self._originals = {}
@@ -123,18 +180,13 @@ class Watch:
         while not self._ended.wait(BEAT_S):
             try:
                 self._publish()
-            except (RuntimeError, dist.DistStoreError):  # the store's host is gone: the collectives will say so
+            except GONE:  # the collectives will say so
                 return
 
     def _publish(self, failure: str | None = None) -> None:
-        """A heartbeat; once any rank has failed, with the whole journal of the step."""
+        self._tell()
         self._beats += 1
-        if failure:
-            self.store.set("failed", "")
-        sites = list(self.sites) if self.store.check(["failed"]) else self.sites[-1:]
-        words = dict(
-            beat=self._beats, step=self.step, count=len(self.sites), sites=sites, failure=failure, at=time.time()
-        )
+        words = dict(beat=self._beats, step=self.step, failure=failure, at=time.time())
         self.store.set(str(self.rank), json.dumps(words))
 
     def _last_words(self, error: BaseException) -> str:
@@ -144,13 +196,53 @@ class Watch:
             self._publish(f"{type(error).__name__}: {error}".splitlines()[0])
             before = self._hear()
             time.sleep(GRACE_S)
-            lines += _explain(self.rank, before, self._hear())
-        except (RuntimeError, dist.DistStoreError) as lost:
+            now = self._hear()
+            lines += [f"rank {r} was never heard of" for r in range(self.world) if r not in now]
+            lines += _explain(self.rank, before, now)
+        except GONE as lost:
             lines.append(f"nothing is known of the other ranks, the store is gone: {lost}")
         return "\n".join(lines)
 
     def _hear(self) -> dict[int, dict[str, Any]]:
-        return {r: json.loads(self.store.get(str(r))) for r in range(self.world) if self.store.check([str(r)])}
+        """What each rank said last, and its journal since its last vote."""
+        heard = {}
+        for r in range(self.world):
+            if self.store.check([str(r), f"{r}.journal"]):
+                votes, *sites = self.store.get(f"{r}.journal").decode().splitlines()
+                heard[r] = json.loads(self.store.get(str(r))) | dict(votes=int(votes), sites=sites)
+        return heard
+
+
+def _first_tensors(args: tuple) -> list[Tensor]:
+    """The tensors of the first argument: outputs, or what is reduced in place."""
+    found = args[0] if args else []
+    while isinstance(found, list) and found and isinstance(found[0], list):
+        found = found[0]
+    return [found] if isinstance(found, Tensor) else found
+
+
+def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
+    """What has to be equal on all ranks: elements and type, the operation, the root."""
+    words = ""
+    if tensors and name not in UNEVEN:
+        words = f"of {sum([t.numel() for t in tensors])} {DTYPES[tensors[0].dtype]} "
+    if (operation := getattr(options, "reduceOp", None)) is not None:
+        words += f"{operation.op.name.lower()} "
+    if (root := getattr(options, "rootRank", None)) is not None:
+        words += f"root {root} "
+    return words
+
+
+def _call_site(frame: Any) -> str:
+    """The function of torch.distributed that was called, and from where."""
+    while frame.f_code.co_filename in INSIDE:
+        frame = frame.f_back
+    return _place(frame.f_code, frame.f_lineno)
+
+
+@cache
+def _place(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}:{line} {code.co_name}"
 
 
 def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterator[str]:
@@ -160,7 +252,7 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
         first = min(ended, key=lambda r: ended[r]["at"])
         yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}"
     for other, words in now.items():
-        if other != rank and not words["failure"] and words["beat"] == before.get(other, words)["beat"]:
+        if other != rank and not words["failure"] and words["beat"] == before.get(other, {}).get("beat"):
             silence = time.time() - words["at"]
             yield (
                 f"rank {other} is silent for {silence:.1f} s, stopped or dead; "
@@ -168,11 +260,9 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
             )
         elif other != rank and not words["failure"]:
             yield f"rank {other} lives, in step {words['step']}, {_after(words['sites'])}"
-    same_step = {
-        r: w["sites"] for r, w in now.items() if (w["step"], w["count"]) == (now[rank]["step"], len(w["sites"]))
-    }
-    if len(set(map(tuple, same_step.values()))) > 1:
-        yield _parting(same_step)
+    same_vote = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
+    if len(set(map(tuple, same_vote.values()))) > 1:
+        yield _parting(same_vote)
 
 
 def _after(sites: list[str]) -> str:

@@ -1,6 +1,6 @@
 """The presets: published models' shapes, and one small enough for a laptop."""
 
-from tmoe.config import Config, DataConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TrainConfig
+from tmoe.config import Config, DataConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TrainConfig
 
 
 def presets() -> dict[str, Config]:
@@ -11,6 +11,12 @@ def presets() -> dict[str, Config]:
         "mixtral-8x7b": pretrain(mixtral_8x7b()),
         "qwen3-30b-a3b": pretrain(qwen3_30b_a3b()),
         "olmoe-1b-7b": pretrain(olmoe_1b_7b(), lr=4e-4),
+        "qwen2-57b-a14b": pretrain(qwen2_57b_a14b()),
+        "granite-3b-a800m": pretrain(granite_3b_a800m()),
+        "gpt-oss-20b": pretrain(gpt_oss(layers=24, experts=32)),
+        "gpt-oss-120b": pretrain(gpt_oss(layers=36, experts=128)),
+        "deepseek-v2-lite": pretrain(deepseek_v2_lite(), lr=4.2e-4),
+        "deepseek-v3": pretrain(deepseek_v3(), lr=2.2e-4),
     }
 
 
@@ -97,4 +103,129 @@ def olmoe_1b_7b() -> ModelConfig:
         qk_norm="full",
         norm_eps=1e-5,
         moe=MoEConfig(experts=64, top_k=8, ffn_dim=1024, renormalize=False),
+    )
+
+
+def qwen2_57b_a14b() -> ModelConfig:
+    """57.4B parameters, 14.2B active (Qwen team 2024)."""
+    return ModelConfig(
+        vocab=151936,
+        dim=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        qkv_bias=True,
+        rope=RopeConfig(theta=1e6, max_seq=32768),
+        moe=MoEConfig(
+            experts=64,
+            top_k=8,
+            ffn_dim=2560,
+            shared_dim=20480,
+            shared_gate=True,
+            renormalize=False,
+            balance_coeff=0.001,
+        ),
+    )
+
+
+def granite_3b_a800m() -> ModelConfig:
+    """3.3B parameters, 0.9B active (IBM 2024, Granite 3.0)."""
+    return ModelConfig(
+        vocab=49155,
+        dim=1536,
+        layers=32,
+        heads=24,
+        kv_heads=8,
+        head_dim=64,
+        tied=True,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.015625,
+        residual_multiplier=0.22,
+        logits_scaling=6.0,
+        moe=MoEConfig(experts=40, top_k=8, ffn_dim=512, softmax="after"),
+    )
+
+
+def gpt_oss(layers: int, experts: int) -> ModelConfig:
+    """20.9B parameters, 3.6B active, and 116.8B, 5.1B (OpenAI 2025, which leaves the embedding out of the active ones)."""
+    return ModelConfig(
+        vocab=201088,
+        dim=2880,
+        layers=layers,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        window=128,
+        windowed=(1, 0),
+        norm_eps=1e-5,
+        rope=RopeConfig(
+            theta=150000.0, max_seq=131072, scaling="yarn", factor=32.0, original_max_seq=4096, truncate=False
+        ),
+        moe=MoEConfig(
+            experts=experts,
+            top_k=4,
+            ffn_dim=2880,
+            softmax="after",
+            router_bias=True,
+            bias=True,
+            activation="clamped",
+        ),
+    )
+
+
+def deepseek_v2_lite() -> ModelConfig:
+    """15.7B parameters, 2.7B active, 2.4B without the embedding (DeepSeek-AI 2024, appendix B)."""
+    return ModelConfig(
+        vocab=102400,
+        dim=2048,
+        layers=27,
+        heads=16,
+        attention="mla",
+        dense_layers=1,
+        ffn_dim=10944,
+        mla=MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+        rope=deepseek_rope(mscale=0.707),
+        moe=MoEConfig(
+            experts=64, top_k=6, ffn_dim=1408, shared_dim=2 * 1408, renormalize=False, balance_coeff=0.001, z_coeff=0.0
+        ),
+    )
+
+
+def deepseek_v3() -> ModelConfig:
+    """671B parameters, 37B active (DeepSeek-AI 2024), without the layer that predicts a further token."""
+    return ModelConfig(
+        vocab=129280,
+        dim=7168,
+        layers=61,
+        heads=128,
+        attention="mla",
+        dense_layers=3,
+        ffn_dim=18432,
+        mla=MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+        rope=deepseek_rope(mscale=1.0),
+        moe=MoEConfig(
+            experts=256,
+            top_k=8,
+            ffn_dim=2048,
+            shared_dim=2048,
+            score="sigmoid",
+            scaling=2.5,
+            groups=8,
+            top_groups=4,
+            group_score="top2",
+            choice_bias=True,
+            balance_coeff=0.0001,
+            z_coeff=0.0,
+        ),
+    )
+
+
+def deepseek_rope(mscale: float) -> RopeConfig:
+    """As published, after the stretch from 4096 to 163840 tokens."""
+    return RopeConfig(
+        max_seq=163840, scaling="yarn", factor=40.0, original_max_seq=4096, mscale=mscale, mscale_all_dim=mscale
     )

@@ -1,5 +1,7 @@
 """AdamW on one tensor in one pass over memory: clipping, the choice not to step, and the copy to compute with, all included."""
 
+from typing import Any, cast
+
 import torch
 import triton
 import triton.language as tl
@@ -43,10 +45,26 @@ def adamw_(weight, grad, mean, square, copy, step, factor, finite, lr, betas, ep
         factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody waits for them.
     28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it takes.
     """
-    BLOCK, n = 2048, weight.numel()
-    if n:
-        with torch.cuda.device(weight.device):
-            adamw_kernel[(triton.cdiv(n, BLOCK),)](
-                weight, grad, mean, square, weight if copy is None else copy, step, factor, finite, n,
-                lr, *betas, eps, decay, copy is not None, BLOCK, num_warps=8,
-            )  # fmt: skip
+    BLOCK, n, (beta1, beta2) = 1024, weight.numel(), betas
+    tensors = [t.view(-1) for t in (weight, grad, mean, square, weight if copy is None else copy)]
+    # The rest apart, so that one and the same binary works on an element however a tensor is cut: the compiler makes another one for
+    # lengths that 16 divides, and it rounds otherwise.
+    for part in (slice(0, n - n % 16), slice(n - n % 16, n)):
+        parts = [t[part] for t in tensors]
+        if length := parts[0].numel():
+            with torch.cuda.device(weight.device):
+                cast(Any, adamw_kernel)[(triton.cdiv(length, BLOCK),)](
+                    *parts,
+                    step,
+                    factor,
+                    finite,
+                    length,
+                    lr,
+                    beta1,
+                    beta2,
+                    eps,
+                    decay,
+                    copy is not None,
+                    BLOCK,
+                    num_warps=4,
+                )

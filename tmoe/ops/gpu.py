@@ -81,13 +81,12 @@ class Layer:
         )  # fmt: skip
         return rows
 
-    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", keep=True, h=None, ds=None,
-                    bias=None):  # fmt: skip
+    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", h=None, ds=None, bias=None):
         """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
 
-        outs are its c, c2, c3; h the halves of H for "dh". See there for kind and gather.
+        outs are its c, c2, c3. See there for the rest.
         """
-        dw = kind == "dw"
+        dw, finish = kind == "dw", kind in ("up", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
         if dw:
@@ -96,23 +95,25 @@ class Layer:
             b_box = [2, columns, cfg.BL]
         else:
             b_box = [1, cfg.BN, cfg.BL] if b_rows else [1, cfg.BL, cfg.BN]
-        rows = describe_ragged if dw else describe
-        a_arg = a if gather == "a" else rows(a, a_box)
-        b_arg = b if gather == "b" else rows(b, b_box)
-        out_width = columns // cfg.SUB
-        h_args = [describe(t, [cfg.BM, out_width]) for t in h] if h else [None, None]
+        a_arg = a if gather == "a" else describe_ragged(a, a_box)
+        b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
+        box = [cfg.BM, cfg.BN // cfg.SUB]
+        c, c2, c3 = outs
+        if kind == "up" and c is not None:
+            c, c2 = describe_ragged(c, box), describe_ragged(c2, box)
+        elif not finish:
+            c = c3 = describe(c, [1, *box]) if dw else describe_ragged(c, box)
         num_m, num_n = cdiv(a.shape[1], cfg.BM) if dw else 0, cdiv(width, columns)
         if dw:
-            c_args = [describe(t, [1, cfg.BM, out_width]) for t in outs]
             tiles, tile_args = self.E * num_m * num_n, (self.meta.by_size, 0, self.meta.offsets)
         else:
-            c_args = [describe_ragged(t, [cfg.BM, out_width]) for t in outs]
             tiles, tile_args = self.row_tiles(cfg, width, columns), self.tile_args(cfg)
         launch(
             hopper.specialised, self.grid(cfg, tiles),
-            a_arg, b_arg, bias, self.F, *h_args, *c_args, self.weights, ds, self.meta.order, *tile_args,
-            self.N, self.E, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, 2, self.K, kind, self.activation, b_rows, keep, gather, num_warps=8,
+            a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
+            self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
+            cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
+            kind == "up" and c is not None, gather, num_warps=cfg.warps,
         )  # fmt: skip
 
     def up(self, gate_up, bias, h_N2F):
@@ -122,9 +123,8 @@ class Layer:
         x = self.x if cfg.gather else self.gathered(self.x)
         w = gate_up.view(2 * self.E, self.F, self.D)
         if cfg.outs:
-            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (act, act, act)
-            gather = "a" if cfg.gather else ""
-            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, gather, keep=h_N2F is not None, bias=bias)
+            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (None, None, act)
+            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, "a" if cfg.gather else "", bias=bias)
             return act
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
@@ -146,7 +146,7 @@ class Layer:
         W = R if b_rows else C
         c = self.empty(self.N, W)
         if cfg.outs:
-            self.specialised("rows", cfg, a, b, (c, c, c), W, L, b_rows)
+            self.specialised("rows", cfg, a, b, (c, None, None), W, L, b_rows)
             return c
         launch(
             kernels.rows_kernel, self.grid(cfg, self.row_tiles(cfg, W, cfg.BN)),
@@ -162,16 +162,12 @@ class Layer:
     def dh(self, dy, down, h_N2F):
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
-        if cfg.outs and self.activation == "clamped":
-            cfg = cfg._replace(BN=128, SUB=2)  # its masks take registers: 128x256 spills at any SUB
         parts = cdiv(self.F, cfg.BN)
         dh, act = self.empty(self.N, 2 * self.F), self.empty(self.N, self.F)
         ds = self.empty(parts, self.N, dtype=torch.float32)
         if cfg.outs:
-            outs = dh[:, : self.F], dh[:, self.F :], act
-            h = h_N2F[:, : self.F], h_N2F[:, self.F :]
             gather = "a" if cfg.gather else ""
-            self.specialised("dh", cfg, dy, down, outs, self.F, self.D, gather=gather, h=h, ds=ds)
+            self.specialised("dh", cfg, dy, down, (dh, None, act), self.F, self.D, gather=gather, h=h_N2F, ds=ds)
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
@@ -196,7 +192,7 @@ class Layer:
         P, Q = a.shape[1], b.shape[1]
         c = self.empty(self.E, P, Q) if c is None else c
         if cfg.outs:
-            self.specialised("dw", cfg, a, b, (c, c, c), Q, gather=gather)
+            self.specialised("dw", cfg, a, b, (c, None, None), Q, gather=gather)
             return c
         launch(
             kernels.dw_kernel, self.grid(cfg, self.E * cdiv(P, cfg.BM) * cdiv(Q, cfg.BN)),

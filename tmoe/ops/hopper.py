@@ -1,10 +1,11 @@
-"""The products for Hopper, warp-specialised (Gluon): a loader keeps the ring of operand tiles full, consumers multiply.
+"""The products for Hopper, warp-specialised (Gluon): a loader feeds, consumers multiply, finishers do the costly epilogues.
 
-The plain kernels of kernels.py stop loading during a tile's epilogue and wait for each of its stores. Here the loader runs
-ahead through the epilogue, and results leave by the copy engine while the next tile is multiplied. The consumer is eight warps
-on a 128x256 tile: two warpgroups taking turns on 128x128 tiles hide the epilogue whole, but read shared memory 640 cycles a
-step where the product takes 512 (measured for dh, Qwen3 shape: 1.85 ms by turns, 1.70 ms so). The loader gathers rows itself
-(GATHER, four warps of cp.async), or is one warp that issues bulk copies.
+The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here the loader keeps
+the ring of operand tiles full all through it. The consumers are eight warps on a 128x256 tile, or four on 64x256 where experts
+have few rows; all they do with a finished tile is to round it into shared memory. From there a plain product leaves by the copy
+engine; the epilogues that cost instructions are the finishers', while the next tile is multiplied. Two warpgroups taking turns on
+128x128 tiles hide epilogues too, but read more shared memory and L2 for each product (docs/kernels.md has the figures).
+The loader gathers rows itself (GATHER: two or four warps of cp.async), or is one warp that issues bulk copies.
 
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
 """
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tmoe.ops.kernels import RAGGED, activate, activate_backward, halves, slices, tile_at, weight_tile_at
+from tmoe.ops.kernels import RAGGED, activate, activate_backward, slices, tile_at, weight_tile_at
 
 
 @gluon.jit
@@ -44,32 +45,13 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
 
 
 @gluon.jit
-def load_h(h_gate, h_up, h_bufs, h_full, h_empty, i, row, col, BM: gl.constexpr, BS: gl.constexpr, HS: gl.constexpr):
-    """Load the i-th slice of H that this program needs into its place in the ring of HS slices."""
-    s = i % HS
-    mbarrier.wait(h_empty.index(s), (i // HS & 1) ^ 1)
-    mbarrier.expect(h_full.index(s), 2 * BM * BS * 2)
-    tma.async_copy_global_to_shared(h_gate, [row, col], h_full.index(s), h_bufs.index(2 * s))
-    tma.async_copy_global_to_shared(h_up, [row, col], h_full.index(s), h_bufs.index(2 * s + 1))
-
-
-@gluon.jit
 def load_tiles(
-    a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-    a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, HS: gl.constexpr, K: gl.constexpr,
+    a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The loader: every step's A and B of every tile of this program, and for dh the slices of H that its epilogue reads.
-
-    A tile's first HS slices of H are loaded once its first S steps fill the ring (the epilogue before is over by the time they
-    have room), the other slices then too, while the next tile's steps wait for this one's epilogue.
-    """
-    BS: gl.constexpr = BN // SUB
+    """The loader: every step's A and B of every tile of this program."""
     it = 0
-    tile = 0
-    last_row = 0
-    last_pn = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
         n_steps = steps
@@ -77,7 +59,9 @@ def load_tiles(
             n_steps = gl.cdiv(hi - lo, BL)
         if GATHER == "a" and KIND != "dw":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-            tok = gl.load(order + r, mask=r < hi, other=0) // K  # rows past the end read token 0 and are never stored
+            # rows past the end are never stored. Where they are many they are left out, which costs full tiles 5%; reading
+            # token 0 for them all, every program at the same time, cost half of a tile's time
+            tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
         if GATHER != "" and KIND == "dw":
@@ -92,29 +76,27 @@ def load_tiles(
             mbarrier.expect(arrived, ((0 if GATHER == "a" else BM) + (0 if GATHER == "b" else BN)) * BL * 2)
             if KIND == "dw":
                 if GATHER != "":
-                    rows = (
-                        (a if GATHER == "a" else b)
-                        + gl.expand_dims(tok.to(gl.int64) * stride, 1)
-                        + gl.expand_dims(cols, 0)
-                    )
                     bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
-                    async_copy.async_copy_global_to_shared(
-                        bufs, rows, mask=gl.expand_dims(r < hi, 1)
-                    )  # zeros past the end
+                    source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
+                    here = gl.expand_dims(r < hi, 1)  # zeros past the end
+                    async_copy.async_copy_global_to_shared(bufs, source + gl.expand_dims(cols, 0), mask=here)
                     r += BL
                     tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
+                at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL]
                 if GATHER != "a":
-                    tma.async_copy_global_to_shared(
-                        a, [RAGGED, hi, RAGGED - (hi - lo) + k * BL, row], arrived, a_bufs.index(s)
-                    )
+                    tma.async_copy_global_to_shared(a, at + [row], arrived, a_bufs.index(s))
                 if GATHER != "b":
-                    at = [RAGGED, hi, RAGGED - (hi - lo) + k * BL, pn * BN]
-                    tma.async_copy_global_to_shared(b, at, arrived, b_bufs.index(s))
+                    tma.async_copy_global_to_shared(b, at + [pn * BN], arrived, b_bufs.index(s))
             else:
                 if GATHER == "a":
-                    async_copy.async_copy_global_to_shared(a_bufs.index(s), a_rows + k * BL)
+                    rows = a_bufs.index(s).reshape([BM, BL])
+                    if BM == 64:
+                        async_copy.async_copy_global_to_shared(rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1))
+                    else:
+                        async_copy.async_copy_global_to_shared(rows, a_rows + k * BL)
                 else:
-                    tma.async_copy_global_to_shared(a, [row, k * BL], arrived, a_bufs.index(s))
+                    at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
+                    tma.async_copy_global_to_shared(a, at, arrived, a_bufs.index(s))
                 if KIND == "up":
                     tma.async_copy_global_to_shared(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
                 elif B_ROWS:
@@ -124,95 +106,36 @@ def load_tiles(
             if GATHER != "":
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             it += 1
-            if KIND == "dh":
-                if k == gl.minimum(S, n_steps) - 1:
-                    if tile > 0:
-                        for j in gl.static_range(HS, SUB):
-                            load_h(
-                                h_gate,
-                                h_up,
-                                h_bufs,
-                                h_full,
-                                h_empty,
-                                (tile - 1) * SUB + j,
-                                last_row,
-                                last_pn * BN + j * BS,
-                                BM,
-                                BS,
-                                HS,
-                            )
-                    for j in gl.static_range(HS):
-                        load_h(h_gate, h_up, h_bufs, h_full, h_empty, tile * SUB + j, row, pn * BN + j * BS, BM, BS, HS)
-        last_row = row
-        last_pn = pn
-        tile += 1
-    if KIND == "dh":
-        if tile > 0:
-            for j in gl.static_range(HS, SUB):
-                load_h(
-                    h_gate,
-                    h_up,
-                    h_bufs,
-                    h_full,
-                    h_empty,
-                    (tile - 1) * SUB + j,
-                    last_row,
-                    last_pn * BN + j * BS,
-                    BM,
-                    BS,
-                    HS,
-                )
 
 
 @gluon.jit
 def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
     """Hand a tile in shared memory to the copy engine; rows from hi on are clipped."""
     if KIND == "dw":
-        tma.async_copy_shared_to_global(c, [e, row, col], smem)
+        tma.async_copy_shared_to_global(c, [e, row, col], smem.reshape([1] + smem.shape))
     else:
-        tma.async_copy_shared_to_global(c, [RAGGED, hi, RAGGED - (hi - row), col], smem)
-
-
-@gluon.jit
-def backward_slice(d_act, w, gate_smem, up_smem, act_smem, freed, pred, ACT: gl.constexpr):
-    """Turn a slice of H in shared memory into dH in place, leave w * act beside it; returns this slice's <d_act, act>.
-
-    The slice before has left shared memory by the time this one has been computed: its buffers are then handed back (freed).
-    """
-    layout: gl.constexpr = d_act.type.layout
-    gate = gate_smem.load(layout).to(gl.float32)
-    up = up_smem.load(layout).to(gl.float32)
-    w = gl.expand_dims(gl.convert_layout(w, gl.SliceLayout(1, layout)), 1)
-    act, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True, ACT)
-    tma.store_wait(pendings=0)
-    mbarrier.arrive(freed, count=1, pred=pred)
-    gate_smem.store(d_gate.to(gate_smem.dtype))
-    up_smem.store(d_up.to(up_smem.dtype))
-    act_smem.store(act.to(act_smem.dtype))
-    fence_async_shared()
-    return gl.sum(d_weight, 1)
+        tma.async_copy_shared_to_global(c, [RAGGED, hi, RAGGED - (hi - row), col], smem.reshape([1, 1] + smem.shape))
 
 
 @gluon.jit
 def consume_tiles(
-    c, c2, c3, bias, bias_width, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n, steps, GROUP,
-    a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
+    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out, staged, taken,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
-    HS: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer: the product and the epilogue of every tile of this program."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
+    """The consumer: the product of every tile of this program, rounded into shared memory.
+
+    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are the finishers'.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
+    W: gl.constexpr = BN // SUB
     it = 0
-    i = 0  # slices of H
+    phase = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
         e, lo, hi, row, pn = locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM, KIND)
         n_steps = steps
         if KIND == "dw":
             n_steps = gl.cdiv(hi - lo, BL)
-        if KIND == "dh":
-            r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, mma))
-            slot = gl.load(order + r, mask=r < hi, other=0)
-            w = gl.load(weights + slot, mask=r < hi, other=0.0).to(gl.float32)
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=mma))
         for k in range(n_steps):
             s = it % S
@@ -222,6 +145,8 @@ def consume_tiles(
             a_tile = a_bufs.index(s)
             if KIND == "dw":
                 a_tile = a_tile.reshape([BL, BM]).permute((1, 0))
+            else:
+                a_tile = a_tile.reshape([BM, BL])
             if B_ROWS:
                 b_tile = b_bufs.index(s).reshape([BN, BL]).permute((1, 0))
             else:
@@ -232,110 +157,209 @@ def consume_tiles(
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
-        if KIND == "up":
-            gate, up = halves(acc)
-            gates = slices(gate, SUB)
-            ups = slices(up, SUB)
-            W: gl.constexpr = BN // 2 // SUB
-            ROUNDS: gl.constexpr = OUTS // 3
+        parts = slices(acc, SUB)
+        if KIND == "up" or KIND == "dh":
+            mbarrier.wait(taken, phase ^ 1)
             for j in gl.static_range(SUB):
-                col = pn * (BN // 2) + j * W
-                base = j % ROUNDS * 3
-                gate = gates[j]
-                up = ups[j]
+                part = parts[j]
                 if bias is not None:
-                    cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
-                    at = bias + e.to(gl.int64) * 2 * bias_width + cols
-                    here = cols < bias_width
-                    gate += gl.expand_dims(gl.load(at, mask=here, other=0.0).to(gl.float32), 0)
-                    up += gl.expand_dims(gl.load(at + bias_width, mask=here, other=0.0).to(gl.float32), 0)
-                if KEEP:
-                    tma.store_wait(pendings=OUTS - 3)  # the stores that last used these buffers have read them
-                    out.index(base).reshape([BM, W]).store(gate.to(out.dtype))
-                    out.index(base + 1).reshape([BM, W]).store(up.to(out.dtype))
-                else:
-                    tma.store_wait(pendings=ROUNDS - 1)
-                out.index(base + 2).reshape([BM, W]).store(activate(gate, up, True, ACT).to(out.dtype))
-                fence_async_shared()
-                if KEEP:
-                    store_tile(c, out.index(base), e, hi, row, col, KIND)
-                    store_tile(c2, out.index(base + 1), e, hi, row, col, KIND)
-                store_tile(c3, out.index(base + 2), e, hi, row, col, KIND)
-        elif KIND == "dh":
-            total = gl.zeros((BM,), gl.float32, layout=gl.SliceLayout(1, mma))
-            parts = slices(acc, SUB)
-            BS: gl.constexpr = BN // SUB
-            for j in gl.static_range(SUB):
-                s = i % HS
-                mbarrier.wait(h_full.index(s), i // HS & 1)
-                gate = h_bufs.index(2 * s)
-                up = h_bufs.index(2 * s + 1)
-                part = backward_slice(
-                    parts[j], w, gate, up, out.index(0).reshape([BM, BS]), h_empty.index((i + HS - 1) % HS), j > 0, ACT
-                )
-                total += gl.convert_layout(part, gl.SliceLayout(1, mma))
-                store_tile(c, gate.reshape([1, 1, BM, BS]), e, hi, row, pn * BN + j * BS, KIND)
-                store_tile(c2, up.reshape([1, 1, BM, BS]), e, hi, row, pn * BN + j * BS, KIND)
-                store_tile(c3, out.index(0), e, hi, row, pn * BN + j * BS, KIND)
-                i += 1
-            gl.store(ds + pn.to(gl.int64) * N + r, total, mask=r < hi)
-            tma.store_wait(pendings=0)
-            mbarrier.arrive(h_empty.index((i + HS - 1) % HS), count=1)
+                    row_of_bias = 2 * e.to(gl.int64) + j // (SUB // 2)
+                    cols = (
+                        pn * (BN // 2)
+                        + j % (SUB // 2) * W
+                        + gl.arange(0, W, layout=gl.SliceLayout(0, part.type.layout))
+                    )
+                    loaded = gl.load(bias + row_of_bias * F + cols, mask=cols < F, other=0.0)
+                    part += gl.expand_dims(loaded.to(gl.float32), 0)
+                out.index(j).store(part.to(out.dtype))
+            if KIND == "up":
+                fence_async_shared()  # the copy engine reads it
+            mbarrier.arrive(staged, count=1)
+            phase ^= 1
         else:
-            parts = slices(acc, SUB)
             for j in gl.static_range(SUB):
-                tma.store_wait(pendings=OUTS - 1)
+                tma.store_wait(pendings=OUTS - 1)  # the store that last used this buffer has read it
                 buf = out.index(j % OUTS)
-                buf.reshape([BM, BN // SUB]).store(parts[j].to(out.dtype))
+                buf.store(parts[j].to(out.dtype))
                 fence_async_shared()
-                store_tile(c, buf, e, hi, row, pn * BN + j * (BN // SUB), KIND)
+                store_tile(c, buf, e, hi, row, pn * BN + j * W, KIND)
     tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def chunk(out, j, i, BM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows i * R to (i + 1) * R of the staged tile's slice j, in float32."""
+    rows = out._reinterpret(out.dtype, [out.shape[0] * BM // R, R, W], out.layout)
+    return rows.index(j * (BM // R) + i).load(LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def finish_up(
+    c, c2, act, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The finishers of "up": H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores."""
+    W: gl.constexpr = BN // SUB
+    HALF: gl.constexpr = SUB // 2
+    phase = 0
+    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        mbarrier.wait(staged, phase)
+        if KEEP:
+            for j in gl.static_range(HALF):
+                col = pn * (BN // 2) + j * W
+                store_tile(c, out.index(j), e, hi, row, col, "up")
+                store_tile(c2, out.index(HALF + j), e, hi, row, col, "up")
+        for i in range(BM // R):
+            r = row + i * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+            for j in gl.static_range(HALF):
+                cols = pn * (BN // 2) + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+                gate = chunk(out, j, i, BM, W, R, LAYOUT)
+                up = chunk(out, HALF + j, i, BM, W, R, LAYOUT)
+                at = act + gl.expand_dims(r.to(gl.int64) * F, 1) + gl.expand_dims(cols, 0)
+                mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
+                gl.store(at, activate(gate, up, True, ACT).to(out.dtype), mask=mask)
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(taken, count=1)
+        phase ^= 1
+
+
+@gluon.jit
+def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """SUB slices of gate and up in turn, of the rows r below hi."""
+    loaded = ()
+    for j in gl.static_range(SUB):
+        cols = col + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+        at = h + gl.expand_dims(r.to(gl.int64) * (2 * F), 1) + gl.expand_dims(cols, 0)
+        mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
+        loaded = loaded + (gl.load(at, mask=mask, other=0.0), gl.load(at + F, mask=mask, other=0.0))
+    return loaded
+
+
+@gluon.jit
+def finish_dh(
+    h, dh, act, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+    CREW: gl.constexpr,
+):  # fmt: skip
+    """The finishers of "dh": from the staged gradient of act and from H, the gradients of both halves of H, s * act and this
+    column tile's part of <d_act, act>.
+
+    H is loaded 2 R rows ahead: with R the loads' latency, not the arithmetic, set the pace (dh of Qwen3's shape 1.57 ms, so 1.43).
+    """
+    W: gl.constexpr = BN // SUB
+    phase = 0
+    for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
+        _, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
+        r = row + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+        end = gl.minimum(hi, row + BM)
+        ahead = load_h(h, r, end, pn * BN, F, SUB, W, LAYOUT)
+        further = load_h(h, r + R, end, pn * BN, F, SUB, W, LAYOUT)
+        one = row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [CREW], [0]))
+        slot = gl.load(order + one, mask=one < hi, other=0)
+        s = gl.load(weights + slot, mask=one < hi, other=0.0).to(gl.float32)
+        scale._reinterpret(gl.float32, [BM], scale.layout).store(s)
+        mbarrier.wait(staged, phase)
+        for i in range(BM // R):
+            loaded = ahead
+            ahead = further
+            further = load_h(h, r + 2 * R, end, pn * BN, F, SUB, W, LAYOUT)
+            w = gl.expand_dims(scale.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
+            total = gl.zeros((R, W), gl.float32, layout=LAYOUT)
+            for j in gl.static_range(SUB):
+                gate = loaded[2 * j].to(gl.float32)
+                up = loaded[2 * j + 1].to(gl.float32)
+                d_act = chunk(out, j, i, BM, W, R, LAYOUT)
+                a, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True, ACT)
+                total += d_weight
+                cols = pn * BN + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+                mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
+                at = gl.expand_dims(r.to(gl.int64) * F, 1) + gl.expand_dims(cols, 0)
+                gl.store(act + at, a.to(out.dtype), mask=mask)
+                at += gl.expand_dims(r.to(gl.int64) * F, 1)  # rows of dH are twice as long
+                gl.store(dh + at, d_gate.to(out.dtype), mask=mask)
+                gl.store(dh + at + F, d_up.to(out.dtype), mask=mask)
+            gl.store(ds + pn.to(gl.int64) * N + r, gl.sum(total, 1), mask=r < hi)
+            r += R
+        mbarrier.arrive(taken, count=1)
+        phase ^= 1
+
+
+@gluon.jit
+def finish_tiles(
+    h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, KIND: gl.constexpr, ACT: gl.constexpr,
+    KEEP: gl.constexpr, LAYOUT: gl.constexpr, CREW: gl.constexpr,
+):  # fmt: skip
+    """The finishers; a warp takes four rows at a time."""
+    if KIND == "up":
+        finish_up(
+            c, c2, c3, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
+            BM, BN, SUB, ACT, KEEP, 4 * CREW, LAYOUT,
+        )  # fmt: skip
+    elif KIND == "dh":
+        finish_dh(
+            h, c, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
+            BM, BN, SUB, ACT, 4 * CREW, LAYOUT, CREW,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
-    a, b, bias, bias_width, h_gate, h_up, c, c2, c3, weights, ds, order, tiles, capacity, offsets,
-    N, E, num_m, num_n, steps, GROUP, stride,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
-    HS: gl.constexpr, K: gl.constexpr,
+    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps, GROUP, stride,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c2, c3 = d_gate, d_up, s * act, and ds partials.
+    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c3 = dH, s * act, from h = H, and ds partials.
     "dw": C[e] = A[rows]^T @ B[rows].
 
     GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
-    KEEP false: "up" stores act alone. ACT: the activation, see `activate`. bias [E, 2 bias_width] or None is added to H.
+    KEEP false: "up" stores act alone. ACT: the activation, see `activate`. bias [E, 2F] or None is added to H.
     """
-    A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [BM, BL]
+    WARPS: gl.constexpr = 4 if BM == 64 else 8
+    A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
     B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
-    ELEMENT: gl.constexpr = c3.dtype
+    FINISH: gl.constexpr = KIND == "up" or KIND == "dh"
+    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers for 256 columns
+    CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
+    ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
+    OUT_BOX: gl.constexpr = [BM, BN // SUB]
     a_bufs = gl.allocate_shared_memory(ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT))
     b_bufs = gl.allocate_shared_memory(ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT))
-    out = gl.allocate_shared_memory(ELEMENT, [OUTS] + c3.block_type.shape, c3.layout)
-    h_bufs = out
-    if KIND == "dh":
-        h_bufs = gl.allocate_shared_memory(ELEMENT, [2 * HS, BM, BN // SUB], h_gate.layout)
+    out = gl.allocate_shared_memory(ELEMENT, [OUTS] + OUT_BOX, gl.NVMMASharedLayout.get_default_for(OUT_BOX, ELEMENT))
+    scale = gl.allocate_shared_memory(gl.float32, [BM // (4 * CREW), 4 * CREW], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    h_full = gl.allocate_shared_memory(gl.int64, [HS, 1], mbarrier.MBarrierLayout())
-    h_empty = gl.allocate_shared_memory(gl.int64, [HS, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1 if GATHER == "" else 129)  # one arrival a cp.async thread
+        mbarrier.init(full.index(i), count=1 if GATHER == "" else 32 * CREW + 1)  # one arrival a cp.async thread
         mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(HS):
-        mbarrier.init(h_full.index(i), count=1)
-        mbarrier.init(h_empty.index(i), count=1)
+    mbarrier.init(staged, count=1)
+    mbarrier.init(taken, count=1)
     LANES_W: gl.constexpr = BL if KIND != "dw" else BM if GATHER == "a" else BN
     LANES: gl.constexpr = LANES_W // 8 if LANES_W < 256 else 32
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    WARPS: gl.constexpr = 1 if GATHER == "" else 4
-    REGS: gl.constexpr = 24 if GATHER == "" else 56 if KIND != "dw" else 88
-    gl.warp_specialize([
-        (consume_tiles, (c, c2, c3, bias, bias_width, weights, ds, order, tiles, capacity, offsets, N, E, num_m, num_n,
-                         steps, GROUP, a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty, out,
-                         BM, BN, BL, S, SUB, OUTS, HS, KIND, ACT, B_ROWS, KEEP, GATHER)),
-        (load_tiles, (a, b, h_gate, h_up, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                      a_bufs, b_bufs, full, empty, h_bufs, h_full, h_empty,
-                      BM, BN, BL, S, SUB, HS, K, KIND, B_ROWS, GATHER, LAYOUT)),
-    ], [WARPS], [REGS])  # fmt: skip
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [CREW, 1], [1, 0])
+    CHUNK: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [CREW, 1], [1, 0])
+    LOADERS: gl.constexpr = 1 if GATHER == "" else CREW
+    REGS: gl.constexpr = 24 if GATHER == "" else 40 if KIND != "dw" else 88
+    FINISH_REGS: gl.constexpr = 184 if KIND == "dh" else 96
+    if FINISH:
+        gl.warp_specialize([
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP,
+                             a_bufs, b_bufs, full, empty, out, staged, taken,
+                             BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+            (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+            (finish_tiles, (h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP,
+                            out, scale, staged, taken, BM, BN, SUB, KIND, ACT, KEEP, CHUNK, CREW)),
+        ], [LOADERS, CREW], [REGS, FINISH_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume_tiles, (c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP,
+                             a_bufs, b_bufs, full, empty, out, staged, taken,
+                             BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
+            (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
+                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+        ], [LOADERS], [REGS])  # fmt: skip

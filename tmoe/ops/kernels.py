@@ -405,7 +405,9 @@ def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, AD
     hi = tl.load(offsets + e + 1)
     acc = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.cdiv(hi - lo, R)):
-        acc += tl.sum(load_rows(dh, lo, hi, lo + i * R, tl.program_id(1) * BLOCK, W, W, R, BLOCK, False).to(tl.float32), 0)
+        acc += tl.sum(
+            load_rows(dh, lo, hi, lo + i * R, tl.program_id(1) * BLOCK, W, W, R, BLOCK, False).to(tl.float32), 0
+        )
     at = d_bias + e.to(tl.int64) * W + cols
     if ADD:
         acc += tl.load(at, mask=cols < W, other=0.0).to(tl.float32)

@@ -127,8 +127,9 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, dy, *_):
     if dy is None:
         return (None,) * 9
-    *grads, d_bias = torch.ops.tmoe.moe_mlp_backward(dy, *ctx.saved_tensors, ctx.activation, ctx.pairs)
-    return *grads, None, d_bias if ctx.saved_tensors[-1] is not None else None, None, None, None
+    *saved, bias = ctx.saved_tensors  # once: a checkpoint recomputes for each look
+    *grads, d_bias = torch.ops.tmoe.moe_mlp_backward(dy, *saved, bias, ctx.activation, ctx.pairs)
+    return *grads, None, d_bias if bias is not None else None, None, None, None
 
 
 torch.library.register_autograd("tmoe::moe_mlp", _differentiate, setup_context=_save, lib=_lib)

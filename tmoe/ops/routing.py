@@ -5,7 +5,7 @@ a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows i
 expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
 
 On the GPU three kernels compute it without a sort, an atomic or the host: histogram of each block of slots, scan along the
-blocks of each expert, stable rank of each slot inside its block.
+blocks of each expert, stable rank of each slot inside its block. One does, where slots are few.
 """
 
 import torch
@@ -19,6 +19,7 @@ TILES = (
     128,
 )  # row tile heights that the kernels use; each has its table of (expert, first row)
 BLOCK = 512  # slots a program counts and ranks
+FEW = 8192  # up to so many slots one launch does it all
 
 
 def _pad(n):
@@ -185,6 +186,30 @@ def place(
             tl.store(row_of + i, tl.where(here, row, -1), mask=i < N)
 
 
+@triton.jit(do_not_specialize=["N", "P", "cap0", "cap1"])
+def place_few(
+    ids, ends, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, P,
+    NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
+):  # fmt: skip
+    """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p."""
+    p = tl.program_id(0)
+    ee = tl.arange(0, BINS)
+    i = tl.arange(0, NP)
+    x = tl.load(ids + i, mask=i < N, other=-1)
+    here = (x >= 0) & (x < E)
+    x = tl.where(here, x, E).to(tl.int32)
+    tot = tl.where(ee < E, tl.histogram(x, BINS), 0)
+    end = tl.cumsum(tot, 0)
+    tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
+    write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    mine = x == p
+    row = tl.sum((x < p).to(tl.int32)) + tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(order + row, i, mask=mine)
+    tl.store(row_of + i, row, mask=mine)
+    if p == 0:
+        tl.store(row_of + i, tl.full((NP,), -1, tl.int32), mask=(i < N) & ~here)
+
+
 def power_of_2(n):
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -201,6 +226,22 @@ def route(ids_TK, E, P=None):
     """
     N = ids_TK.numel()
     meta = empty_metadata(N, E, P, ids_TK.device)
+    tables = meta.ends, meta.offsets, meta.by_size, meta.order, meta.row_of, *meta.tiles.values(), *meta.capacities()
+    if 0 < N <= FEW:
+        launch(
+            place_few,
+            (E,),
+            ids_TK,
+            *tables,
+            N,
+            meta.P,
+            max(1024, power_of_2(N)),
+            E,
+            power_of_2(E + 1),
+            *TILES,
+            num_warps=8,
+        )
+        return meta
     NB = cdiv(N, BLOCK)
     scratch = torch.empty(_pad(E) + E * NB, dtype=torch.int32, device=ids_TK.device)
     totals, counts = scratch[:E], scratch[_pad(E) :]
@@ -208,9 +249,22 @@ def route(ids_TK, E, P=None):
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
     launch(
-        place, (max(NB, E),), ids_TK, counts, totals, meta.ends, meta.offsets, meta.by_size, meta.order, meta.row_of,
-        *meta.tiles.values(), *meta.capacities(), N, NB, meta.P, E, power_of_2(E), BLOCK, 32, *TILES, num_warps=4,
-    )  # fmt: skip
+        place,
+        (max(NB, E),),
+        ids_TK,
+        counts,
+        totals,
+        *tables,
+        N,
+        NB,
+        meta.P,
+        E,
+        power_of_2(E),
+        BLOCK,
+        32,
+        *TILES,
+        num_warps=4,
+    )
     return meta
 
 

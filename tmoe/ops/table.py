@@ -26,7 +26,7 @@ class Config(NamedTuple):
     stages: int
     ctas: int  # programs an SM
     gather: bool  # read routed rows inside the kernel, instead of from a gathered copy
-    outs: int = 0  # staging buffers of the warp-specialised kernel of hopper.py; 0: the kernel of kernels.py
+    outs: int = 0  # staging buffers of hopper.py's kernel (up, dh: SUB of them); 0: the kernel of kernels.py
 
 
 KERNELS = ("up", "down", "dh", "dx", "dw_down", "dw_up")
@@ -46,7 +46,7 @@ def tuned(kernel, arch, D, F, bucket):
     key = (math.log2(D), math.log2(F), bucket)
 
     def distance(entry):
-        return sum(w * abs(math.log2(v) - k) for w, v, k in zip((1, 1, 0.75), entry[1:4], key, strict=True))
+        return sum(w * abs(math.log2(v) - k) for w, v, k in zip((0.5, 0.5, 1), entry[1:4], key, strict=True))
 
     mine = [e for e in entries(arch) if e[0] == kernel]
     return min(mine, key=distance)[4] if mine else DESCRIPTOR[kernel]
@@ -55,15 +55,15 @@ def tuned(kernel, arch, D, F, bucket):
 def pick(kernel, arch, dtype, D, F, rows_per_expert, tma):
     """Configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
     if tma:
-        return tuned(kernel, arch, D, F, round(math.log2(max(rows_per_expert, 1))))
+        return tuned(kernel, arch, D, F, round(2 * math.log2(max(rows_per_expert, 1))) / 2)  # half octaves
     return portable(kernel, arch, dtype, D % 64 == 0 and F % 64 == 0)
 
 
 # Hopper, where the table has no entry for the kernel.
 DESCRIPTOR = {
-    "up": Config(128, 256, 64, 16, 2, 8, 3, 1, True, 3),
+    "up": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
     "down": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
-    "dh": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 1),
+    "dh": Config(128, 256, 64, 16, 4, 8, 3, 1, True, 4),
     "dx": Config(128, 256, 64, 16, 2, 8, 3, 1, False, 2),
     "dw_down": Config(128, 256, 64, 16, 2, 8, 4, 1, True, 1),
     "dw_up": Config(256, 128, 64, 16, 2, 8, 4, 1, True, 1),

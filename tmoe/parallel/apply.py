@@ -1,6 +1,6 @@
-"""Lays a Transformer out over a mesh, in one visible order: expert parallelism, compile, FSDP2.
+"""Lays a Transformer out over a mesh, in one visible order: expert parallelism, activation checkpointing, compile, FSDP2.
 
-(float8 and tensor parallelism come before these, context parallelism and activation checkpointing between them.)
+(float8 and tensor parallelism come before these, context parallelism after the first.)
 
 Where the hooks stand, for one MoE block:
 
@@ -11,18 +11,24 @@ Where the hooks stand, for one MoE block:
 next: grad_norm.py
 """
 
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
+from torch.utils.checkpoint import checkpoint
 
 from tmoe.config import Config, TrainConfig
 from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
-from tmoe.parallel.dispatch import AllToAllDispatcher
-from tmoe.parallel.mesh import Mesh
+from tmoe.parallel.dispatch import dispatcher_for
+from tmoe.parallel.mesh import Mesh, shard_dim
+from tmoe.parallel.working import stand_in
 
 
 def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.Module:
@@ -30,14 +36,15 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.M
 
     Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
     rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
-    `parallel.dispatch` and `compile` are read; None: fp32, auto, eager.
+    `train.batch` and `.seq`, `parallel.dispatch` and `.checkpoint` and `compile` are read; None: fp32, auto, none, eager.
     """
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     for moe in layers:
-        apply_ep(moe, mesh, cfg.parallel.dispatch)
+        apply_ep(moe, mesh, cfg.parallel.dispatch, cfg.train.batch * cfg.train.seq, cfg.parallel.wire)
     if isinstance(model, Transformer):
         model.balancer.all_reduce = lambda t: all_reduce(t, mesh)
+        apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
     apply_fsdp(model, mesh, cfg.train.dtype)
@@ -51,17 +58,37 @@ def all_reduce(t: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return t
 
 
-def apply_ep(moe: MoE, mesh: Mesh, dispatch: str) -> None:
-    """Experts become DTensors, Shard(0) on ep; rank p of the group holds experts p*L and on."""
+def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:
+    """Experts become DTensors, Shard(0) on ep; rank p of the group holds experts p*L and on. tokens: most a rank has, if known."""
     ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
     L, p = E // ep, mesh.ep.get_local_rank()
+    if ep > 1 or dispatch == "nccl":
+        biased = moe.experts.down_bias is not None
+        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased)
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         setattr(moe.experts, name, nn.Parameter(DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)))
-    if ep > 1 or dispatch == "nccl":
-        moe.dispatcher = AllToAllDispatcher(mesh.ep.get_group(), L)
+
+
+def apply_checkpoint(model: Transformer, policy: str) -> None:
+    """Activations of a part of each block are not kept but computed again in the backward (Chen et al. 2016), to the same bits: the
+    generators are wound back. The load of the routers is taken from the forward alone."""
+    parts = dict(none=[], attention=["attend"], moe=["feed_forward"], block=["compute"])[policy]
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for part in parts:
+            setattr(block, part, recomputed(getattr(block, part), block))
+
+
+def recomputed(part: Callable, block: Block) -> Callable:
+    def call(*args):
+        if torch.compiler.is_compiling():  # the graph's own parameters are inputs of it
+            return checkpoint(part, *args, use_reentrant=False)
+        return checkpoint(part, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), block.standing_in()))
+
+    return call
 
 
 def apply_compile(model: Transformer) -> None:
@@ -75,25 +102,47 @@ def apply_compile(model: Transformer) -> None:
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
     """fp32 shards; gathered in bf16 or fp32; gradients reduced in fp32 and summed, never averaged: the loss is already
-    divided by the counts of the global batch, and experts and dense parameters live on groups of different size."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if dtype == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    divided by the counts of the global batch, and experts and dense parameters live on groups of different size.
+
+    What a rank holds whole (experts where dp is 1, everything in a world of 1) is left out: see working.py."""
+    param_dtype = torch.bfloat16 if dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
+    blocks = list(model.blocks) if isinstance(model, Transformer) else []
+    whole: set[nn.Parameter] = set()
+    # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
+    cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     for experts in scopes:
+        if mesh.dp.size() == 1:
+            whole |= hold_whole(experts, param_dtype, lambda p: (p.to_local(), mesh.grid, [cut, Shard(0)]))
+            continue
         dim = shard_dim([p.to_local().shape for p in experts.parameters()], mesh.dp.size())
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
-    blocks = list(model.blocks) if isinstance(model, Transformer) else []
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh.world, mp_policy=policy)
+        if mesh.world.size() == 1:
+            whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
+        if mesh.world.size() > 1 or module is model:  # the root for its methods, even if nothing is left to gather
+            fully_shard(module, mesh=mesh.world, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo lacks
 
 
-def shard_dim(shapes: list[torch.Size], dp: int) -> int:
-    """Dimension along which FSDP2 cuts experts: the experts, or 2F and D where dp divides those only. FSDP2 cuts dim 0
-    unevenly, some ranks then hold less or nothing, and no other dimension."""
-    even = [all(shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
-    return 1 if even == [False, True] else 0
+def hold_whole(
+    module: nn.Module, dtype: torch.dtype | None, place: Callable[[Tensor], tuple], done: Collection[nn.Parameter] = ()
+) -> set[nn.Parameter]:
+    """Parameters of `module` that are not done yet become DTensors, `place` giving (local tensor, mesh, placements), and are
+    replaced by working copies while it runs. Returns them."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, p in list(owner.named_parameters(recurse=False)):
+            if p not in done:
+                if p not in new:
+                    local, on, placements = place(p)
+                    new[p] = nn.Parameter(DTensor.from_local(local, on, placements, run_check=False), p.requires_grad)
+                setattr(owner, name, new[p])
+    standing_in = stand_in(module, dtype, leave_out=done)
+    if isinstance(module, Block):
+        module.standing_in = standing_in
+    return set(new.values())

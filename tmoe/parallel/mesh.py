@@ -6,16 +6,27 @@ Ranks of a 2 x 4 world, ep fastest, so that an expert group is neighbours on one
     dp=0      0     1     2     3      each row exchanges tokens (all-to-all)
     dp=1      4     5     6     7      each column shares the same experts, sharded by FSDP2
 
-Dense parameters are sharded over all eight; every rank reads its own batch.
+Dense parameters are sharded over all eight; every rank reads its own batch. torchrun numbers a node's ranks in a row, so
+with ep dividing every node's processes the exchange of tokens stays inside nodes and dp alone crosses them; a layout that
+would take an expert group across nodes is refused unless it is asked for.
 
 next: parallel/collectives.py
 """
 
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# where the group met, and how long its collectives wait: without public names
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 # what DCP itself plans its shards with; not in the public namespace of torch 2.11 or 2.13
@@ -38,19 +49,39 @@ class Mesh:
         return self.grid["ep"]
 
 
-def build_mesh(dp: int | None = None, ep: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> Mesh:
+_meetings = itertools.count()  # a key in the store for each mesh of this process group: ranks build them in one order
+
+
+def build_mesh(
+    dp: int | None = None, ep: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, *, ep_across_nodes: bool = False
+) -> Mesh:
     """Mesh over the default process group (made for a single process when there is none).
 
-    dp None takes what the other axes leave of the world. Raises ValueError, before any collective, when the axes do not
-    multiply to the world, naming the flag to change. tp, cp and pp are axes to come: only 1 is valid today.
+    dp None takes what the other axes leave of the world. Raises ValueError, on every rank and before any collective, when
+    the axes do not multiply to the world, or when an expert group would span nodes (as torchrun counts them) without
+    ep_across_nodes, naming the flag to change. tp, cp and pp are axes to come: only 1 is valid today.
     """
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
+    if ep > 1 and not ep_across_nodes and "LOCAL_WORLD_SIZE" in os.environ:
+        require_ep_inside_nodes(ep, nodes_of_ranks())
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
+    if dist.get_backend() != "fake":
+        for group in grid.get_all_groups():
+            _set_pg_timeout(patience(), group)
     return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
+
+
+def patience() -> timedelta:
+    """How long a collective of the default group waits for its peers. Every other group is to wait as long: torch would give it
+    half an hour on gloo, and a rank that stopped would hold its subgroup for that time after the others had ended."""
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout)
 
 
 def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
@@ -72,6 +103,54 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
             f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; use {hint}"
         )
     return dp, ep
+
+
+def nodes_of_ranks() -> list[str]:
+    """The node of each rank, by torchrun's environment (or, from a launcher without GROUP_RANK, LOCAL_WORLD_SIZE ranks each).
+
+    No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", _get_default_store())
+    store.set(str(rank), os.environ.get("GROUP_RANK") or str(rank // int(os.environ["LOCAL_WORLD_SIZE"])))
+    if rank == 0:
+        store.set("all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])]))
+    return json.loads(store.get("all"))
+
+
+def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
+    """ValueError unless each ep neighbouring ranks share a node; nodes: the node of each rank."""
+
+    def spanning(ep: int) -> list[Sequence[str]]:
+        groups = [nodes[i : i + ep] for i in range(0, len(nodes), ep)]
+        return [group for group in groups if len(set(group)) > 1]
+
+    if groups := spanning(ep):
+        sizes = sorted(set(Counter(nodes).values()))
+        valid = [e for e in range(1, len(nodes) + 1) if len(nodes) % e == 0 and not spanning(e)]
+        raise ValueError(
+            f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes (of {sizes} processes); "
+            f"valid: {valid}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
+        )
+
+
+def require_a_group_per_node(world: int, ep: int) -> None:
+    """ValueError if there are more nodes than expert groups, so that one must span two: all that is certain, on every rank
+    alike, before a process group exists. `build_mesh` finds the other cases."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if world // ep < nodes:
+        raise ValueError(
+            f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; valid: what divides "
+            f"the processes of every node ({world // nodes} on average), or --parallel.ep-across-nodes to exchange tokens "
+            "over the slower network"
+        )
+
+
+def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
+    """Dimension along which the dp ranks cut a rank's expert parameters of these shapes: the experts, or 2F and D where dp divides
+    those only. FSDP2 cuts dimension 0 unevenly, some ranks then hold less or nothing, and no other dimension."""
+    even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
+    return 1 if even == [False, True] else 0
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -1,0 +1,103 @@
+"""A loss curve in bf16 with everything fast on, beside the same run by the plainest PyTorch: is the difference within noise?
+
+    python -m benchmarks.curve --steps 300 --json curve.json
+
+The reference path: eager blocks, experts one by one (ops/reference.py), a dense document mask, logits whole, torch's AdamW. It runs in
+bf16 and in fp32; what rounding alone does to a curve is the difference between those two.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
+    --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none
+    --log.no-progress"""
+RUNS = {"fast bf16": ("fast", "bf16"), "reference bf16": ("reference", "bf16"), "reference fp32": ("reference", "fp32")}
+WINDOW = 20  # steps that are averaged before curves are compared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=Path, help="write the curves to this file")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
+    args = parser.parse_args()
+    more = [w for w in args.train if w != "--"]
+    started = {}
+    with tempfile.TemporaryDirectory() as out:
+        for name, (path, dtype) in RUNS.items():
+            words = [
+                *MODEL.split(),
+                "--steps",
+                str(args.steps),
+                "--train.dtype",
+                dtype,
+                "--out",
+                f"{out}/{name}",
+                *more,
+            ]
+            command = [sys.executable, "-c", f"from benchmarks.curve import train; train({path!r}, {words!r})"]
+            started[name] = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+        for name, process in started.items():
+            if process.wait():
+                raise SystemExit(f"{name}: train.py ended with code {process.returncode}")
+        curves = {name: read(Path(out, name, "metrics.jsonl")) for name in RUNS}
+    if args.json:
+        args.json.write_text(json.dumps(curves) + "\n")
+    print("| curve | first loss | last mean | largest, mean difference from reference bf16 |\n|---|---|---|---|")
+    means = {name: torch.tensor(curve).unfold(0, WINDOW, 1).mean(-1) for name, curve in curves.items()}
+    for name, mean in means.items():
+        far = (mean - means["reference bf16"]).abs()
+        print(f"| {name} | {curves[name][0]:.4f} | {mean[-1]:.4f} | {far.max():.4f}, {far.mean():.4f} |")
+
+
+def read(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def train(path: str, words: list[str]) -> None:
+    import train as entry
+
+    if path == "reference":
+        words = [*words, "--no-compile"]
+        become_plain()
+    entry.main(words)
+
+
+def become_plain() -> None:
+    """Every fast path of this process gives way to its definition."""
+    from tmoe import experts, model, optim, router
+    from tmoe.attend import document_mask
+    from tmoe.ops import reference
+
+    def whole_loss(h_TD, weight_VD, targets_T):
+        return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")
+
+    def dense_mask(documents_BS, window, S, device):
+        return None if documents_BS is None else document_mask(documents_BS)
+
+    def torchs_step(self):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in params:
+            p.grad = p.grad.float()
+        if self.finite:
+            torch._foreach_mul_([p.grad.to_local() for p in params], self.factor)
+            torch.optim.AdamW.step(self)
+
+    experts.moe_mlp = lambda *args, **_: reference.moe_mlp(*args[:7])
+    model.make_mask = dense_mask
+    model.cross_entropy_sum = whole_loss
+    optim.AdamW._step_in_one_pass = torchs_step
+    if hasattr(router, "softmax_topk"):
+        router.softmax_topk = reference.softmax_topk
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Times the exchange of an expert group beside plain puts and NCCL, and whole MoE layers with ep=GPUs beside ep=1.
+
+    torchrun --nproc-per-node 4 -m benchmarks.exchange --json exchange.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.exchange --sizes 8 --layers qwen3
+    torchrun --nproc-per-node 4 -m benchmarks.exchange --programs 8 16 24 32 64 --sizes 64 --layers
+
+Exchange, for each size (MiB that a rank sends to its peers; rows of 2048 bf16, K=8 of 128 experts drawn at random):
+    put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each, and nobody waits for it
+    symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and added up
+    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL all-to-all; and back
+    same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up (tmoe's nccl dispatcher)
+    nccl    of that the two all-to-all alone
+    fp8     symm with rows packed for the way (--fp8), and how far off tokens are that went and came back
+Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 a GPU, every expert here (ep=1) or 1/GPUs of them.
+Microseconds and milliseconds are medians over rounds in which all contestants take turns, of the slowest rank.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import tmoe
+from tmoe.ops import exchange
+from tmoe.ops.exchange import section
+from tmoe.ops.launch import launch
+from tmoe.ops.precompile import precompile, trace, trace_router
+from tmoe.parallel import collectives, symm
+from tmoe.parallel.apply import apply_ep
+from tmoe.parallel.dispatch import pairs_bound
+from tmoe.warmup import local_arch
+
+E, K, D = 128, 8, 2048
+T = 16384
+LAYERS = {  # D, and the layer
+    "qwen3": (2048, tmoe.MoEConfig(experts=128, top_k=8, ffn_dim=768)),
+    "olmoe": (2048, tmoe.MoEConfig(experts=64, top_k=8, ffn_dim=1024, renormalize=False)),
+    "mixtral": (4096, tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=14336, softmax="after")),
+    "deepseek": (2048, tmoe.MoEConfig(experts=64, top_k=6, ffn_dim=1408, shared_dim=2816, renormalize=False)),
+}
+
+
+@triton.jit(do_not_specialize=["n", "rank"])
+def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """n words of x to each peer, into a place of mine there."""
+    pid = tl.program_id(0)
+    for i in tl.static_range(1, WORLD):
+        q = (rank + i) % WORLD
+        there = section(to, q, tl.int32) + rank * n.to(tl.int64)
+        for block in range(pid, tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            tl.store(there + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+class Sizes:
+    """One size of the exchange, and what is timed at it."""
+
+    def __init__(self, mib, programs, fp8):
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.L = E // self.world
+        hit = 1 - (1 - 1 / self.world) ** K  # a token's chance to go to a given rank
+        tokens = max(8, round(mib * 2**20 / (2 * D * hit * (self.world - 1))))
+        draw = torch.Generator("cuda").manual_seed(self.rank)
+        scores = torch.rand(tokens, E, device="cuda", generator=draw)
+        self.weights, ids = scores.topk(K)
+        self.ids = ids.int()
+        self.x = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16, generator=draw)
+        self.y = torch.empty_like(self.x)
+        self.ex = symm.exchange_of(dist.group.WORLD.group_name)
+        self.ex.reserve(tokens, 2 * D, K, fp8)
+        self.programs = programs
+        self.group = dist.group.WORLD.group_name
+        ranks = torch.arange(self.world, device="cuda")[:, None, None]
+        goes = (self.ids // self.L == ranks).any(-1)  # [rank, token]
+        self.copies = goes.sum(0)
+        self.bytes = int(2 * D * (goes.sum() - goes[self.rank].sum()))
+        self.plan = collectives.plan(self.ids, self.L, self.group)
+        self.send, self.receive = self.plan[2].tolist()
+        self.packed = self.x[self.plan[1]]
+        self.arrived = self.x.new_empty(sum(self.receive), D)
+
+    def put(self):
+        n = self.bytes // (self.world - 1) // 16 * 4
+        words, to = self.x.view(torch.int32), self.ex.addresses["x"]
+        launch(put_kernel, (self.programs or 264,), words, to, n, self.rank, self.world, 4096, num_warps=8)
+
+    def dispatch(self, fp8=False):
+        self.ex.push("x", self.x, self.ids, self.weights, self.L, fp8, programs=self.programs)
+        if fp8:
+            self.ex.unpack("x", D, self.x.dtype, K)
+
+    def combine(self, fp8=False):
+        self.ex.pull(self.y, None, self.ids, self.L, fp8, programs=self.programs)
+
+    def fp8_there(self):
+        self.dispatch(True)
+
+    def fp8_back(self):
+        self.combine(True)
+
+    def same_there(self):
+        collectives.push(self.x, *self.plan, self.group)
+
+    def same_back(self):
+        collectives.pull(self.arrived, *self.plan, self.x.shape[0], self.group)
+
+    def nccl_there(self):
+        dist.all_to_all_single(self.arrived, self.packed, self.receive, self.send)
+
+    def nccl_back(self):
+        dist.all_to_all_single(self.packed, self.arrived, self.send, self.receive)
+
+    def expert_there(self):
+        """As torchtitan's and OLMo-core's standard dispatchers do, without their padding and their second sort at the receiver."""
+        flat = self.ids.flatten()
+        self.slots = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=E)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        both = torch.stack([counts.view(self.world, -1).sum(1), theirs.view(self.world, -1).sum(1)]).tolist()
+        rows = self.x[self.slots // K]
+        self.far = rows.new_empty(sum(both[1]), D)
+        dist.all_to_all_single(self.far, rows, both[1], both[0])
+        self.both = both
+
+    def expert_back(self):
+        rows = self.far.new_empty(self.slots.shape[0], D)
+        dist.all_to_all_single(rows, self.far, *self.both)
+        back = torch.empty_like(rows).index_copy_(0, self.slots, rows).view(-1, K, D)
+        return torch.bmm(self.weights[:, None].bfloat16(), back)
+
+    def error(self, fp8):
+        """Every token goes to its ranks and comes back as often as it went: how far off the sum is, relatively."""
+        self.dispatch(fp8)
+        self.ex.rows("y", D, torch.bfloat16).copy_(self.ex.rows("x", D, torch.bfloat16))
+        self.combine(fp8)
+        want = self.x.float() * self.copies[:, None]
+        return float((self.y - want).norm() / want.norm())
+
+
+def time_all(fns, rounds):
+    """Median microseconds of each, in rounds over all; ranks start together, the host ahead."""
+    ex = symm.exchange_of(dist.group.WORLD.group_name)
+    times = [[] for _ in fns]
+    for i in range(rounds + 2):
+        for fn, mine in zip(fns, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)
+            ex.meet()
+            start.record()
+            fn()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 2:
+                mine.append(1000 * start.elapsed_time(end))
+    return slowest([statistics.median(t) for t in times])
+
+
+def slowest(numbers):
+    t = torch.tensor(numbers, device="cuda", dtype=torch.float64)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return t.tolist()
+
+
+def time_size(mib, rounds, programs, fp8):
+    torch.cuda.empty_cache()
+    s = Sizes(mib, programs, fp8)
+    errors = [s.error(packed) for packed in (False, True)[: 1 + fp8]]
+    assert errors[0] < 2**-8, "more than bfloat16's rounding"
+    pairs = [(name + "_there", name + "_back") for name in ("expert", "same", "nccl", "fp8")[: 3 + fp8]]
+    names = "put", "dispatch", "combine", *(name for pair in pairs for name in pair)
+    us = dict(zip(names, time_all([getattr(s, name) for name in names], rounds), strict=True))
+    return dict(
+        kind="exchange", mib=mib, world=s.world, tokens=s.x.shape[0], bytes=s.bytes, programs=programs, us=us, errors=errors,
+        gb_s={name: s.bytes / us[name] / 1e3 for name in ("put", "dispatch", "combine")},
+        of_put=[us["put"] / us["dispatch"], us["put"] / us["combine"]],
+        of={pair[0][:-6]: (us["dispatch"] + us["combine"]) / (us[pair[0]] + us[pair[1]]) for pair in pairs},
+    )  # fmt: skip
+
+
+def layer(name, mesh, ep, beside, wire="same"):
+    """A function that runs one layer forward and backward."""
+    dim, cfg = LAYERS[name]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        moe = tmoe.MoE(dim, cfg).bfloat16()
+    if ep > 1:
+        apply_ep(moe, mesh, "symm", T, wire)
+    torch.manual_seed(dist.get_rank())
+    x, dy = (torch.randn(T, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    route = torch.compile(moe.route, fullgraph=True, dynamic=False)
+
+    def run():
+        if beside is not None:
+            symm.BESIDE = beside
+        moe.experts(route, x, None)[0].backward(dy)
+        x.grad = None
+        moe.zero_grad(set_to_none=True)
+
+    return run
+
+
+def time_layer(name, mesh, rounds, beside, fp8):
+    torch.compiler.reset()  # or the layers of all shapes count as one function's recompilations
+    torch.cuda.empty_cache()
+    world = dist.get_world_size()
+    fns = [layer(name, mesh, 1, None), *(layer(name, mesh, world, b) for b in beside)]
+    fns += [layer(name, mesh, world, beside[0], "fp8")] if fp8 else []
+    for fn in fns:
+        fn()
+    one, *many = time_all(fns, rounds)
+    return dict(kind="layer", name=name, world=world, ms_ep1=one / 1e3, ms=[m / 1e3 for m in many], beside=beside,
+                fp8=fp8, kept=[one / m for m in many])  # fmt: skip
+
+
+def show(line):
+    if line["kind"] == "layer":
+        names = [f"beside {b}" for b in line["beside"]] + ["fp8"] * line["fp8"]
+        many = "   ".join(f"{n} {m:.2f} ms {k:.0%}" for n, m, k in zip(names, line["ms"], line["kept"], strict=True))
+        return f"{line['name']:9} ep=1 {line['ms_ep1']:7.2f} ms   ep={line['world']} {many}"
+    us = line["us"]
+    others = " | ".join(
+        f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{of:.2f}" for name, of in line["of"].items()
+    )
+    return (
+        f"{line['mib']:4} MiB  put {us['put']:6.0f} us {line['gb_s']['put']:4.0f} GB/s | symm {us['dispatch']:6.0f} {us['combine']:6.0f} us "
+        f"{line['of_put'][0]:4.0%} {line['of_put'][1]:4.0%} | {others}"
+        + "".join(f" off {e:.1e}" for e in line["errors"][1:])
+    )
+
+
+def warm(names, world, fp8):
+    """Compile all that the layers need, before a process group exists."""
+    traces: list[tuple] = [(exchange.trace, T, D, K, world, torch.bfloat16, fp8)]
+    for name in names:
+        dim, cfg = LAYERS[name]
+        traces += [
+            (trace_router, T, cfg.experts, cfg.top_k, True),
+            (exchange.trace, T, dim, cfg.top_k, world, torch.bfloat16, fp8),
+        ]
+        for ep in (1, world):
+            L = cfg.experts // ep
+            pairs = pairs_bound(T, cfg.top_k, ep, L)
+            traces.append((trace, T * ep, dim, cfg.ffn_dim, L, cfg.top_k, torch.bfloat16, pairs))
+    precompile(local_arch(), traces, 8)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], help="MiB")
+    parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument(
+        "--programs", type=int, nargs="*", default=[0], help="programs of each kernel; 0: what training uses"
+    )
+    parser.add_argument(
+        "--beside", type=int, nargs="*", default=[symm.BESIDE], help="multiprocessors of a hidden exchange"
+    )
+    parser.add_argument("--fp8", action="store_true", help="also rows packed to float8")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    warm(args.layers, int(os.environ["WORLD_SIZE"]), args.fp8)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    mesh = tmoe.parallel.build_mesh(ep=dist.get_world_size())
+    lines = []
+
+    def add(line):
+        line |= dict(date=str(date.today()), gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+        lines.append(line)
+        if dist.get_rank() == 0:
+            print(show(line), flush=True)
+            if args.json:
+                with args.json.open("a") as f:
+                    f.write(json.dumps(line) + "\n")
+
+    for mib in sorted(args.sizes):  # growing, as the buffers do: slots that nobody uses cost a little
+        for programs in args.programs:
+            add(time_size(mib, args.rounds, programs, args.fp8))
+    for name in args.layers:
+        add(time_layer(name, mesh, args.rounds, args.beside, args.fp8))
+    if dist.get_rank() == 0:
+        print("\n" + "\n".join(map(show, lines)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

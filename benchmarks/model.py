@@ -1,0 +1,435 @@
+"""Predicts the time of a training step from counted FLOPs, bytes and measured constants: which layout to rent.
+
+    python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b                     8 to 4096 GPUs, every dp x ep
+    python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout goes
+    python -m benchmarks.model --check benchmarks/results/*/bench.jsonl         against measured steps; code 1 beyond 10%
+    python -m benchmarks.model --fit glue_passes --check FILES                  the constants that fit these points best
+
+Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were measured, fitted
+(and on which points) or assumed. They describe the code that took those points: when it has become faster, measure again,
+`--fit` the constants that have moved, and write the values that it prints into the file.
+A step is the sum of these parts, of the busiest rank:
+
+    kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
+    projections           three products for every matrix of attention, shared experts, dense feed-forward, router
+    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again)
+    experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
+    loss                  the head's three products, and each logit's traffic
+    exchange              a row for each (token, rank) to experts and back, forward and backward; nothing hides it
+    glue                  everything else in a block, as passes over [T, D]
+    recomputed            forwards that activation checkpointing runs again
+    copies, optimizer     traffic around FSDP2's collectives; of AdamW and the gradient norm
+    exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
+
+Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through all
+eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
+failures, stragglers or checkpoints. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
+"""
+
+import argparse
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tmoe.accounting import (
+    FP32,
+    block_shapes,
+    compute_bytes,
+    count_parameters,
+    flops_per_token,
+    layer_bytes,
+    memory_per_rank,
+    mfu,
+    moe_bytes,
+    numel,
+    peak_bytes,
+    root_shapes,
+    rows_received,
+)
+from tmoe.cli import parse
+from tmoe.config import Config, divisors
+
+CONSTANTS = Path(__file__).with_name("h200.json")
+GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+TOLERANCE = 0.1  # of a measured step time
+RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
+    "none": (),
+    "attention": ("projections", "attention"),
+    "moe": ("experts", "exchange"),
+    "block": ("projections", "attention", "experts", "exchange", "glue"),
+}
+FLASH = 7 / 6  # FLOPs that flash attention does over those that MFU counts: five products in the backward, not four
+
+
+class Prediction(NamedTuple):
+    """One step of one layout."""
+
+    parts: dict[str, float]
+    """seconds, by what they are spent on"""
+    tokens: int
+    """of the global batch"""
+    gpus: int
+    mfu: float | None
+    peak_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s_gpu(self) -> float:
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which a GPU waits for bytes of other GPUs."""
+        return (self.parts["exchange"] + self.parts["exposed all-gathers"]) / self.seconds
+
+
+def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | None = None) -> Prediction:
+    """One step of `cfg` on a (dp, ep) mesh. skew: routed pairs of the busiest rank over the mean; None: m.skew where ep > 1."""
+    model, T, again = cfg.model, cfg.train.batch * cfg.train.seq, cfg.train.accumulate
+    busiest = 1.0 if ep == 1 else m.skew if skew is None else skew
+    forward, backward = passes(cfg, ep, m, busiest)
+    recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
+    gather, regather, reduce = fsdp_seconds(cfg, dp, ep, m)
+    hiding_forward, hiding_backward = (sum(p.values()) - p["exchange"] for p in (forward, backward))
+    hiding_backward += recomputed
+    exposed = again * exposed_seconds(gather, hiding_forward, m.fsdp_overlap)
+    exposed += (again - 1) * exposed_seconds(regather, hiding_backward, m.fsdp_overlap)
+    exposed += exposed_seconds(regather + reduce, hiding_backward, m.fsdp_overlap)
+    groups = parameter_groups(cfg, dp, ep)
+    own = sum(elements / size for elements, size in groups)
+    alone = sum(elements for elements, size in groups if size == 1)
+    width = compute_bytes(cfg)
+    # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
+    shared = [(elements, size) for elements, size in groups if size > 1]
+    copied = sum(again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared)
+    parts = {part: again * (forward[part] + backward[part]) for part in forward}
+    parts["recomputed"] = again * recomputed
+    parts["copies"] = (m.copy_factor * copied + m.alone_bytes * alone) / m.memory_rate
+    parts["optimizer"] = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own / m.memory_rate
+    if cfg.optim.offload:  # both moments, in and out at the same time
+        parts["optimizer"] = max(parts["optimizer"], 2 * FP32 * own / m.host_rate)
+    parts["exposed all-gathers"] = exposed
+    tokens = dp * ep * T * again
+    rate = T * again / sum(parts.values())
+    used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
+    memory = memory_per_rank(cfg, dp, ep)
+    memory["activations"] -= freed_bytes(cfg, ep)
+    return Prediction(parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory))
+
+
+def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a micro-batch's forward and backward by part, without FSDP2."""
+    model, T, width = cfg.model, cfg.train.batch * cfg.train.seq, compute_bytes(cfg)
+    moe_layers = sum(map(model.is_moe, range(model.layers)))
+    matrices = [s for layer in range(model.layers) for s in block_shapes(model, layer)[0] if len(s) == 2]
+    projections = sum(product(T, rows, columns, width, m) for rows, columns in matrices)
+    flops = FLASH * T * (flops_per_token(model, cfg.train.seq) - 6 * count_parameters(model).active_flops)
+    attention = flops / (m.isolated_attention_rate if cfg.train.isolate_documents else m.attention_rate)
+    head = 3 * product(T, model.vocab, model.dim, width, m) + m.logit_bytes * T * model.vocab / m.memory_rate
+    experts = expert_seconds(cfg, ep, m, skew)
+    exchange = exchange_seconds(cfg, ep, m)
+    glue = m.glue_passes * model.layers * T * model.dim * width / m.memory_rate
+    forward = {
+        "projections": projections,
+        "attention": attention * 2 / 7,
+        "experts": moe_layers * experts[0],
+        "loss": head,  # its gradient is made while the logits exist
+        "exchange": moe_layers * exchange / 2,
+        "glue": glue / 3,
+    }
+    backward = {
+        "projections": 2 * projections,
+        "attention": attention * 5 / 7,
+        "experts": moe_layers * experts[1],
+        "loss": 0.0,
+        "exchange": moe_layers * exchange / 2,
+        "glue": glue * 2 / 3,
+    }
+    return forward, backward
+
+
+def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
+    """(elements, ranks that share them): dense parameters over the world, the experts of a rank over dp."""
+    blocks = [block_shapes(cfg.model, layer) for layer in range(cfg.model.layers)]
+    dense = numel(root_shapes(cfg.model)) + sum(numel(dense) for dense, _ in blocks)
+    return [(dense, dp * ep), (sum(numel(experts) for _, experts in blocks) / ep, dp)]
+
+
+def freed_bytes(cfg: Config, ep: int) -> int:
+    """Activations that --parallel.checkpoint does not keep: all layers' but those of the one that the backward is at."""
+    model, row = cfg.model, cfg.train.batch * cfg.train.seq * cfg.model.dim * compute_bytes(cfg)
+    freed = []
+    for layer in range(model.layers):
+        whole, sparse = layer_bytes(cfg, ep, layer), moe_bytes(cfg, ep) if model.is_moe(layer) else 0
+        parts = {"none": 0, "attention": whole - sparse - 3 * row, "moe": sparse, "block": whole - row}
+        freed.append(parts[cfg.parallel.checkpoint])
+    return sum(freed) - max(freed)
+
+
+def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
+    """Seconds of a kernel of so many FLOPs and bytes."""
+    arithmetic, traffic = flops / m.product_rate, moved / m.memory_rate
+    return max(arithmetic, traffic) + m.kernel_overlap * min(arithmetic, traffic)
+
+
+def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace) -> float:
+    """Seconds of [rows, inner] times [inner, columns]; the backward's two products move and multiply as much each."""
+    return kernel(2 * rows * inner * columns, width * (rows * inner + inner * columns + rows * columns), m)
+
+
+def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[float, float]:
+    """(forward, backward) of one layer's experts on the busiest rank, kernel by kernel as in docs/kernels.md."""
+    moe, D, width, T = cfg.model.moe, cfg.model.dim, compute_bytes(cfg), cfg.train.batch * cfg.train.seq
+    F, rows = moe.ffn_dim, T if ep == 1 else rows_received(T, moe.top_k, ep)
+    N = skew * T * moe.top_k  # routed pairs
+    one = 2 * N * D * F  # FLOPs of a product with F columns
+    x, h, a, w = (
+        N * D,
+        2 * N * F,
+        N * F,
+        moe.experts // ep * D * F,
+    )  # elements: rows, pre-activations, activations, weights
+    sum_rows = kernel(0, width * (x + rows * D), m)
+    up, down = kernel(2 * one, width * (x + 2 * w + h + a), m), kernel(one, width * (a + w + x), m)
+    dh = kernel(one, width * (x + w + h + h + a), m)
+    dx = kernel(2 * one, width * (h + 2 * w + x), m)
+    dw_down, dw_up = kernel(one, width * (a + x + w), m), kernel(2 * one, width * (h + x + 2 * w), m)
+    return up + down + sum_rows + m.layer_fixed / 3, dh + dx + dw_down + dw_up + sum_rows + m.layer_fixed * 2 / 3
+
+
+def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
+    """Dispatch and combine of one layer, forward and backward: four times the rows of (token, rank) that leave."""
+    if ep == 1:
+        return 0.0
+    T, D, width, local = cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg), min(ep, m.node)
+    backend = cfg.parallel.dispatch
+    if backend == "auto":
+        backend = m.exchange["auto"] if ep == local else "nccl"
+    how = m.exchange[backend]
+    rows = rows_received(T, cfg.model.moe.top_k, ep)
+    wire = times(how["curve"], rows * (local - 1) / ep * D * width)
+    if ep > local:
+        away = rows * (ep - local) / ep * D * width
+        wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
+    # rows are read and written before they leave; where they come home they are read, widened, added to the token's sum
+    copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
+    return 4 * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+
+
+def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float, float]:
+    """Seconds of a micro-batch's all-gathers in the forward and in the backward (the root stays), and of a step's
+    reduce-scatters in fp32."""
+    model, width, world = cfg.model, compute_bytes(cfg), dp * ep
+
+    def unit(dense: int, experts: int, size: int) -> float:
+        return ring(size * dense, world, 1, m) + ring(size * experts / ep, dp, ep, m)
+
+    blocks = Counter(tuple(map(numel, block_shapes(model, layer))) for layer in range(model.layers))
+    root = numel(root_shapes(model))
+    regather = sum(count * unit(dense, experts, width) for (dense, experts), count in blocks.items())
+    reduce = sum(count * unit(dense, experts, FP32) for (dense, experts), count in blocks.items())
+    reduce += unit(root, 0, FP32)
+    return regather + unit(root, 0, width), regather, reduce
+
+
+def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
+    """Seconds to gather (or to reduce and scatter) `whole` bytes in a group of `size` ranks, `stride` apart."""
+    if size == 1:
+        return 0.0
+    local = min(size, max(1, m.node // stride))  # members in a node
+    nodes = math.ceil(size / local)
+    sent = whole * (size - 1) / size
+    seconds = times(m.collective, sent) if local > 1 else 0.0
+    if nodes > 1:
+        seconds = max(seconds, sent / (local * m.nic_rate)) + (nodes - 1) * m.nic_hop + (size - nodes) * m.link_hop
+    return seconds
+
+
+def times(curve: list[list[float]], moved: float) -> float:
+    """Seconds on a curve of (bytes, seconds), straight between its points and beyond the last."""
+    sizes, seconds = zip(*curve, strict=True)
+    if moved <= sizes[-1]:
+        return float(np.interp(moved, sizes, seconds))
+    return seconds[-1] + (moved - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+
+
+def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
+    return moving - min(min(overlap, 1.0) * moving, computing)
+
+
+def skew_of(violation: float, experts: int, ep: int) -> float:
+    """Rows of the busiest of ep ranks over the mean, when the fullest expert has (1 + violation) times the mean.
+
+    As if E / (1 + violation) experts, anywhere, shared all rows evenly: the mean of 4000 draws. Untrained routers are like that.
+    """
+    L, hot = experts // ep, max(1, round(experts / (1 + violation)))
+    draws = np.random.default_rng(0).multivariate_hypergeometric([L] * ep, hot, 4000)
+    return float(draws.max(1).mean()) / (hot / ep)
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
+    """Degrees of expert parallelism to compare: what divides experts and GPUs, up to two nodes."""
+    return [ep for ep in divisors(math.gcd(cfg.model.moe.experts, gpus)) if ep <= 2 * node]
+
+
+def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
+    """A line for every layout; the fastest that fits is bold, those that do not fit are dim."""
+    train = cfg.train
+    table = Table(
+        title=f"{train.accumulate} x {train.batch} x {train.seq} tokens a GPU, recomputed: {cfg.parallel.checkpoint}"
+    )
+    days = f"days for {tokens:.3g} tokens"
+    heads = "GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB", days, "GPU-hours"
+    for name in heads:
+        table.add_column(name, justify="right")
+    for world in gpus:
+        found = {ep: predict(cfg, world // ep, ep, m) for ep in layouts(cfg, world, m.node)}
+        fit = [ep for ep, p in found.items() if p.peak_bytes <= m.memory]
+        best = max(fit, key=lambda ep: found[ep].tokens_per_s_gpu, default=None)
+        for ep, p in found.items():
+            gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if ep in fit else " too much")
+            hours = tokens / p.tokens_per_s_gpu / 3600
+            across = "" if ep <= m.node else " across nodes"
+            table.add_row(
+                str(world),
+                f"{world // ep} x {ep}{across}",
+                f"{p.tokens / 1e6:.2f}",
+                f"{p.seconds * 1e3:.0f}",
+                f"{p.tokens_per_s_gpu:,.0f}",
+                "" if p.mfu is None else f"{p.mfu:.1%}",
+                f"{p.exposed:.0%}",
+                gib,
+                f"{hours / world / 24:,.1f}",
+                f"{hours:,.0f}",
+                style="bold" if ep == best else "" if ep in fit else "dim",
+            )
+        table.add_section()
+    return table
+
+
+def parts_table(p: Prediction) -> Table:
+    table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
+    for name, seconds in sorted(p.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / p.seconds:.1%}")
+    return table
+
+
+# Measured points ------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """A line of `python -m benchmarks.train --json`."""
+
+    command: str
+    cfg: Config
+    dp: int
+    ep: int
+    skew: float
+    seconds: float
+
+
+def read_points(paths: list[Path]) -> list[Point]:
+    points = []
+    for file, line in [(path, line) for path in paths for line in path.read_text().splitlines()]:
+        record = json.loads(line) if line.startswith("{") else {}
+        if not {"command", "gpus", "tokens_per_step", "tokens_per_s_gpu", "max_violation"} <= record.keys():
+            raise SystemExit(f"--check {file}: not a line of `python -m benchmarks.train --json`: {line[:80]}")
+        cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
+        ep, moe = cfg.parallel.ep, cfg.model.moe
+        skew = skew_of(record["max_violation"], moe.experts, ep)
+        seconds = record["tokens_per_step"] / record["tokens_per_s_gpu"] / record["gpus"]
+        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, skew, seconds))
+    return points
+
+
+def ratio(point: Point, m: SimpleNamespace) -> float:
+    return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
+
+
+def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
+    """Predicted beside measured; whether all agree within TOLERANCE."""
+    m, used = values(constants), {command for c in constants.values() for command in c.get("points", ())}
+    table = Table("GPUs", "command", "skew", "measured ms", "predicted ms", "off", "point")
+    worst = 0.0
+    for p in points:
+        off = ratio(p, m) - 1
+        worst = max(worst, abs(off))
+        row = str(p.dp * p.ep), p.command, f"{p.skew:.2f}", f"{p.seconds * 1e3:.1f}"
+        role = "fitted" if p.command in used else "predicted"
+        table.add_row(*row, f"{p.seconds * (1 + off) * 1e3:.1f}", f"{off:+.1%}", role)
+    return table, worst <= TOLERANCE
+
+
+def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
+    """Values of the named constants that make the sum of squared log ratios of these points smallest (pattern search)."""
+
+    def loss(trial: dict[str, float]) -> float:
+        return sum(math.log(ratio(p, SimpleNamespace(**{**vars(m), **trial}))) ** 2 for p in points)
+
+    best = {name: getattr(m, name) for name in names}
+    lowest, step = loss(best), 2.0
+    while step > 1.001:
+        tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
+        found = min(tries, key=loss)
+        if loss(found) < lowest:
+            best, lowest = found, loss(found)
+        else:
+            step = math.sqrt(step)
+    return best
+
+
+def values(constants: dict[str, dict]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
+    parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
+    parser.add_argument("--parts", action="store_true", help="of the one layout that the words of train.py name")
+    parser.add_argument("--check", type=Path, nargs="+", help="files of python -m benchmarks.train --json")
+    parser.add_argument(
+        "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
+    )
+    parser.add_argument("--constants", type=Path, default=CONSTANTS)
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
+    args = parser.parse_args()
+    constants = json.loads(args.constants.read_text())
+    console = Console(width=170)
+    if unknown := set(args.fit) - set(constants):
+        raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(constants)}")
+    if args.check:
+        points = read_points(args.check)
+        for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
+            console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
+            constants[name] |= dict(value=value, points=[p.command for p in points])
+        table, good = check(points, constants)
+        console.print(table)
+        raise SystemExit(not good)
+    words = [w for w in args.train if w != "--"]
+    if not args.parts and (taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]):
+        parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
+    m = values(constants)
+    if args.parts:
+        for world in args.gpus:
+            cfg = parse(words, "", world=world)
+            console.print(parts_table(predict(cfg, world // cfg.parallel.ep, cfg.parallel.ep, m)))
+        return
+    console.print(page(parse(words, ""), args.gpus, args.tokens, m))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Weak scaling: the same tokens a GPU on 1, 2, 4 and 8 GPUs, experts over all of them and over pairs, in one call.
+
+    python -m benchmarks.scaling --json scaling.jsonl -- olmoe-1b-7b --model.layers 8
+    python -m benchmarks.scaling --gpus 2 --steps 12 -- tiny --no-compile           on a CPU: two processes
+
+Everything that this machine's GPUs allow: n GPUs with ep = n, and with ep = 2 and dp = n/2. Each is a run of benchmarks/train.py and
+a line of its JSON, which `python -m benchmarks.model --check` compares with its prediction. Efficiency is tokens/s/GPU over that of
+the first run. A run that fails is named in the table, the others go on, and the exit code is 1.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.train import measure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="at most so many; default: all that are here")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
+    parser.add_argument("--json", type=Path, help="append a line for every run to this file")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
+    args = parser.parse_args()
+    words = [w for w in args.train if w != "--"]
+    if taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]:
+        parser.error(f"{taken[0]}: the layouts are this benchmark's own")
+    results = []
+    for gpus, ep in layouts(args.gpus or max(1, torch.cuda.device_count())):
+        print(f"--- {gpus} GPUs, dp {gpus // ep} x ep {ep}", flush=True)
+        result: dict = {"gpus": gpus, "ep": ep}
+        try:
+            with tempfile.TemporaryDirectory() as out:
+                result |= measure(gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out), args.timeout)
+        except SystemExit as failure:
+            result["failure"] = str(failure)
+        results.append(result)
+        if args.json and "failure" not in result:
+            with args.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    print(table(results))
+    raise SystemExit(any("failure" in r for r in results))
+
+
+def layouts(most: int) -> list[tuple[int, int]]:
+    """(GPUs, ep): powers of two, ep = GPUs, then ep = 2 where that is another."""
+    sizes = [2**i for i in range(most.bit_length())]
+    return [(gpus, ep) for gpus in sizes for ep in dict.fromkeys((gpus, min(gpus, 2)))]
+
+
+def table(results: list[dict]) -> str:
+    lines = ["| GPUs | dp x ep | tokens/s/GPU | efficiency | MFU | peak GiB | start s |", "|" + " --- |" * 7]
+    first = next((r["tokens_per_s_gpu"] for r in results if "failure" not in r), None)
+    for r in results:
+        layout = f"| {r['gpus']} | {r['gpus'] // r['ep']} x {r['ep']} |"
+        if "failure" in r:
+            lines.append(f"{layout} {r['failure']} | | | | |")
+            continue
+        mfu = "" if r["mfu"] is None else f"{r['mfu']:.1%}"
+        rate, peak = r["tokens_per_s_gpu"], r["peak_gib"]
+        lines.append(f"{layout} {rate:,.0f} | {rate / first:.1%} | {mfu} | {peak:.1f} | {r['start_s']:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

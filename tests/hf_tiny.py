@@ -1,0 +1,304 @@
+"""Tiny random models that transformers makes, saved as Hugging Face folders, and what tests compare them by.
+
+next: test_hf_models.py
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GenerationConfig,
+    GptOssConfig,
+    GraniteMoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tmoe.checkpoint import Checkpoints, verify
+from tmoe.config import ModelConfig
+from tmoe.hf import export_hf, import_hf
+from tmoe.hf_config import build_config
+from tmoe.hf_rules import divide
+from tmoe.hf_tables import ARCHITECTURES
+from tmoe.model import Transformer
+
+SIZES = dict(
+    vocab_size=31,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=12,
+    max_position_embeddings=128,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+    attn_implementation="eager",
+    experts_implementation="eager",
+)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, original_max_position_embeddings=16)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+MOE = dict(num_experts=6, num_experts_per_tok=2)
+LOCAL_MOE = dict(num_local_experts=6, num_experts_per_tok=2)
+QWEN2 = dict(moe_intermediate_size=10, shared_expert_intermediate_size=14, norm_topk_prob=False)
+GRANITE = dict(
+    attention_dropout=0.1,
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.3,
+    logits_scaling=2.0,
+)
+LONG = YARN | dict(rope_theta=1.5e5, truncate=False, beta_fast=32.0, beta_slow=1.0)
+MODELS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama, tied, llama3, narrow heads": lambda: LlamaConfig(
+        **SIZES | dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=2, num_key_value_heads=4)
+    ),
+    "llama, biases": lambda: LlamaConfig(**SIZES | dict(num_hidden_layers=1), attention_bias=True),
+    "llama, linear": lambda: LlamaConfig(**SIZES, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=3e4)),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
+    "qwen3, tied, yarn": lambda: Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen3, late window": lambda: Qwen3Config(
+        **SIZES | dict(num_hidden_layers=3), use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=3),
+    "mixtral, tied, wide heads": lambda: MixtralConfig(
+        **SIZES, num_local_experts=4, tie_word_embeddings=True, head_dim=10
+    ),
+    "mixtral, window": lambda: MixtralConfig(**SIZES, num_local_experts=4, sliding_window=6),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE, moe_intermediate_size=10, head_dim=8, norm_topk_prob=True),
+    "qwen3_moe, every second": lambda: Qwen3MoeConfig(
+        **SIZES | dict(num_hidden_layers=4), **MOE, moe_intermediate_size=10, decoder_sparse_step=2
+    ),
+    "qwen3_moe, window, biases": lambda: Qwen3MoeConfig(
+        **SIZES, **MOE, moe_intermediate_size=10, use_sliding_window=True, sliding_window=5, attention_bias=True
+    ),
+    "qwen3_moe, leading dense": lambda: Qwen3MoeConfig(
+        **SIZES | dict(num_hidden_layers=3), **MOE, moe_intermediate_size=10, mlp_only_layers=[0]
+    ),
+    "olmoe": lambda: OlmoeConfig(**SIZES, **MOE),
+    "olmoe, renormalised, all heads": lambda: OlmoeConfig(
+        **SIZES | dict(num_key_value_heads=4), **MOE, norm_topk_prob=True
+    ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**SIZES, **MOE, **QWEN2),
+    "qwen2_moe, one key head, leading dense, no bias, tied": lambda: Qwen2MoeConfig(
+        **SIZES | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True),
+        **MOE | dict(num_experts_per_tok=4),
+        **QWEN2 | dict(norm_topk_prob=True, mlp_only_layers=[0], qkv_bias=False),
+    ),
+    "qwen2_moe, a dense block between": lambda: Qwen2MoeConfig(
+        **SIZES | dict(num_hidden_layers=4), **MOE, **QWEN2 | dict(mlp_only_layers=[1])
+    ),
+    "qwen2_moe, windows, wide heads": lambda: Qwen2MoeConfig(
+        **SIZES | dict(num_hidden_layers=4, head_dim=6),
+        **MOE,
+        **QWEN2 | dict(decoder_sparse_step=2, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    ),
+    "granitemoe": lambda: GraniteMoeConfig(**SIZES, **LOCAL_MOE, **GRANITE),
+    "granitemoe, tied, biases, all heads": lambda: GraniteMoeConfig(
+        **SIZES | dict(num_key_value_heads=4, tie_word_embeddings=True, rope_parameters=YARN),
+        **LOCAL_MOE | dict(num_experts_per_tok=1),
+        **GRANITE | dict(attention_bias=True, attention_multiplier=1.0, embedding_multiplier=12),
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES | dict(num_hidden_layers=3), **LOCAL_MOE, head_dim=6, sliding_window=7, rope_parameters=LONG
+    ),
+    "gpt_oss, one key head, other windows, no attention bias": lambda: GptOssConfig(
+        **SIZES | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True, intermediate_size=7),
+        **LOCAL_MOE | dict(num_experts_per_tok=3),
+        head_dim=10,
+        sliding_window=3,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+        attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    ),
+    "gpt_oss, as many key heads, all see all, rope as published": lambda: GptOssConfig(
+        **SIZES | dict(num_key_value_heads=4), **LOCAL_MOE, head_dim=8, layer_types=["full_attention"] * 2
+    ),
+}
+MLA = dict(q_lora_rank=6, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, n_group=2, topk_group=1)
+MLA |= dict(
+    moe_intermediate_size=10, first_k_dense_replace=1, num_experts_per_tok=2, num_key_value_heads=4, num_hidden_layers=3
+)
+MSCALE = YARN | dict(mscale=0.707, mscale_all_dim=0.707)
+MODELS |= {
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **SIZES | MLA, n_routed_experts=6, n_shared_experts=2, topk_method="group_limited_greedy"
+    ),
+    "deepseek_v2, lite: no query latent, greedy, mscale": lambda: DeepseekV2Config(
+        **SIZES | MLA | dict(q_lora_rank=None, n_group=1, rms_norm_eps=1e-3, v_head_dim=10, rope_parameters=MSCALE),
+        n_routed_experts=5,
+        n_shared_experts=1,
+        routed_scaling_factor=1.0,
+    ),
+    "deepseek_v2, two of three groups, other mscales, tied": lambda: DeepseekV2Config(
+        **SIZES | MLA | dict(n_group=3, topk_group=2, num_experts_per_tok=4, tie_word_embeddings=True),
+        n_routed_experts=9,
+        n_shared_experts=3,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
+        rope_parameters=MSCALE | dict(mscale=1.3),
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(**SIZES | MLA, n_routed_experts=6, n_shared_experts=1),
+    "deepseek_v3, halves, no query latent, mscale, weights as they are": lambda: DeepseekV3Config(
+        **SIZES | MLA | dict(q_lora_rank=None, n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False),
+        n_routed_experts=12,
+        n_shared_experts=2,
+        rope_interleave=False,
+        rope_parameters=MSCALE | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "deepseek_v3, one group, all blocks sparse, one mscale": lambda: DeepseekV3Config(
+        **SIZES | MLA | dict(n_group=1, first_k_dense_replace=0, num_hidden_layers=1),
+        n_routed_experts=4,
+        n_shared_experts=1,
+        routed_scaling_factor=1.0,
+        rope_parameters=YARN | dict(mscale_all_dim=0.9),
+    ),
+}
+SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
+SPARSE += [
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen2_moe",
+    "granitemoe",
+    "gpt_oss",
+    "gpt_oss, one key head, other windows, no attention bias",
+]
+
+
+def make(name: str, dtype: torch.dtype = torch.float32):
+    """A transformers model with weights large enough that routing, gates and attention are far from linear."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(MODELS[name]()).to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+        for name, p in model.named_parameters():
+            if model.config.model_type == "gpt_oss" and "gate_up_proj" in name:
+                p.mul_(3)  # past the limits at which the activation clamps
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.normal_(0.0, 0.3)
+    return model.eval()
+
+
+def saved(path: Path, name: str, dtype: torch.dtype = torch.float32, files: int = 1) -> Path:
+    model = make(name, dtype)
+    model.generation_config = GenerationConfig(temperature=0.6, do_sample=True, eos_token_id=2)
+    size = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(path, max_shard_size=size if files == 1 else size // files)
+    (path / "tokenizer.json").write_text('{"version": "1.0", "words": "Grüße"}')
+    (path / "empty.txt").touch()
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_bits(got: dict, want: dict):
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+def others_of(path: Path) -> dict[str, bytes]:
+    return {name: content for name, content in files_of(path).items() if not name.endswith(".safetensors")}
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def far(a, b) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def load_step(path: Path) -> Transformer:
+    """As train.py --init does, with the model settings that the step folder records."""
+    config = json.loads((path / "manifest.json").read_text())["info"]["config"]["model"]
+    cfg = build_config(config)
+    model = Transformer(replace(cfg, moe=replace(cfg.moe, balance="none", z_coeff=0.0)))
+    checkpoints = Checkpoints(path.parent / "none", keep=1, mode="sync", info={})
+    checkpoints.load(path, {f"model.{n}": p for n, p in model.state_dict().items()}, only="model.")
+    return model
+
+
+def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
+    """Our gradients cut along the table's boxes."""
+    arch = next(a for a in ARCHITECTURES if a.model_type == hf["model_type"])
+    found, _ = divide(arch, model.cfg, ())
+    cut = {}
+    for ours, parameter in model.named_parameters():
+        for piece in found[ours]:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
+            whole = cut.setdefault(piece.name, torch.empty(piece.their_shape))
+            seen = piece.see(whole)
+            seen.copy_(parameter.grad[box].view(seen.shape))
+    return cut
+
+
+def assert_same_function(folder: Path, name: str):
+    """Logits and the gradient of every tensor after an import into folder/step, and everything back bit for bit."""
+    hf_dir = saved(folder / "hf", name)
+    import_hf(hf_dir, folder / "step")
+    assert verify(folder / "step") == []
+    model, theirs = load_step(folder / "step"), make(name)
+    x, targets = torch.randint(31, (2, 3, 40))
+    logits = theirs(x).logits
+    assert far(model(x), logits) < 1e-5
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    model(x, targets).backward()
+    for p in theirs.parameters():
+        p.data = p.grad  # their own way from parameters to names of files: save the gradients as if they were weights
+    theirs.save_pretrained(folder / "gradients")
+    want = {n: g for n, g in tensors_of(folder / "gradients").items() if "e_score_correction_bias" not in n}  # has none
+    got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))
+    assert got.keys() == want.keys()
+    for key, gradient in want.items():
+        assert far(got[key], gradient) < 1e-5 or (gradient.norm() == 0 and got[key].norm() == 0), key
+
+    export_hf(folder / "step", folder / "back")
+    assert_bits(tensors_of(folder / "back"), tensors_of(hf_dir))
+    assert files_of(folder / "back") == files_of(hf_dir)
+    again = AutoModelForCausalLM.from_pretrained(folder / "back")
+    assert again.generation_config.temperature == 0.6
+    assert_bits(again.state_dict(), make(name).state_dict())
+
+
+def broken(hf_dir: Path):
+    """Three wrongs of three kinds."""
+    file = hf_dir / "model.safetensors"
+    tensors = load_file(file)
+    missing = next(name for name in tensors if name.endswith("experts.3.up_proj.weight"))
+    bent = next(name for name in tensors if name.endswith("q_proj.weight"))
+    del tensors[missing]
+    tensors[bent] = tensors[bent][:-1].contiguous()
+    tensors["model.surprise"] = torch.zeros(2)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    save_file(tensors, file, {"format": "pt"})
+    return [missing, bent, "model.surprise", "model.norm.weight"]
+
+
+def train_and_save(folder: Path, cfg: ModelConfig, model: Transformer, **config) -> Path:
+    """What train.py leaves after a step: other weights, its own settings, nothing of Hugging Face's."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.01)
+    info = dict(config=dict(model=asdict(cfg)) | config)
+    checkpoints = Checkpoints(folder, keep=1, mode="sync", info=info)
+    tensors = {f"model.{n}": p for n, p in model.state_dict().items()}
+    checkpoints.save(1, tensors | {"optim.x": torch.zeros(3)}, dict(step=1, tokens=9), {})
+    return folder / "step-1"

@@ -1,0 +1,107 @@
+"""A file that would run code when unpickled, in each place that training loads from: it runs nothing, and one message names it.
+
+The offline tools' places are in test_offline.py, Hugging Face's in test_hf_write.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from steps import ROOT, Hostile, forge
+from test_train import SMALL, run
+
+import train
+from tmoe import runtime
+from tmoe.checkpoint import read_manifest
+from tmoe.cli import parse
+from tmoe.data import convert
+
+FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "1"]
+
+
+def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            cfg = parse(argv, "", rank=rank, world=world)
+            train.Trainer(cfg, runtime.start(cfg.seed))
+        except SystemExit as error:
+            return error.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+def payload(kind: str, sentinel: Path) -> bytes:
+    if kind == "pickle":
+        return pickle.dumps(Hostile(sentinel))
+    saved = io.BytesIO()
+    torch.save({"w": Hostile(sentinel)}, saved)
+    return saved.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch.save"])
+@pytest.mark.parametrize("flag", ["--init", "--resume"])
+def test_steps(gloo, tmp_path, flag, kind):
+    gloo(1, run, [*FLAGS, "--out", str(tmp_path / "a")])
+    step, sentinel = tmp_path / "a/checkpoints/step-1", tmp_path / "ran"
+    argv = [*FLAGS, "--out", str(tmp_path / "b"), "--parallel.ep", "2", flag, str(step)]
+    forge(step, ".metadata", payload(kind, sentinel))
+    assert [code for code, _ in gloo(2, begin, argv)] == [0, 0]  # never opened
+    name = "model.blocks.0.attention.o.weight"
+    forge(step, read_manifest(step).tensors[name].chunks[0].file, payload(kind, sentinel), name)
+    (code, said), (other, _) = gloo(2, begin, argv)
+    assert code == other == 2 and "at byte" in said and "unreadable" in said and "Traceback" not in said
+    (step / "manifest.json").write_bytes(payload(kind, sentinel))
+    (code, said), (other, _) = gloo(2, begin, argv)
+    assert code == other == 2 and "manifest.json: damaged" in said
+    assert not sentinel.exists()
+    pickle.loads(pickle.dumps(Hostile(sentinel)))
+    assert sentinel.exists()  # the file was hostile
+
+
+@pytest.mark.parametrize("place", ["shard", "shard's body", "tokenizer", "text", "jsonl"])
+def test_data(gloo, tmp_path, place):
+    hostile = payload("pickle", tmp_path / "ran")
+    text = tmp_path / "a.txt"
+    text.write_text("some words " * 500)
+    convert((str(text),), out=tmp_path / "shards")
+    path, more = tmp_path / "shards", []
+    shard = next(path.glob("*.bin"))
+    if place == "shard":
+        shard.write_bytes(hostile)
+    elif place == "shard's body":
+        raw = shard.read_bytes()
+        shard.write_bytes(raw[:-200] + (hostile * 10)[:200])
+    elif place == "tokenizer":
+        (tmp_path / "tokenizer.json").write_bytes(hostile)
+        path, more = text, ["--data.tokenizer", str(tmp_path / "tokenizer.json")]
+    else:
+        path = tmp_path / ("b.txt" if place == "text" else "b.jsonl")
+        path.write_bytes(hostile * 200)
+    argv = [*FLAGS, *more, "--out", str(tmp_path / "run"), "--data.path", str(path), "--data.val-fraction", "0.5"]
+    code, said = gloo(1, begin, argv)[0]
+    assert "Traceback" not in said and not (tmp_path / "ran").exists()
+    if place != "text":
+        assert code == 2 and said.startswith("error: "), said
+
+
+def test_no_module_can_unpickle_a_file():
+    """torch.load with weights_only=True alone; pickle is written once, for stock DCP, and never read; numpy maps raw numbers."""
+    for path in [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                assert name not in ("np.load", "numpy.load", "torch.hub.load", "marshal.loads", "eval", "exec"), (
+                    path,
+                    name,
+                )
+                assert not name.startswith("pickle.") or (name, path.name) == ("pickle.dump", "shards.py"), (path, name)
+                if name == "torch.load":
+                    keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                    assert keywords.get("weights_only") == "True", path
+            if isinstance(node, ast.ImportFrom):
+                assert node.module != "pickle", path

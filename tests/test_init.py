@@ -1,0 +1,171 @@
+"""Starting from other weights: another model is refused on every rank, and what was tuned goes back into the original's layout.
+
+next: test_hf_start.py
+"""
+
+import contextlib
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_tiny import SIZES, others_of, saved, tensors_of
+from test_train import SMALL, whole
+from transformers import AutoModelForCausalLM
+
+import train
+from tmoe import hf, offline, runtime
+from tmoe.cli import parse
+from tmoe.hf_config import read_config
+
+FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
+
+
+def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, bool]]:
+    """Of each command line: exit code, what was said, whether a weight changed before the end."""
+    results = []
+    for argv in runs:
+        cfg = parse(argv, "", rank=rank, world=world)
+        fresh = {}
+        original = train.Trainer.restore
+        train.Trainer.restore = lambda self, fresh=fresh, original=original: (
+            fresh.update(before=whole(self), trainer=self),
+            original(self),
+        )
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                code = int(train.Trainer(cfg, runtime.start(cfg.seed)) is None)
+            except SystemExit as error:
+                code = error.code
+        train.Trainer.restore = original
+        after = whole(fresh["trainer"])
+        changed = any(not torch.equal(tensor, after[name]) for name, tensor in fresh["before"].items())
+        results.append((code, said.getvalue(), changed))
+    return results
+
+
+def train_two_steps(rank: int, world: int, argv: list[str]) -> None:
+    cfg = parse(argv, "", rank=rank, world=world)
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    with trainer.metrics:
+        trainer.train()
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    (tmp_path / "text").mkdir()
+    for name in ("train", "val"):
+        (tmp_path / f"text/{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(2000)))
+    return [*FLAGS, "--data.path", str(tmp_path / "text"), "--data.val-fraction", "0.5"]
+
+
+OTHER = {  # the shapes are the same
+    "model.moe.top-k": ("1", "moe.top_k: 1 here, 2 there"),
+    "model.moe.renormalize": ("false", "moe.renormalize: False here, True there"),
+    "model.norm-eps": ("1e-3", "model.norm_eps: 0.001 here, 1e-06 there"),
+    "model.rope.theta": ("500", "rope.theta: 500.0 here, 10000.0 there"),
+}
+SAME = ["--model.dropout", "0.1", "--model.moe.balance-coeff", "0.5", "--model.rope.max-seq", "77", "--train.seq", "16"]
+
+
+def test_a_step_of_another_model_is_refused(gloo, tmp_path, flags):
+    """One message on rank 0, code 2 on all, nothing loaded; what only training reads may differ."""
+    gloo(1, train_two_steps, [*flags, "--out", str(tmp_path / "a")])
+    step = str(tmp_path / "a/checkpoints/step-2")
+    others = [[f"--{name}", value] for name, (value, _) in OTHER.items()]
+    out = ["--out", str(tmp_path / "b"), "--parallel.ep", "2"]
+    runs = [[*flags, *out, flag, step, *other] for flag in ("--init", "--resume") for other in others]
+    runs += [[*flags, *out, flag, step, *SAME] for flag in ("--init", "--resume")]
+    for rank, results in enumerate(gloo(2, begin, runs)):
+        for (code, said, changed), (_, words) in zip(results, [*OTHER.values()] * 2, strict=False):
+            assert code == 2 and not changed
+            assert not said if rank else (f"error: {step} is not this model's" in said and words in said), said
+            assert rank or "1 differences" in said
+        assert [(code, changed) for code, _, changed in results[-2:]] == [(0, True)] * 2
+
+
+def test_folders_that_cannot_be_started_from(gloo, tmp_path, flags):
+    """Damaged, absent, of a dense model, of another Hugging Face model: one message each, no traceback."""
+    gloo(1, train_two_steps, [*flags, "--out", str(tmp_path / "a")])
+    step = tmp_path / "a/checkpoints/step-2"
+    broken = tmp_path / "step-9"
+    broken.symlink_to(tmp_path / "copy")
+    (tmp_path / "copy").mkdir()
+    for file in step.iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    shard = next(broken.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    theirs = saved(tmp_path / "hf", "qwen3_moe")
+    cases = {
+        ("--init", str(broken)): "distcp: damaged: ",
+        ("--resume", str(broken)): "distcp: damaged: ",
+        ("--init", str(tmp_path / "none")): "none/manifest.json: missing; ",
+        ("--init", str(theirs)): "config.json is not this model's: ",
+        (
+            "--init",
+            str(step),
+            "--model.dense-layers",
+            "2",
+            "--parallel.ep",
+            "1",
+        ): "model.MoE layers: [] here, [0, 1] there",
+    }
+    runs = [[*flags, "--out", str(tmp_path / "b"), "--parallel.ep", "2", *more] for more in cases]
+    first, second = gloo(2, begin, runs)
+    for (code, said, changed), words in zip(first, cases.values(), strict=True):
+        assert code == 2 and not changed and said.startswith("error: ") and words in said and "Traceback" not in said
+    assert [(code, said) for code, said, _ in second] == [(2, "")] * len(cases)
+
+
+# ---- fine-tuning and the way back ----
+
+
+def tune(rank: int, world: int, argv: list[str], hf_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of some tokens before and after two steps from the folder's weights."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    model_cfg = read_config(json.loads((hf_dir / "config.json").read_text()))
+    cfg = replace(cfg, init=str(hf_dir), model=model_cfg)
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    tokens = torch.arange(24).view(2, 12) % 29
+
+    def logits():
+        with torch.no_grad():
+            found = trainer.model(tokens)
+        trainer.model.reshard()
+        return found
+
+    before = logits()
+    with trainer.metrics:
+        trainer.train()
+    return before, logits()
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "ep"),
+    [("qwen3_moe", 1, 1), ("qwen3_moe", 4, 2), ("mixtral, tied, wide heads", 2, 2), ("olmoe", 3, 3), ("qwen3", 2, 1)],
+)
+def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, monkeypatch, name, world, ep):
+    """Steps from --init HF_DIR on any number of ranks; the export has the original's files, and transformers computes from it what
+    the run computed."""
+    monkeypatch.setitem(SIZES, "vocab_size", 257)
+    hf_dir = saved(tmp_path / "hf", name, files=2)
+    flags += ["--train.batch", "2", "--model.moe.experts", "6", "--parallel.ep", str(ep), "--optim.lr", "0.01"]
+    flags += ["--out", str(tmp_path / "run")]
+    before, after = gloo(world, tune, flags, hf_dir)[0]
+    step = tmp_path / "run/checkpoints/step-2"
+    hf.export_hf(step, tmp_path / "back")
+    offline.main(["reshard", str(step), str(tmp_path / "weights"), "--world", "3", "--only", "model"])
+    hf.export_hf(tmp_path / "weights", tmp_path / "again", like=hf_dir)
+    theirs, back, again = (tensors_of(tmp_path / folder) for folder in ("hf", "back", "again"))
+    assert {n: (t.shape, t.dtype) for n, t in back.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    assert others_of(tmp_path / "back") == others_of(hf_dir) == others_of(tmp_path / "again")
+    assert all(torch.equal(tensor, again[key]) for key, tensor in back.items())
+    tokens = torch.arange(24).view(2, 12) % 29
+    for folder, ours in (("hf", before), ("back", after)):
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, experts_implementation="eager")
+            want = model(tokens).logits
+        assert (ours - want).norm() <= 1e-5 * want.norm(), folder
+    assert (after - before).norm() > 1e-3 * before.norm(), "the steps changed nothing"

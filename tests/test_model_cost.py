@@ -1,0 +1,401 @@
+"""The cost model against closed formulas, its own limits, and the measured steps that it was not fitted on."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import model as cost
+from benchmarks import scaling
+from tmoe.accounting import (
+    count_parameters,
+    flops_per_token,
+    layer_bytes,
+    memory_per_rank,
+    moe_bytes,
+    peak_bytes,
+    rows_received,
+)
+from tmoe.cli import parse
+from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from tmoe.zoo import presets
+
+ROOT = Path(__file__).parents[1]
+CONSTANTS = json.loads(cost.CONSTANTS.read_text())
+BASELINE = ROOT / "benchmarks/results/olmoe-1b-7b-4xH200/bench.jsonl"
+INFINITE = 1e60
+OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
+ODD = Config(
+    model=ModelConfig(
+        vocab=1000,
+        dim=96,
+        layers=5,
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        dense_layers=1,
+        moe_every=2,
+        ffn_dim=200,
+        moe=MoEConfig(experts=12, top_k=3, ffn_dim=56, shared_dim=40),
+    ),
+    train=TrainConfig(batch=3, seq=64, isolate_documents=False),
+)
+
+
+def free(**costs: float) -> SimpleNamespace:
+    """A machine on which everything is free but what is named."""
+    curve = [[0, 0.0], [1, 0.0], [2, 0.0]]
+    nothing = dict(
+        product_rate=INFINITE,
+        memory_rate=INFINITE,
+        attention_rate=INFINITE,
+        isolated_attention_rate=INFINITE,
+        nic_rate=INFINITE,
+        collective=curve,
+        exchange={"auto": "nccl", "nccl": {"curve": curve, "copies": 0.0, "fixed": 0.0}},
+        **dict.fromkeys("kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0),
+        **dict.fromkeys("alone_bytes fsdp_overlap nic_hop link_hop".split(), 0.0),
+        skew=1.0,
+    )
+    return SimpleNamespace(**{**vars(cost.values(CONSTANTS)), **nothing, **costs})
+
+
+def line(rate: float) -> list[list[float]]:
+    return [[0, 0.0], [1e6, 1e6 / rate], [2e6, 2e6 / rate]]
+
+
+@pytest.mark.parametrize("cfg", [OLMOE, QWEN3, MIXTRAL, ODD], ids=["olmoe", "qwen3", "mixtral", "odd"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_flop_is_counted_once(cfg, accumulate):
+    """With arithmetic alone a step lasts its FLOPs over the rate: 6 a matrix element and token, 7 of attention's 6."""
+    cfg = replace(cfg, train=replace(cfg.train, accumulate=accumulate))
+    tokens = cfg.train.batch * cfg.train.seq * accumulate
+    parts = cost.predict(cfg, 1, 1, free(product_rate=1e12)).parts
+    assert sum(parts.values()) * 1e12 == pytest.approx(6 * tokens * matrix_elements(cfg.model))
+    rates = dict(attention_rate=1e12, isolated_attention_rate=1e12)
+    attention = cost.predict(cfg, 1, 1, free(**rates)).seconds * 1e12
+    counted = flops_per_token(cfg.model, cfg.train.seq) - 6 * count_parameters(cfg.model).active_flops
+    assert attention == pytest.approx(7 / 6 * tokens * counted)
+
+
+def matrix_elements(model: ModelConfig) -> int:
+    """By hand: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
+    D, moe = model.dim, model.moe
+    attention = D * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    sparse = D * moe.experts + 3 * D * (moe.top_k * moe.ffn_dim + moe.shared_dim)
+    blocks = sum(sparse if model.is_moe(layer) else 3 * D * model.ffn_dim for layer in range(model.layers))
+    return model.layers * attention + blocks + model.vocab * D
+
+
+def test_experts_worked_by_hand():
+    """18*T*K*D*F FLOPs a layer however they are spread; a busiest rank with 1.5 times the mean takes 1.5 times as long."""
+    T, layers = 4 * 4096, 16
+    for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
+        got = cost.predict(OLMOE, 1, ep, free(product_rate=1e12), skew).parts["experts"]
+        assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
+
+
+def test_expert_traffic_worked_by_hand():
+    """Bytes of eight kernels, in bf16: x up -> h a; a down -> y; y combine; dy h dh -> dh a; dh dx; two weight gradients; combine."""
+    T, N, D, F, E = 16384, 16384 * 8, 2048, 1024, 64
+    x, a, w = N * D, N * F, E * D * F
+    up, down, both = x + 2 * w + 2 * a + a, a + w + x, x + T * D
+    dh, dx, dw_down, dw_up = x + w + 2 * a + 2 * a + a, 2 * a + 2 * w + x, a + x + w, 2 * a + x + 2 * w
+    elements = up + down + both + dh + dx + dw_down + dw_up + both
+    got = cost.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
+    assert sum(got) == pytest.approx(2 * elements / 1e12)
+
+
+def test_a_kernel_takes_the_longer_and_a_share_of_the_shorter():
+    m = free(product_rate=2.0, memory_rate=1.0, kernel_overlap=0.5)
+    assert cost.kernel(8, 2, m) == 4 + 0.5 * 2
+    assert cost.kernel(2, 8, m) == 8 + 0.5 * 1
+
+
+def test_one_h200_layer_is_within_six_percent_of_eleven_measured_shapes():
+    """product_rate, kernel_overlap and layer_fixed were fitted on these."""
+    shapes = {
+        "qwen3": (32768, 2048, 768, 128, 8),
+        "olmoe": (32768, 2048, 1024, 64, 8),
+        "mixtral": (16384, 4096, 14336, 8, 2),
+        "fine": (32768, 4096, 512, 256, 16),
+        "narrow": (24576, 1536, 256, 128, 8),
+        "olmoe-512": (512, 2048, 1024, 64, 8),
+    }
+    lines = (ROOT / "benchmarks/results/moe_layer/2026-11-21-h200.jsonl").read_text().splitlines()
+    measured = {record["shape"]: record["tmoe"]["both"] / 1e3 for record in map(json.loads, lines)}
+    m = cost.values(CONSTANTS)
+    for name, (T, D, F, E, K) in shapes.items():
+        moe = MoEConfig(experts=E, top_k=K, ffn_dim=F)
+        cfg = (
+            Config(model=ModelConfig(dim=D, moe=moe), train=TrainConfig(batch=1, seq=T), compile=False)
+            if T <= 4096
+            else None
+        )
+        cfg = cfg or Config(model=ModelConfig(dim=D, moe=moe), train=TrainConfig(batch=T // 512, seq=512))
+        assert sum(cost.expert_seconds(cfg, 1, m, 1.0)) == pytest.approx(measured[name], rel=0.06), name
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 8), (4, 2), (8, 1)])
+def test_exchange_worked_by_hand(dp, ep):
+    """Rows of (token, rank) that leave, four times a layer; nothing at ep=1."""
+    m = free(exchange={"auto": "nccl", "nccl": {"curve": line(1e9), "copies": 0.0, "fixed": 0.0}})
+    rows = rows_received(16384, 8, ep)
+    want = 16 * 4 * rows * (ep - 1) / ep * 2048 * 2 / 1e9
+    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(want)
+    m.exchange["nccl"]["fixed"] = 1.0
+    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(want + 16 * (ep > 1))
+
+
+def test_exchange_across_nodes_runs_over_the_network_card():
+    """ep 32 on nodes of 8: 24 of 32 rows leave the node, and cards and NVLink work at the same time."""
+    rows = rows_received(16384, 8, 32)
+    network = free(nic_rate=1e9, nic_hop=0.5)
+    want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
+    assert cost.predict(OLMOE, 1, 32, network).parts["exchange"] == pytest.approx(want)
+    assert cost.predict(OLMOE, 1, 8, network).parts["exchange"] == 0
+
+
+def test_auto_means_the_portable_exchange_across_nodes():
+    fast, slow = ({"curve": line(rate), "copies": 0.0, "fixed": 0.0} for rate in (2e9, 1e9))
+    m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
+    asked = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
+    assert cost.exchange_seconds(asked, 8, m) == pytest.approx(2 * cost.exchange_seconds(OLMOE, 8, m))
+    assert cost.exchange_seconds(asked, 16, m) == cost.exchange_seconds(OLMOE, 16, m)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "cards", "nodes"),
+    [(64, 1, 8, 8), (8, 8, 1, 8), (32, 2, 4, 8), (4, 16, 1, 4), (12, 1, 8, 2)],
+)
+def test_a_ring_enters_a_node_through_its_members_cards(size, stride, cards, nodes):
+    m = free(nic_rate=1e9, nic_hop=1.0, link_hop=0.01)
+    hops = (nodes - 1) * 1.0 + (size - nodes) * 0.01
+    assert cost.ring(1e9, size, stride, m) == pytest.approx((size - 1) / size / cards + hops)
+    assert cost.ring(1e9, 1, stride, m) == 0
+
+
+def test_a_ring_inside_a_node_runs_over_nvlink():
+    m = free(collective=line(2e9), nic_rate=1.0, nic_hop=1.0, link_hop=1.0)
+    assert cost.ring(1e9, 8, 1, m) == cost.ring(1e9, 4, 2, m) * (7 / 8) / (3 / 4) == pytest.approx(7 / 16)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("dp", "ep"), [(8, 1), (2, 4), (1, 8)])
+def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
+    """Each micro-batch gathers blocks twice and the root once in bf16; a step reduces everything once in fp32."""
+    cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
+    experts = 16 * 64 * 3 * 2048 * 1024
+    root = 2 * 50304 * 2048 + 2048
+    dense = count_parameters(OLMOE.model).total - experts - root
+    gathered = 2 * accumulate * (2 * dense + root) * 7 / 8 + 2 * accumulate * 2 * experts / ep * (dp - 1) / dp
+    reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
+    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    assert got == pytest.approx((gathered + reduced) / 1e9)
+
+
+def test_what_hides():
+    assert cost.exposed_seconds(3.0, 10.0, 1.0) == 0.0
+    assert cost.exposed_seconds(3.0, 2.0, 1.0) == 1.0  # not more than there is compute
+    assert cost.exposed_seconds(3.0, 10.0, 0.5) == 1.5  # not more than the measured share
+    assert cost.exposed_seconds(3.0, 10.0, 7.0) == 0.0
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 2), (1, 8)])
+def test_optimizer_and_copies_worked_by_hand(dp, ep):
+    parameters, experts = count_parameters(OLMOE.model).total, 16 * 64 * 3 * 2048 * 1024
+    m = free(memory_rate=1e9, optimizer_bytes=40.0)
+    assert cost.predict(OLMOE, dp, ep, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
+    ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
+    assert cost.predict(ema, dp, ep, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
+    offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
+    slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
+    assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(8 * parameters / dp / ep / 1e8)
+    alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
+    m = free(memory_rate=1e9, alone_bytes=10.0)
+    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx(10 * alone / 1e9)
+    # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
+    whole = parameters - experts + experts / ep - alone
+    own = parameters / dp / ep - alone
+    m = free(memory_rate=1e9, copy_factor=1.0)
+    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+
+
+def test_the_curve_of_a_collective():
+    curve = [[0, 1.0], [10, 2.0], [20, 4.0]]
+    assert [cost.times(curve, b) for b in (0, 5, 10, 15, 20, 40)] == [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+
+
+def test_skew_of_a_collapsed_router():
+    """violation E/K - 1: all tokens on K experts, thrown at random into ep ranks of L experts (hypergeometric)."""
+    assert cost.skew_of(0.0, 64, 8) == 1.0
+    assert cost.skew_of(7.0, 64, 1) == 1.0
+    # two experts, two ranks of 4: the same rank with probability 3/7, then twice the mean
+    assert cost.skew_of(3.0, 8, 2) == pytest.approx(1 + 3 / 7, abs=0.03)
+    assert cost.skew_of(63.0, 64, 64) == 64.0
+
+
+@pytest.mark.parametrize(("dp", "ep", "accumulate"), [(8, 1, 1), (4, 8, 2), (512, 8, 1)])
+def test_what_a_prediction_says_agrees_with_itself(dp, ep, accumulate):
+    m = cost.values(CONSTANTS)
+    cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
+    p = cost.predict(cfg, dp, ep, m)
+    assert p.tokens == dp * ep * 16384 * accumulate
+    assert p.tokens_per_s_gpu * p.seconds == pytest.approx(16384 * accumulate)
+    assert p.mfu == pytest.approx(flops_per_token(OLMOE.model, 4096) * p.tokens_per_s_gpu / 989.4e12)
+    assert p.peak_bytes == pytest.approx(1.1 * peak_bytes(memory_per_rank(cfg, dp, ep)))
+    assert all(seconds >= 0 for seconds in p.parts.values()) and 0 < p.exposed < 1
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "moe", "block"])
+def test_recomputation_worked_by_hand(policy):
+    """It repeats forwards, and keeps what it does not free: all layers' activations but one layer's."""
+    m = free(product_rate=1e12, attention_rate=2e12, isolated_attention_rate=2e12)
+    cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
+    kept, again = cost.predict(OLMOE, 2, 4, m), cost.predict(cfg, 2, 4, m)
+    D, T, layers = 2048, 16384, 16
+    products = 2 * T * layers * (4 * D * D + 64 * D) / 1e12  # router among the projections
+    scores = 2 * T * layers * D * 4096 * 7 / 6 * 3 * 2 / 7 / 2e12
+    experts = 6 * T * layers * 8 * D * 1024 / 1e12
+    want = {"none": 0.0, "attention": products + scores, "moe": experts, "block": products + scores + experts}[policy]
+    assert again.parts["recomputed"] == pytest.approx(want)
+    assert again.seconds == pytest.approx(kept.seconds + want)
+    layer, sparse, row = layer_bytes(OLMOE, 4, 0), moe_bytes(OLMOE, 4), 2 * T * D
+    freed = {"none": 0, "attention": layer - sparse - 3 * row, "moe": sparse, "block": layer - row}[policy]
+    assert 0 < freed < layer or policy == "none"
+    assert kept.peak_bytes - again.peak_bytes == pytest.approx(1.1 * (layers - 1) * freed)
+
+
+def test_recomputation_is_subtracted_once():
+    """accounting.py knows no --parallel.checkpoint; on the day it does, freed_bytes has to go."""
+    block = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint="block"))
+    assert memory_per_rank(block, 2, 4) == memory_per_rank(OLMOE, 2, 4), "delete benchmarks.model.freed_bytes"
+
+
+def test_tendencies_that_a_user_relies_on():
+    m = cost.values(CONSTANTS)
+    rate = lambda dp, ep, cfg=OLMOE: cost.predict(cfg, dp, ep, m).tokens_per_s_gpu  # noqa: E731
+    assert rate(512, 8) < rate(64, 8) < rate(8, 8) < rate(1, 8), "more nodes never help a GPU"
+    longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=8))
+    assert rate(512, 8, longer) > rate(512, 8), "micro-batches spread the reduce-scatters"
+    assert rate(2, 16) < rate(4, 8), "tokens across nodes cost more than parameters"
+
+
+def test_the_baseline_is_predicted_within_ten_percent():
+    table, good = cost.check(cost.read_points([BASELINE]), CONSTANTS)
+    assert good and table.row_count == 4
+    roles = list(table.columns[-1].cells)
+    assert roles.count("fitted") == 1, "three of four points are predictions"
+
+
+def test_fit_finds_the_constants_that_made_the_points():
+    true = SimpleNamespace(**{**vars(cost.values(CONSTANTS)), "glue_passes": 61.0, "fsdp_overlap": 0.6})
+    points = cost.read_points([BASELINE])
+    points = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true, p.skew).seconds) for p in points]
+    found = cost.fit(points, ["glue_passes", "fsdp_overlap"], cost.values(CONSTANTS))
+    assert found == pytest.approx(dict(glue_passes=61.0, fsdp_overlap=0.6), rel=0.03)
+
+
+def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
+    record = json.loads(BASELINE.read_text().splitlines()[0])
+    record["tokens_per_s_gpu"] *= 1.25
+    off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
+    off.write_text(json.dumps(record) + "\n")
+    other.write_text('{"step": 0}\n')
+    for files, code in ([BASELINE], 0), ([BASELINE, off], 1), ([other], None):
+        monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
+        with pytest.raises(SystemExit) as ended:
+            cost.main()
+        if code is None:
+            assert "other.jsonl: not a line of `python -m benchmarks.train --json`" in ended.value.code
+        else:
+            assert ended.value.code == code
+            assert capsys.readouterr().out.count("train.py olmoe-1b-7b") == 4 + code
+
+
+def test_the_page(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", "model --gpus 8 4096 --tokens 2e12 -- qwen3-30b-a3b".split())
+    cost.main()
+    page = capsys.readouterr().out
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")]
+    assert [row[1] for row in rows if row[0] == "8"] == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
+    assert [row[1] for row in rows if row[0] == "4096"][-1] == "256 x 16 across nodes"
+    for row in rows:
+        rate, hours = float(row[4].replace(",", "")), float(row[9].replace(",", ""))
+        assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
+        assert float(row[8].replace(",", "")) == pytest.approx(hours / int(row[0]) / 24, abs=0.06)
+    assert "too much" in page
+
+
+def test_scaling_layouts_and_table():
+    assert scaling.layouts(1) == [(1, 1)]
+    assert scaling.layouts(3) == [(1, 1), (2, 2)]
+    assert scaling.layouts(8) == [(1, 1), (2, 2), (4, 4), (4, 2), (8, 8), (8, 2)]
+    done = dict(mfu=0.4, peak_gib=10.0, start_s=3.0)
+    results = [
+        dict(gpus=1, ep=1, tokens_per_s_gpu=2000.0, **done),
+        dict(gpus=2, ep=2, failure="train.py ended with code 1"),
+        dict(gpus=4, ep=2, tokens_per_s_gpu=1500.0, **done),
+    ]
+    table = scaling.table(results)
+    assert "| 2 | 1 x 2 | train.py ended with code 1 |" in table
+    assert "| 4 | 2 x 2 | 1,500 | 75.0% | 40.0% | 10.0 | 3.0 |" in table
+
+
+@pytest.mark.slow
+def test_scaling_on_two_processes(tmp_path):
+    """One process, then two with the experts between them, from one command; its lines are what the cost model checks."""
+    words = "tiny --no-compile --log.no-progress --model.layers 1 --train.eval-batches 1".split()
+    out = tmp_path / "scaling.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scaling",
+        "--gpus",
+        "2",
+        "--steps",
+        "12",
+        "--json",
+        str(out),
+        "--",
+        *words,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| 1 | 1 x 1 |" in done.stdout and "| 2 | 1 x 2 |" in done.stdout
+    records = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [(r["gpus"], r["ep"]) for r in records] == [(1, 1), (2, 2)]
+    assert records[1]["tokens_per_step"] == 2 * records[0]["tokens_per_step"], "weak: the same tokens a GPU"
+    points = cost.read_points([out])
+    assert [(p.dp, p.ep) for p in points] == [(1, 1), (1, 2)] and all(math.isfinite(p.seconds) for p in points)
+
+
+def test_scaling_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):
+    def measure(gpus, steps, words, out, timeout):
+        if gpus == 2:
+            raise SystemExit("train.py ended with code 1")
+        return dict(tokens_per_s_gpu=100.0, mfu=None, peak_gib=1.0, start_s=1.0, words=words)
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["scaling", "--gpus", "4", "--json", str(tmp_path / "s.jsonl"), "--", "tiny"])
+    with pytest.raises(SystemExit) as ended:
+        scaling.main()
+    assert ended.value.code == 1
+    assert "| 2 | 1 x 2 | train.py ended with code 1" in capsys.readouterr().out
+    kept = [json.loads(text) for text in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [(r["gpus"], r["words"]) for r in kept] == [
+        (1, ["tiny", "--parallel.ep", "1"]),
+        (4, ["tiny", "--parallel.ep", "4"]),
+        (4, ["tiny", "--parallel.ep", "2"]),
+    ]
+
+
+def test_records_are_read_as_train_reads_its_words():
+    point = cost.read_points([BASELINE])[3]
+    assert point.cfg == parse(point.command.split()[1:], "", world=2)
+    assert (point.dp, point.ep) == (1, 2) and point.seconds == pytest.approx(0.3805, rel=1e-3)

@@ -1,0 +1,188 @@
+"""What of a step runs on a GPU only: one-pass AdamW, offloaded moments, the fused loss, attention in blocks, no host sync."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tmoe import optim
+from tmoe.attend import attend, document_mask, make_mask
+from tmoe.balance import Totals
+from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.loss import cross_entropy_sum
+from tmoe.model import Transformer
+from tmoe.optim import build_optimizer, init_state
+from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
+from train import all_finite
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _host_may_wait():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+CUDA = torch.device("cuda", 0)
+CFG = OptimConfig(lr=1e-2, eps=1e-4)
+
+
+def far(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
+
+
+# ---- optimizer ----
+
+
+def optimise(seed: int, grad_dtype, skip: int | None = None, cfg: OptimConfig = CFG, portable: bool = False):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(1000, 33), (7,), (0, 4), (129, 64, 3)]
+    params = {str(i): torch.nn.Parameter(torch.randn(s, generator=draw).to(CUDA)) for i, s in enumerate(shapes)}
+    optimizer = build_optimizer(params.items(), cfg, CUDA)
+    if portable:  # step makes what is missing
+        init_state(optimizer)
+    for step in range(4):
+        for p in params.values():
+            grad = torch.randn(p.shape, generator=draw).to(CUDA, grad_dtype)
+            p.grad = grad.float() if portable else grad
+        norm = clip_grad_norm_(params.values(), torch.inf)
+        loss = torch.full((), torch.nan if step == skip else 1.0, device=CUDA)
+        optimizer.decide(all_finite(loss, norm), norm, 0.7)
+        if portable:
+            if step != skip:
+                torch._foreach_mul_([p.grad for p in params.values()], optimizer.factor)
+                torch.optim.AdamW.step(optimizer)
+        else:
+            optimizer.step()
+    state = {f"{n}.{k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
+    return {n: p.detach() for n, p in params.items()} | state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("skip", [None, 2])
+def test_one_pass_adamw_is_torchs(dtype, skip):
+    want, got = optimise(0, dtype, skip, portable=True), optimise(0, dtype, skip)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=2e-6, atol=1e-7, msg=name)
+    assert got["0.step"] == (4 if skip is None else 3)
+
+
+def test_offloaded_moments_change_no_bit(monkeypatch):
+    monkeypatch.setattr(optim, "PIECE", 1024)
+    want, got = optimise(1, torch.bfloat16), optimise(1, torch.bfloat16, cfg=replace(CFG, offload=True))
+    torch.cuda.synchronize()
+    for name in want:
+        assert torch.equal(got[name].to(CUDA), want[name]), name
+    assert got["0.exp_avg"].is_pinned() and want["0.exp_avg"].is_cuda
+
+
+# ---- loss ----
+
+
+@pytest.mark.parametrize(("T", "D", "V"), [(300, 64, 512), (257, 128, 50304), (33, 64, 1001), (1, 64, 7), (0, 64, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_loss(T, D, V, dtype, monkeypatch):
+    monkeypatch.setattr("tmoe.loss.CHUNK_LOGITS_GPU", 128 * V)
+    h = torch.randn(T, D, device=CUDA, dtype=dtype, requires_grad=True)
+    w = (torch.randn(V, D, device=CUDA) / D**0.5).to(dtype).requires_grad_()
+    targets = torch.randint(V, (T,), device=CUDA)
+    targets[::5] = -100
+    loss = cross_entropy_sum(h, w, targets)
+    grads = torch.autograd.grad(0.37 * loss, (h, w))
+    h64, w64 = h.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    want = F.cross_entropy(h64 @ w64.T, targets, reduction="sum")
+    wants = torch.autograd.grad(0.37 * want, (h64, w64))
+    limit = 1e-5 if dtype == torch.float32 else 6e-3
+    assert far(loss, want) < min(limit, 1e-3)
+    assert all(far(a, b) < limit for a, b in zip(grads, wants, strict=True))
+    assert [g.dtype for g in grads] == [dtype, dtype]
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize(("S", "H", "G", "C"), [(256, 4, 2, 64), (300, 6, 2, 40), (129, 2, 2, 8), (1024, 8, 1, 128)])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
+    """Many short documents, some ids that come again, padding (-1): the same numbers as the dense mask, forward and backward."""
+    draw = torch.Generator().manual_seed(S)
+    ids = torch.randint(4, (2, S // 16 + 1), generator=draw).repeat_interleave(16, 1)[:, :S]
+    ids[1, S // 2 : S // 2 + 9] = -1
+    ids = ids.to(CUDA)
+    q, k, v = (torch.randn(2, S, n, C, generator=draw).to(CUDA).requires_grad_() for n in (H, G, G))
+    sink = torch.randn(H, generator=draw).to(CUDA).requires_grad_() if sinks else None
+    inputs = [t for t in (q, k, v, sink) if t is not None]
+    c = torch.randn(2, S, H, C, generator=draw).to(CUDA)
+    want = attend(q, k, v, document_mask(ids), None, window, sink)
+    wants = torch.autograd.grad((want * c).sum(), inputs)
+    got = attend(q, k, v, make_mask(ids, window, S, CUDA), None, window, sink)
+    gots = torch.autograd.grad((got * c).sum(), inputs)
+    assert far(got, want) < 2e-5
+    assert all(far(a, b) < 2e-5 for a, b in zip(gots, wants, strict=True))
+
+
+# ---- the whole step ----
+
+SEQ = 256
+MODEL = ModelConfig(
+    vocab=512, dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, qk_norm="head", rope=RopeConfig(max_seq=SEQ),
+    moe=MoEConfig(experts=8, top_k=2, ffn_dim=64, shared_dim=64),
+)  # fmt: skip
+
+
+def train(steps: int, strict: bool = False, **settings):
+    """Losses and final parameters of a bf16 run on one GPU; with strict, a host sync after the third step is an error."""
+    parallel = ParallelConfig(checkpoint=settings.pop("checkpoint", "none"))
+    cfg = Config(model=MODEL, train=TrainConfig(seq=SEQ, **settings), parallel=parallel, optim=OptimConfig(lr=1e-3))
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    parallelize(model, build_mesh(), cfg)
+    model.to_empty(device=CUDA)
+    model.init_weights(0)
+    optimizer = build_optimizer(model.named_parameters(), cfg.optim, CUDA)
+    init_state(optimizer)
+    optimizer.keeps_fresh = True
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(16, (steps, 2, SEQ), generator=draw).to(CUDA)
+    documents = (torch.arange(SEQ) // 100).expand(2, SEQ).to(CUDA)
+    totals = Totals(*torch.tensor([2.0 * SEQ, 2.0 * SEQ, 2.0], device=CUDA))
+    losses = []
+    for step in range(steps):
+        torch.cuda.set_sync_debug_mode("error" if strict and step > 2 else "default")
+        loss = model(tokens[step], tokens[step].roll(-1, 1), documents_BS=documents, totals=totals)
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), torch.inf)
+        optimizer.decide(all_finite(loss.detach(), norm), norm, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    torch.cuda.set_sync_debug_mode("default")
+    return torch.stack(losses).tolist(), {n: p.full_tensor() for n, p in model.named_parameters()}
+
+
+def test_no_step_waits_for_the_host():
+    losses, _ = train(8, strict=True)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("policy", ["moe", "attention", "block"])
+def test_recomputing_gives_the_same_training(policy):
+    want, weights = train(4)
+    got, same = train(4, checkpoint=policy)
+    assert got == pytest.approx(want, rel=1e-4)
+    assert all(far(same[n], weights[n]) < 1e-3 for n in weights)
+
+
+def test_fresh_copies_are_the_weights():
+    """The optimizer writes the bf16 copies; casting them anew in each forward gives the same bits."""
+    kept = optim.AdamW._step_in_one_pass
+    want, weights = train(5)
+    try:
+        optim.AdamW._step_in_one_pass = lambda self: (setattr(self, "keeps_fresh", False), kept(self))[1]
+        got, same = train(5)
+    finally:
+        optim.AdamW._step_in_one_pass = kept
+    assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)

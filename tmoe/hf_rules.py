@@ -1,0 +1,191 @@
+"""What a table entry for one of Hugging Face's architectures is made of, and the boxes that it says.
+
+Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the lower half of one
+expert of `gate_up`. `pieces` works the boxes out; import, export and direct start all read them, so no direction has its own code.
+
+next: hf_tables.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.config import ModelConfig
+from tmoe.model import Transformer
+
+HF = dict[str, Any]  # the contents of a config.json
+FP32 = ("e_score_correction_bias",)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
+
+
+# ---- what an entry is made of ----
+
+
+class Part(NamedTuple):
+    """One of the tensors that make up one of ours. {layer} and {expert} stand for numbers.
+
+    rows: how many of our rows (second axis of a stack of experts, else first) it fills, 0: it does not exist; None: an equal share.
+    transposed: its last two axes are the other way round.
+    every, first: it is woven into a tensor with others: only every n-th of that tensor's rows, from the `first` on.
+    """
+
+    name: str
+    rows: Callable[[ModelConfig], int] | None = None
+    transposed: bool = False
+    every: int = 1
+    first: int = 0
+
+
+class Rule(NamedTuple):
+    """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first."""
+
+    ours: str
+    parts: tuple[Part, ...]
+
+
+class Field(NamedTuple):
+    """A setting of ModelConfig ("moe.top_k") and its key of config.json; the first of several keys is the one written.
+
+    default: what Hugging Face's class takes where the key is missing or null, or a function of the other keys.
+    """
+
+    ours: str
+    keys: tuple[str, ...]
+    default: Any = None
+
+
+class Windows(NamedTuple):
+    """How an architecture says which blocks have a sliding window, and how wide."""
+
+    keys: tuple[str, ...]
+    """which of sliding_window, use_sliding_window and layer_types it reads"""
+    sliding: Callable[[HF, int], bool]
+    """whether a block has the window where there is no layer_types"""
+    width: int = 0
+    """the window where config.json names none"""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """All that tmoe knows of one of Hugging Face's architectures."""
+
+    model_type: str
+    class_name: str
+    rules: tuple[Rule, ...]
+    fields: tuple[Field, ...]
+    ours: dict[str, Any]
+    """settings of ModelConfig that the architecture implies"""
+    theirs: dict[str, Any]
+    """keys of config.json for which tmoe computes one value only, or a tuple of them; missing and null are fine too"""
+    layers: str = "dense"
+    """which blocks are MoE: dense (none), moe (all), qwen (decoder_sparse_step and mlp_only_layers) or deepseek (moe_layer_freq)"""
+    write: Callable[[ModelConfig], HF] = lambda cfg: {}
+    """keys of config.json that are no setting's copy"""
+    theta: float = 10000.0
+    """RoPE base where config.json names none"""
+    rope: HF = field(default_factory=dict)
+    """scaling of RoPE where config.json names none"""
+    windows: Windows | None = None
+    """None: every token sees all before it"""
+    extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    """patterns of tensors that are computed from the config: kept for the way back, never read"""
+
+
+class Piece(NamedTuple):
+    """One of their tensors, or the rows of it that a Part names, as a box of one of ours.
+
+    stacked: it lacks our first axis, of length one in the box. axis: of our rows, counted from the end.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    stacked: bool
+    axis: int
+    transposed: bool
+    every: int
+    first: int
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        whole = list(self.shape)
+        whole[self.axis] *= self.every
+        return self.to_theirs(tuple(whole))
+
+    def see(self, theirs: Tensor) -> Tensor:
+        """Of their tensor what is ours, in our order of axes: a view."""
+        theirs = theirs.mT if self.transposed else theirs
+        return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
+
+    def to_theirs(self, axes: tuple) -> tuple:
+        """Their order of something that is given for each of our axes: sizes, slices."""
+        axes = tuple(axes[1:]) if self.stacked else tuple(axes)
+        return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
+
+
+# ---- boxes ----
+
+
+def pieces(arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[Piece]:
+    """Their tensors that make up our tensor `ours` of `shape`, expert by expert; empty: the architecture lacks it."""
+    numbers = [word for word in ours.split(".") if word.isdigit()]
+    generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
+    parts = next((rule.parts for rule in arch.rules if rule.ours == generic), ())
+    found, layer = [], numbers[0] if numbers else ""
+    stacked = any("{expert}" in part.name for part in parts)
+    axis = (".experts." in ours) - len(shape)
+    for expert in range(shape[0]) if stacked else (None,):
+        start = 0
+        for part in parts:
+            rows = part.rows(cfg) if part.rows else shape[axis] // len(parts)
+            if not rows:
+                continue
+            offset, box = [0] * len(shape), list(shape)
+            offset[axis], box[axis] = start, rows
+            if expert is not None:
+                offset[0], box[0] = expert, 1
+            name = part.name.format(layer=layer, expert=expert)
+            woven = (part.every, part.first)
+            found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
+            start += rows
+    assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), f"{ours}: parts leave a hole"
+    return found
+
+
+def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every parameter and buffer of the Transformer."""
+    with torch.device("meta"):
+        return {name: tuple(t.shape) for name, t in Transformer(cfg).state_dict().items()}
+
+
+def divide(
+    arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0
+) -> tuple[dict[str, list[Piece]], list[str]]:
+    """Our tensors' pieces, and which of the tensors `present` the model does not read: computed ones (inv_freq), and those of the
+    `ahead` blocks behind its last, which predict tokens further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
+
+    A tied model's folder may hold the head as well, a copy of the embedding: it is one more piece, before the one that counts.
+    """
+    present = set(present)
+    found = {name: pieces(arch, cfg, name, shape) for name, shape in model_shapes(cfg).items()}
+    if cfg.tied and "lm_head.weight" in present:
+        embedding = found["embedding.weight"]
+        embedding.insert(0, embedding[0]._replace(name="lm_head.weight"))
+    behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
+    computed = [re.compile(pattern) for pattern in arch.extra]
+    return found, sorted(n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
+
+
+def ahead(hf: HF) -> int:
+    """Number of a config.json's blocks that predict tokens further on."""
+    return hf.get("num_nextn_predict_layers") or 0
+
+
+def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:
+    return {piece.name: piece.their_shape for group in found.values() for piece in group}

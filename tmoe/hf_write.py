@@ -1,0 +1,151 @@
+"""Write a Hugging Face folder from tensors that stream by: file by file, resumable, read back, then renamed.
+
+A safetensors file is written into `DST.partial`; when it is synced, `FILE.done` beside it says what every byte of it should be. A killed
+export keeps the files that have one, and the same command writes the others. When all are there they are read back and compared with
+their hashes, the small files (settings, tokenizer) follow, and the folder gets its name.
+
+next: hf_files.py, rewrite.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+from torch import Tensor
+
+from tmoe import folders
+from tmoe.hf_files import Layout, Writer
+from tmoe.manifest import CheckpointError, HashedFile
+from tmoe.rewrite import Advance, bar, locked, require_absent, work_folder
+
+HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index
+DONE = ".done"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write. produce(names) yields each of these tensors with its name, in any order, of the type in `layout`.
+
+    sizes: bytes of each tensor. others: the small files. sources: whatever else decides the contents, so that an export never goes on
+    with what another one left.
+    """
+
+    layout: Layout
+    shapes: dict[str, tuple[int, ...]]
+    sizes: dict[str, int]
+    produce: Callable[[set[str]], Iterator[tuple[str, Tensor]]]
+    others: dict[str, Callable[[], bytes]]
+    sources: tuple[str, ...]
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(repr((self.layout, self.shapes, self.sources)).encode()).hexdigest()
+
+
+def check_room(plan: Export, dst: Path) -> tuple[int, int]:
+    """(bytes still to be written at most, bytes free); CheckpointError if dst exists or they do not fit."""
+    require_absent(dst)
+    missing = [names for file, names in plan.layout.items() if _record(plan, work_folder(dst) / file) is None]
+    needed = sum(plan.sizes[name] + HEADER for names in missing for name in names)
+    parent = next(parent for parent in dst.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{dst}: needs {decimal(needed)} ({needed} bytes), {parent} has {decimal(free)} ({free}) free"
+        )
+    return needed, free
+
+
+def write_folder(plan: Export, dst: Path) -> None:
+    """Write `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
+
+    Raises CheckpointError: dst exists, another process writes it, or what was written does not read back; OSError naming the file;
+    whatever produce raises. dst is absent then, and finished files are kept.
+    """
+    with locked(dst) as work:
+        kept = {file for file in plan.layout if _record(plan, work / file)}
+        for path in set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}:
+            path.unlink()
+        todo = [file for file in plan.layout if file not in kept]
+        with bar("writing", sum(plan.sizes[name] for file in todo for name in plan.layout[file])) as advance:
+            for file in todo:
+                _write_tensors(plan, work, file, advance)
+        _read_back(plan, work)
+        for name, content in plan.others.items():
+            _write_small(work / name, content())
+        for file in plan.layout:
+            (work / (file + DONE)).unlink()
+        folders.sync_folder(work)
+        require_absent(dst)
+        work.rename(dst)
+        folders.sync_folder(dst.parent)
+
+
+def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
+    """What the file should hold, (start, size, SHA-256) of all its parts; None unless this very plan finished it."""
+    try:
+        told: Any = json.loads(path.with_name(path.name + DONE).read_text())
+        return told["parts"] if told["key"] == plan.key and told["size"] == path.stat().st_size else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> None:
+    kinds = plan.layout[file]
+    writer = Writer(work / file, {name: (kind, plan.shapes[name]) for name, kind in kinds.items()}, plan.sizes)
+    try:
+        try:
+            for name, tensor in plan.produce(set(kinds)):
+                writer.write(name, tensor)
+                advance(plan.sizes[name])
+        finally:
+            writer.close()
+    except BaseException:
+        (work / file).unlink(missing_ok=True)  # room for the next attempt
+        raise
+    told = dict(key=plan.key, size=(work / file).stat().st_size, parts=writer.parts)
+    _write_small(work / (file + DONE), json.dumps(told).encode())
+    folders.sync_folder(work)
+
+
+def _read_back(plan: Export, work: Path) -> None:
+    problems = []
+    with bar("verifying", sum((work / file).stat().st_size for file in plan.layout)) as advance:
+        for file in plan.layout:
+            if not _holds(work / file, _record(plan, work / file) or [], advance):
+                problems.append(f"{work / file}: SHA-256 differs from what was written")
+                (work / (file + DONE)).unlink()
+    if problems:
+        named = "; ".join(problems)
+        raise CheckpointError(f"what was written does not read back (the same command writes it again): {named}")
+
+
+def _holds(path: Path, parts: list[tuple[int, int, str]], advance: Advance) -> bool:
+    """Whether the file consists of these parts and nothing else."""
+    buffer, end = memoryview(bytearray(1 << 20)), 0
+    with open(path, "rb", buffering=0) as stream:
+        for start, size, sha256 in sorted(parts):
+            digest, left = hashlib.sha256(), size
+            while left and (count := stream.readinto(buffer[:left])):
+                digest.update(buffer[:count])
+                advance(count)
+                left -= count
+            if start != end or left or digest.hexdigest() != sha256:
+                return False
+            end = start + size
+        return not stream.read(1)
+
+
+def _write_small(path: Path, content: bytes) -> None:
+    with HashedFile(path) as file:
+        file.write(content)
+    if path.read_bytes() != content:
+        raise CheckpointError(f"{path}: does not read back as it was written")

@@ -1,0 +1,325 @@
+"""Exchanges rows between the GPUs of one node: kernels that store into the peers' memory, or read it, given addresses alone.
+
+Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the addresses of all ranks'
+sections as int64 [WORLD]; whose they are and how they came to be mapped here it does not know. In every section rank p's token t
+has slot p * capacity + t on whichever rank it goes to: no rank needs to know what another sends, no count is exchanged, nothing is
+sorted, and equal inputs give equal bits. Slots to which no token went have ids -1, and nobody reads their rows.
+
+    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once); then all ranks meet
+    pull    all ranks meet; then y[t] = sum of my token's slots on those ranks, in float32, in rank order
+
+Rows may be packed for the way: float8 e4m3 and a float32 scale a row, half the bytes of bfloat16.
+
+To meet: each program of a rank adds one to the rank's cell on every rank, when its stores are done (of a pull, one program, before it
+reads); whoever waits does so until all cells have grown by as many. What they have grown to is kept on the device, so a captured graph
+replays and the host never waits; and an exchange needs no further launch: the last program of a push waits, and every program of a pull.
+
+Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the peers' cells.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.routing import power_of_2
+
+RANKS = 32  # cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+MET = tl.constexpr(RANKS)  # what every cell had grown to at the last meeting
+PASSED = tl.constexpr(RANKS + 1)  # programs of the running pull that have read MET
+STATE = 2 * RANKS  # int32 of one state, zero before its first use
+TOKENS = 16  # a program moves so many tokens at a time, fewer where they would not fill the GPU: seen best on H200s
+TILE = 16384  # elements
+WARPS = 8
+
+
+@triton.jit
+def section(addresses, q, dtype):
+    """Rank q's section as a pointer, which is 16-byte aligned."""
+    return tl.multiple_of(tl.load(addresses + q).to(tl.pointer_type(dtype), bitcast=True), 16)
+
+
+@triton.jit
+def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
+    """Tell every rank, this one too, that all that this program has stored is there."""
+    tl.debug_barrier()  # by all of its threads
+    q = tl.arange(0, WP)
+    cells = tl.load(states + q, mask=q < WORLD, other=0).to(tl.pointer_type(tl.int32), bitcast=True) + rank
+    tl.atomic_add(cells, 1, mask=q < WORLD, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
+    """Until every rank has arrived so many times since the last meeting; returns what MET then is. Counts may wrap."""
+    q = tl.arange(0, WP)
+    meeting = tl.load(own + MET) + arrivals
+    while tl.min(tl.load(own + q, mask=q < WORLD, other=meeting, volatile=True) - meeting) < 0:
+        pass
+    tl.atomic_add(own + q, 0, mask=q < WORLD, sem="acquire", scope="sys")
+    tl.debug_barrier()  # what a thread has acquired, all threads may read
+    return meeting
+
+
+@triton.jit
+def owners(ids, t, T, L, K: tl.constexpr, KP: tl.constexpr):
+    """ids of tokens t, and the ranks that hold them, [tokens, KP]; both -1 where there is none."""
+    k = tl.arange(0, KP)
+    slots = t.to(tl.int64)[:, None] * K + k[None, :]
+    expert = tl.load(ids + slots, mask=(t < T)[:, None] & (k < K)[None, :], other=-1)
+    return expert, tl.where(expert >= 0, expert // L, -1)
+
+
+@triton.jit(do_not_specialize=["T", "capacity", "rank", "L"])
+def push_kernel(
+    x, scales, ids, weights, to_x, to_scales, to_ids, to_weights, states, T, capacity, rank, L, D,
+    K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, ROUTES: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """Rows of x [T, D] to their slots; SCALED: with a scale each. ROUTES: also each slot's K ids, local to the receiver, and weights.
+
+    MEET: then meet.
+    """
+    k = tl.arange(0, KP)
+    for block in range(tl.program_id(0), tl.cdiv(capacity, BT), tl.num_programs(0)):
+        t = block * BT + tl.arange(0, BT)
+        expert, owner = owners(ids, t, T, L, K, KP)
+        row = (rank * capacity + t).to(tl.int64)
+        here = (t < capacity)[:, None] & (k < K)[None, :]
+        w = 0.0
+        if ROUTES:
+            w = tl.load(weights + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & here, other=0.0)
+        if SCALED:
+            scale = tl.load(scales + t, mask=t < T, other=0.0)
+            for i in tl.static_range(WORLD):
+                q = (rank + 1 + i) % WORLD
+                goes = tl.max((owner == q).to(tl.int32), 1) > 0
+                tl.store(section(to_scales, q, tl.float32) + row, scale, mask=goes)
+        for col in range(0, D, BD):
+            cols = col + tl.arange(0, BD)
+            inside = (cols < D)[None, :]
+            tile = tl.load(x + t.to(tl.int64)[:, None] * D + cols[None, :], mask=(t < T)[:, None] & inside)
+            for i in tl.static_range(WORLD):
+                q = (rank + 1 + i) % WORLD  # neighbours first, so that no rank is everybody's first
+                goes = tl.max((owner == q).to(tl.int32), 1) > 0
+                to = section(to_x, q, x.dtype.element_ty) + row[:, None] * D + cols[None, :]
+                tl.store(to, tile, mask=goes[:, None] & inside)
+        if ROUTES:
+            at = row[:, None] * K + k[None, :]
+            for i in tl.static_range(WORLD):
+                q = (rank + 1 + i) % WORLD
+                tl.store(section(to_ids, q, tl.int32) + at, tl.where(owner == q, expert - q * L, -1), mask=here)
+                tl.store(section(to_weights, q, tl.float32) + at, w.to(tl.float32), mask=here)
+    if MEET:
+        arrive(states, rank, WORLD, WP)
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            own = section(states, rank, tl.int32)
+            tl.store(own + MET, wait(own, tl.num_programs(0), WORLD, WP))
+
+
+@triton.jit(do_not_specialize=["T", "capacity", "rank", "L"])
+def pull_kernel(
+    y, d_weights, ids, from_y, from_scales, from_weights, states, T, capacity, rank, L, D,
+    K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, WEIGHTS: tl.constexpr, MEET: tl.constexpr,
+):  # fmt: skip
+    """Meet (MEET); then y [T, D] = sums of my tokens' slots over ranks; SCALED: these are packed.
+
+    WEIGHTS: also d_weights [T, K], from the slot's owner.
+    """
+    own = section(states, rank, tl.int32)
+    k = tl.arange(0, KP)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    _, owner = owners(ids, t, T, L, K, KP)
+    meeting = 0
+    if MEET:
+        if tl.program_id(0) == 0:
+            arrive(states, rank, WORLD, WP)
+        meeting = wait(own, 1, WORLD, WP)
+    for _ in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
+        _, ahead = owners(ids, t + tl.num_programs(0) * BT, T, L, K, KP)  # who has the next tokens, while these come
+        row = (rank * capacity + t).to(tl.int64)
+        for col in range(0, D, BD):
+            cols = col + tl.arange(0, BD)
+            inside = (cols < D)[None, :]
+            acc = tl.zeros((BT, BD), tl.float32)
+            for q in tl.static_range(WORLD):
+                comes = tl.max((owner == q).to(tl.int32), 1) > 0
+                there = comes[:, None] & inside
+                if SCALED:
+                    scale = tl.load(section(from_scales, q, tl.float32) + row, mask=comes, other=0.0)
+                    at = section(from_y, q, tl.float8e4nv) + row[:, None] * D + cols[None, :]
+                    acc += tl.load(at, mask=there, other=0.0).to(tl.float32) * scale[:, None]
+                else:
+                    at = section(from_y, q, y.dtype.element_ty) + row[:, None] * D + cols[None, :]
+                    acc += tl.load(at, mask=there, other=0.0).to(tl.float32)
+            at = y + t.to(tl.int64)[:, None] * D + cols[None, :]
+            tl.store(at, acc.to(y.dtype.element_ty), mask=(t < T)[:, None] & inside)
+        if WEIGHTS:
+            mine = (t < T)[:, None] & (k < K)[None, :]
+            theirs = tl.load(from_weights + owner, mask=owner >= 0, other=0).to(
+                tl.pointer_type(tl.float32), bitcast=True
+            )
+            dw = tl.load(theirs + row[:, None] * K + k[None, :], mask=owner >= 0, other=0.0)
+            at = d_weights + t.to(tl.int64)[:, None] * K + k[None, :]
+            tl.store(at, dw.to(d_weights.dtype.element_ty), mask=mine)
+        t += tl.num_programs(0) * BT
+        owner = ahead
+    if MEET:
+        if tl.atomic_add(own + PASSED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+            tl.store(own + PASSED, 0)
+            tl.store(own + MET, meeting)
+
+
+@triton.jit
+def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
+    """Which of the slots t are there; with ids, which of them a token came to."""
+    there = t < n
+    if ids is not None:
+        k = tl.arange(0, KP)
+        mask = there[:, None] & (k < K)[None, :]
+        there = tl.max(tl.load(ids + t.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=-1), 1) >= 0
+    return there
+
+
+@triton.jit(do_not_specialize=["n"])
+def pack_kernel(
+    x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """x [n, D] = packed * scales, packed in float8 e4m3, scales the rows' largest magnitude over 448, that of the type."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = filled(ids, t, n, K, KP)
+    rows = t.to(tl.int64)[:, None] * D
+    top = tl.zeros((BT,), tl.float32)
+    for col in range(0, D, BD):
+        cols = col + tl.arange(0, BD)[None, :]
+        tile = tl.load(x + rows + cols, mask=there[:, None] & (cols < D), other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.max(tl.abs(tile), 1))
+    scale = tl.where(top > 0, top / 448.0, 1.0)
+    tl.store(scales + t, scale, mask=there)
+    for col in range(0, D, BD):
+        cols = col + tl.arange(0, BD)[None, :]
+        tile = tl.load(x + rows + cols, mask=there[:, None] & (cols < D), other=0.0).to(tl.float32)
+        tl.store(packed + rows + cols, (tile / scale[:, None]).to(tl.float8e4nv), mask=there[:, None] & (cols < D))
+
+
+@triton.jit(do_not_specialize=["n"])
+def unpack_kernel(
+    x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """The inverse, for the slots that a token came to."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = filled(ids, t, n, K, KP)
+    rows = t.to(tl.int64)[:, None] * D
+    scale = tl.load(scales + t, mask=there, other=0.0)
+    for col in range(0, D, BD):
+        cols = col + tl.arange(0, BD)[None, :]
+        mask = there[:, None] & (cols < D)
+        tile = tl.load(packed + rows + cols, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+        tl.store(x + rows + cols, tile.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def meet_kernel(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
+    """Meet, and nothing else; one program."""
+    own = section(states, rank, tl.int32)
+    arrive(states, rank, WORLD, WP)
+    tl.store(own + MET, wait(own, 1, WORLD, WP))
+
+
+def _tiling(tokens, programs, D, K, world):
+    """How many programs, the same on all ranks, and the kernels' sizes."""
+    rows = TOKENS
+    while rows > 2 and cdiv(tokens, rows) < programs:
+        rows //= 2
+    sizes = D, K, power_of_2(K), world, power_of_2(world), rows, min(TILE // rows, power_of_2(D))
+    return (max(1, min(programs, cdiv(tokens, rows))),), sizes
+
+
+def push(
+    x_TD, ids_TK, weights_TK, to_x, to_ids, to_weights, states, rank, capacity, local_experts, programs, meet=True,
+    scales_T=None, to_scales=None,
+):  # fmt: skip
+    """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights of every slot of mine.
+
+    Args:
+        x_TD: [T, D] of any float type, T <= capacity; contiguous, as all.
+        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q * local_experts on.
+        weights_TK: float [T, K], or None: the receivers have ids and weights already.
+        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD * capacity, D], ids
+            (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
+        programs: how many, the same on all ranks; few leave the other multiprocessors to whatever runs beside.
+        meet: whether the kernel ends only when all ranks' rows have arrived everywhere.
+        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's, [WORLD * capacity].
+    """
+    T, D = x_TD.shape
+    grid, sizes = _tiling(capacity, programs, D, ids_TK.shape[1], to_x.shape[0])
+    launch(
+        push_kernel, grid,
+        x_TD, scales_T, ids_TK, weights_TK, to_x, to_scales, to_ids, to_weights, states, T, capacity, rank,
+        local_experts, *sizes, scales_T is not None, weights_TK is not None, meet, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def pull(
+    y_TD, d_weights_TK, ids_TK, from_y, from_weights, states, rank, capacity, local_experts, programs, meet=True,
+    from_scales=None,
+):  # fmt: skip
+    """y_TD = sums over ranks, in rank order in float32, of my tokens' slots; d_weights_TK (unless None) from the owner's slots.
+
+    Arguments as those of push; meet: whether all ranks meet before any reads; from_scales: y is packed, and these are its scales.
+    """
+    T, D = y_TD.shape
+    grid, sizes = _tiling(T, programs, D, ids_TK.shape[1], from_y.shape[0])
+    launch(
+        pull_kernel, grid,
+        y_TD, d_weights_TK, ids_TK, from_y, from_scales, from_weights, states, T, capacity, rank, local_experts,
+        *sizes, from_scales is not None, d_weights_TK is not None, meet, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _pack(kernel, x, ids_RK, packed, scales):
+    (n, D), K = x.shape, 1 if ids_RK is None else ids_RK.shape[1]
+    block = min(4096, power_of_2(D))
+    rows = max(1, TILE // 2 // block)
+    launch(
+        kernel, (max(1, cdiv(n, rows)),), x, ids_RK, packed, scales, n, D, K, power_of_2(K), rows, block, num_warps=WARPS
+    )  # fmt: skip
+
+
+def pack(x, ids_RK, packed, scales):
+    """Rows of x [n, D], with ids those of slots that a token came to, into packed (float8 e4m3) times scales (float32 [n])."""
+    _pack(pack_kernel, x, ids_RK, packed, scales)
+
+
+def unpack(x, ids_RK, packed, scales):
+    """The inverse: x of the slots that a token came to."""
+    _pack(unpack_kernel, x, ids_RK, packed, scales)
+
+
+def meet(states, rank):
+    """All ranks' streams wait here for each other."""
+    world = states.shape[0]
+    launch(meet_kernel, (1,), states, rank, world, power_of_2(world), num_warps=1)
+
+
+def trace(T, D, K, world, dtype, fp8=False):
+    """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
+    x, ids = torch.empty(T, D, dtype=dtype, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
+    for programs in (24, 264):  # beside products, and alone
+        push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
+        push(x, ids, weights, at, at, at, at, 0, T, 1, programs, meet=False)
+        push(x, ids, None, at, at, at, at, 0, T, 1, programs)
+        pull(x, None, ids, at, at, at, 0, T, 1, programs)
+        pull(x, weights, ids, at, at, at, 0, T, 1, programs)
+    meet(at, 0)
+    if fp8:
+        packed, scales = torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta"), torch.empty(T, device="meta")
+        pack(x, None, packed, scales)
+        pack(x, ids, packed, scales)
+        unpack(x, ids, packed, scales)
+        for programs in (24, 264):
+            push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, True, scales, at)
+            push(packed, ids, None, at, at, at, at, 0, T, 1, programs, True, scales, at)
+            pull(x, None, ids, at, at, at, 0, T, 1, programs, True, at)
+            pull(x, weights, ids, at, at, at, 0, T, 1, programs, True, at)

@@ -1,0 +1,401 @@
+"""A Mixture-of-Experts layer's way through an expert group on one NVLink node: kernels store into the peers' memory.
+
+    forward     push x ─ meet ─ experts ─ meet, pull y
+    backward    push dy, x ─ meet ─ experts backward ─ meet, pull dx and the routing weights' gradients
+
+One opaque op spans the three steps, so that nobody else ever holds a view of the buffers, which all layers share. No size in
+it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
+
+**What is kept for backward.** The received rows are not: backward pushes x again. Kept, they would be T * ranks rows a layer
+(the static bound), or a copy out of the buffer of those that came; at 24 layers of Qwen3-30B-A3B, 16384 tokens a GPU and ep=4 that is
+5.5 GiB, and the copy reads and writes 0.2 GiB a layer. Pushed again, they cost 0.6 ms of NVLink a layer, which passes under the
+products dH and dX on a few multiprocessors. So a layer keeps its inputs and the pre-activations H of `pairs` routed pairs,
+and the buffers, three times T * ranks rows for all layers together, do not grow with their number.
+
+**Who may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, and reads a peer's y only in a pull.
+Both meet. A rank that pushes has left the pull before, where it met everyone after their experts had read x: the rows may go.
+A rank whose experts write y has left the push before, where it met everyone after their pull of the last y. That chain breaks
+in backward alone, where weight gradients read x and dy after the pull's meeting; so backward ends with one of its own.
+All calls of one group must come on one stream, in the same order on every rank. A rank without tokens calls as well.
+
+**fp8** on the wire: rows are packed to float8 e4m3 with a scale each before they leave, and unpacked where they arrive, so that
+experts and sums see the type of x. Half the bytes; each movement adds about 2.6% of a row's norm in rounding, forward and backward.
+
+next: parallel/dispatch.py
+"""
+
+import functools
+import logging
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tmoe.ops import exchange, gpu
+from tmoe.ops.check import check_moe_mlp
+from tmoe.ops.launch import cdiv, device_facts
+from tmoe.ops.routing import route
+
+log = logging.getLogger(__name__)
+
+BESIDE = 24  # multiprocessors that an exchange takes when products run beside it
+LINK = 300e9  # bytes a second from one GPU to its peers, on an H200
+PRODUCT = 600e12  # operations a second of a product
+
+_exchanges: dict[str, "Exchange"] = {}
+
+
+class Exchange:
+    """The buffers of one expert group, mapped on all its ranks, and the four movements between them."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.rank, self.world = group, group.rank(), group.size()
+        self.capacity = self.width = self.K = 0  # tokens a rank, bytes a row, experts a token that there is room for
+        self.side = torch.cuda.Stream()
+        self.captured = False  # a CUDA graph holds the addresses
+        self.packs = False  # there is room for packed rows
+
+    def reserve(self, tokens: int, width: int, K: int, fp8: bool = False) -> None:
+        """Room for rows of `width` bytes of `tokens` tokens a rank, fp8: also packed. A collective when there is less."""
+        self.captured |= torch.cuda.is_current_stream_capturing()
+        if tokens <= self.capacity and width <= self.width and K <= self.K and fp8 <= self.packs:
+            return
+        if self.captured:
+            raise RuntimeError(
+                f"symm: no room for {tokens} tokens of {width} bytes; run the largest batch once before capturing a CUDA graph"
+            )
+        asks: list[tuple] = [()] * self.world
+        dist.all_gather_object(asks, (tokens, width, K, fp8), group=self.group)
+        if len({ask[1:] for ask in asks}) > 1:
+            raise ValueError(
+                f"symm: ranks of one expert group call different layers: (tokens, bytes a row, K, fp8) is {asks}"
+            )
+        self.capacity = max(self.capacity, *(ask[0] for ask in asks))
+        self.width, self.K, self.packs = max(self.width, width), max(self.K, K), self.packs or fp8
+        rows = self.world * self.capacity
+        pair, row = _up(rows * self.K * 4), _up(rows * self.width)
+        sizes = dict(main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row)
+        if self.packs:
+            sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y")}
+            sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y")}
+        torch.cuda.synchronize()  # nobody frees what a peer still uses
+        dist.barrier(self.group)
+        # tmoe never multicasts, and on some hosts mapping multicast memory is what fails
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self.memory = symmetric.empty(
+            sum(sizes.values()), dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
+        )
+        handle = symmetric.rendezvous(self.memory, self.group)
+        start, self.sections, self.addresses = 0, {}, {}
+        for name, size in sizes.items():
+            self.sections[name] = self.memory[start : start + size]
+            self.addresses[name] = torch.tensor([p + start for p in handle.buffer_ptrs], device=self.memory.device)
+            start += size
+        self.memory[:512].zero_()
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+
+    def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
+        """My section of rows, [world * capacity, D]."""
+        size = self.world * self.capacity * D * dtype.itemsize
+        return self.sections[name][:size].view(dtype).view(-1, D)
+
+    def routes(self, name: str, K: int, dtype: torch.dtype) -> Tensor:
+        """My section of ids or weights, [world * capacity, K]."""
+        return self.sections[name][: self.world * self.capacity * K * 4].view(dtype).view(-1, K)
+
+    def packed(self, name: str, D: int) -> tuple[Tensor, Tensor]:
+        """My packed rows [world * capacity, D] and their scales."""
+        scales = self.sections[f"{name} scales"][: self.world * self.capacity * 4].view(torch.float32)
+        return self.rows(f"{name} packed", D, torch.float8_e4m3fn), scales
+
+    def push(self, name, x_TD, ids_TK, weights_TK, L, fp8, state="main", programs=None, meet=True) -> None:
+        """x_TD into section `name` of the ranks that hold its experts, with weights_TK also ids and weights."""
+        to, scales, (T, D) = self.addresses, None, x_TD.shape
+        if fp8:
+            scales, rows = x_TD.new_empty(T, dtype=torch.float32), x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
+            exchange.pack(x_TD, None, rows, scales)
+            x_TD = rows
+        exchange.push(
+            x_TD, ids_TK, weights_TK, to[f"{name} packed" if fp8 else name], to["ids"], to["weights"], to[state],
+            self.rank, self.capacity, L, programs or _all(x_TD), meet, scales, to[f"{name} scales"] if fp8 else None,
+        )  # fmt: skip
+
+    def unpack(self, name, D, dtype, K) -> None:
+        """Section `name` from the packed rows that have arrived there."""
+        exchange.unpack(self.rows(name, D, dtype), self.routes("ids", K, torch.int32), *self.packed(name, D))
+
+    def pull(self, y_TD, d_weights_TK, ids_TK, L, fp8, state="main", programs=None) -> None:
+        """y_TD: my tokens' sums over all ranks' y; d_weights_TK, unless None, from their d_weights."""
+        of, D, K = self.addresses, y_TD.shape[1], ids_TK.shape[1]
+        if fp8:
+            exchange.pack(self.rows("y", D, y_TD.dtype), self.routes("ids", K, torch.int32), *self.packed("y", D))
+        exchange.pull(
+            y_TD, d_weights_TK, ids_TK, of["y packed" if fp8 else "y"], of["d_weights"], of[state], self.rank,
+            self.capacity, L, programs or _all(y_TD), True, of["y scales"] if fp8 else None,
+        )  # fmt: skip
+
+    def meet(self) -> None:
+        exchange.meet(self.addresses["main"], self.rank)
+
+
+def _up(n: int) -> int:
+    return cdiv(n, 256) * 256
+
+
+def _all(t: Tensor) -> int:
+    """Programs that fill the GPU."""
+    return 2 * device_facts(t.device)[1]
+
+
+def exchange_of(group: str) -> Exchange:
+    """The one Exchange of a group; its memory comes with the first `reserve`."""
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    ex = _exchanges.get(group)
+    if ex is None or ex.group is not ranks:  # a world begun anew may use a name again
+        ex = _exchanges[group] = Exchange(ranks)
+    return ex
+
+
+def moe(x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, tokens, pairs, fp8, group):
+    """A whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
+
+    Args:
+        x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and differ between ranks.
+        weights_TK: float [T, K]. ids_TK: int32 experts 0 .. ranks * L - 1, or -1.
+        gate_up_L2FD, down_LDF, bias_L2F (or None), activation: this rank's L experts, as moe_mlp takes them.
+        tokens: the most that any rank has in this call, at least T. More than in any call before: a collective that allocates.
+        pairs: a multiple of 128, see moe_mlp.
+        fp8: rows are packed on their way, forward and backward.
+        group: name of the expert group.
+
+    Returns y_TD in x's type. Products and sums are moe_mlp's, then a token's ranks are added in rank order in float32.
+    Differentiable in all but ids; every rank of the group must then call backward.
+    """
+    tensors = (x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.ops.tmoe.symm_moe(*tensors, activation, tokens, pairs, fp8, keep, group)[0]
+
+
+class _Experts:
+    """This rank's experts at work on the rows that arrived: moe_mlp's kernels, with results in the exchange's sections."""
+
+    def __init__(self, ex, gate_up, down, bias, activation, K, dtype, pairs):
+        (self.L, D, _), self.K, self.activation = down.shape, K, activation
+        self.gate_up, self.down = gate_up.contiguous(), down.contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.x, self.dy, self.y = (ex.rows(name, D, dtype) for name in ("x", "dy", "y"))
+        self.weights, self.d_weights = (ex.routes(name, K, torch.float32) for name in ("weights", "d_weights"))
+        ids = ex.routes("ids", K, torch.int32)
+        self.windows = list(gpu.windows(route(ids, self.L, pairs), ids.numel()))
+
+    def layer(self, window, spared=0):
+        """moe_mlp's kernels for a window of the sorted rows, on all but `spared` multiprocessors."""
+        operands = (self.gate_up, self.down, self.dy)
+        layer = gpu.Layer(self.x, self.down.shape, self.K, window, self.weights, operands, self.activation)
+        layer.sms -= spared
+        return layer
+
+    def forward(self, h):
+        """y; H of the first window into h, unless it is None."""
+        for i, window in enumerate(self.windows):
+            layer = self.layer(window)
+            act = layer.up(self.gate_up, self.bias, None if i else h)
+            layer.combine(layer.rows("down", act, self.down, True), self.weights, self.y, add=i > 0)
+
+    def backward(self, h, spared, x_is_here, dx_is_there):
+        """d_gate_up, d_down, d_bias (None without one); dx and d_weights into their sections.
+
+        Before anything reads x, x_is_here() is called, and once dx and d_weights are complete, dx_is_there(): beside the
+        exchanges which these stand for run the products before the first and after the second, `spared` multiprocessors smaller.
+        Windows behind the first, empty unless routing is skewed, compute H again for either half.
+        """
+        first, *rest = self.windows
+        dh, act, ds = self.gradient_of_h(first, h, spared)
+        self.gradient_of_x(0, dh, ds)
+        x_is_here()
+        for i, window in enumerate(rest, 1):
+            dh_i, _, ds_i = self.gradient_of_h(window, None)
+            self.gradient_of_x(i, dh_i, ds_i)
+            del dh_i, ds_i
+        dx_is_there()
+        grads = self.gradients_of_experts(0, dh, act, None, spared)
+        del dh, act, ds
+        for i, window in enumerate(rest, 1):
+            dh, act, _ = self.gradient_of_h(window, None)
+            grads = self.gradients_of_experts(i, dh, act, grads)
+        return grads
+
+    def gradient_of_h(self, window, h, spared=0):
+        """dH, the weighted activation and the parts of the routing weights' gradient; H is computed again where h is None."""
+        layer = self.layer(window, spared)
+        if h is None:
+            h = layer.empty(layer.N, 2 * layer.F)
+            layer.up(self.gate_up, self.bias, h)
+        return layer.dh(self.dy if layer.config("dh").gather else layer.gathered(self.dy), self.down, h)
+
+    def gradient_of_x(self, i, dh, ds):
+        """dx into y, d_weights; windows behind the first add to what is there."""
+        layer = self.layer(self.windows[i])
+        layer.combine(layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, add=i > 0)
+
+    def gradients_of_experts(self, i, dh, act, sums, spared=0):
+        """d_gate_up, d_down, d_bias (None without one) of window i, added to `sums` if that is not None."""
+        layer, sums = self.layer(self.windows[i], spared), sums or (None,) * 3
+        gather = {kernel: layer.config(kernel).gather for kernel in ("dw_down", "dw_up")}
+        dy = self.dy if gather["dw_down"] else layer.gathered(self.dy)
+        d_down = layer.dw("dw_down", dy, act, "a" if gather["dw_down"] else "", sums[1])
+        layer.sms += spared
+        x = self.x if gather["dw_up"] else layer.gathered(self.x)
+        d_gate_up = layer.dw("dw_up", dh, x, "b" if gather["dw_up"] else "", sums[0])
+        return d_gate_up, d_down, None if self.bias is None else layer.bias_gradient(dh, sums[2])
+
+
+# Library.define as in ops/mlp.py: the decorator's own checks cost as much as a kernel
+_lib = torch.library.Library("tmoe", "FRAGMENT")
+_lib.define(
+    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, str activation, SymInt tokens, "
+    "SymInt pairs, bool fp8, bool keep, str group) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_lib.define(
+    "symm_moe_backward(Tensor dy, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, Tensor h, "
+    "str activation, SymInt tokens, SymInt pairs, bool fp8, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("tmoe::symm_moe", "CUDA", lib=_lib)
+def _forward(x, weights, ids, gate_up, down, bias, activation, tokens, pairs, fp8, keep, group):
+    """y, and H of the first `pairs` routed pairs (empty unless keep)."""
+    check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
+    with torch.cuda.device(x.device):
+        x, weights, ids = (t.contiguous() for t in (x, weights, ids))
+        ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
+        ex.reserve(tokens, D * x.itemsize, K, fp8)
+        ex.push("x", x, ids, weights, L, fp8)
+        if fp8:
+            ex.unpack("x", D, x.dtype, K)
+        h = x.new_empty(pairs if keep else 0, gate_up.shape[1])
+        _Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs).forward(h if keep else None)
+        y = torch.empty_like(x)
+        ex.pull(y, None, ids, L, fp8)
+    return y, h
+
+
+@torch.library.register_fake("tmoe::symm_moe", lib=_lib)
+def _forward_fake(x, weights, ids, gate_up, down, bias, activation, tokens, pairs, fp8, keep, group):
+    return x.new_empty(x.shape), x.new_empty(pairs if keep else 0, gate_up.shape[1])
+
+
+@torch.library.impl("tmoe::symm_moe_backward", "CUDA", lib=_lib)
+def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, pairs, fp8, group):
+    """Gradients of x, weights, gate_up, down and the bias (empty without one)."""
+    with torch.cuda.device(x.device):
+        dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
+        ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
+        main, side = torch.cuda.current_stream(), ex.side
+        dx, d_weights = torch.empty_like(x), torch.empty_like(weights)
+        beside = BESIDE if pays_beside(ex, x, K, down) else 0
+
+        def push_x(*where):
+            ex.push("x", x, ids, None, L, fp8, *where)
+            if fp8:
+                ex.unpack("x", D, x.dtype, K)
+
+        def beside_products(fn, *args):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                fn(*args, "side", beside)
+
+        ex.push("dy", dy, ids, weights, L, fp8, meet=beside > 0)
+        if beside:
+            beside_products(push_x)
+            steps = lambda: main.wait_stream(side), lambda: beside_products(ex.pull, dx, d_weights, ids, L, fp8)
+        else:
+            push_x()
+            steps = lambda: None, lambda: ex.pull(dx, d_weights, ids, L, fp8)
+        if fp8:
+            ex.unpack("dy", D, x.dtype, K)
+        experts = _Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
+        grads = experts.backward(h, beside, *steps)
+        main.wait_stream(side)
+        ex.meet()  # weight gradients have read x and dy
+    d_gate_up, d_down, d_bias = grads
+    return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias
+
+
+@torch.library.register_fake("tmoe::symm_moe_backward", lib=_lib)
+def _backward_fake(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, pairs, fp8, group):
+    grads = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
+    return *grads, x.new_empty(0 if bias is None else bias.shape)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, _, ctx.group = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx, dy, _):
+    *tensors, bias, h = ctx.saved_tensors
+    how = ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, ctx.group
+    dx, d_weights, d_gate_up, d_down, d_bias = torch.ops.tmoe.symm_moe_backward(dy, *tensors, bias, h, *how)
+    return dx, d_weights, None, d_gate_up, d_down, None if bias is None else d_bias, *(None,) * 6
+
+
+torch.library.register_autograd("tmoe::symm_moe", _differentiate, setup_context=_save, lib=_lib)
+
+
+def pays_beside(ex, x, K, down) -> bool:
+    """Whether an exchange is better hidden under a product than shown, given that the product then has fewer processors.
+
+    Rows of `capacity` tokens go to min(K, ranks - 1) ranks at LINK bytes a second; 2 capacity K D F operations take their
+    time at PRODUCT a second, and with BESIDE processors fewer so much longer. All ranks must decide alike: nothing here
+    depends on how many tokens this one has.
+    """
+    (D, F), sms = down.shape[1:], device_facts(x.device)[1]
+    moving = ex.capacity * D * x.itemsize * min(K, ex.world - 1) / LINK
+    product = 2 * ex.capacity * K * D * F / PRODUCT
+    return sms > 2 * BESIDE and product * BESIDE / (sms - BESIDE) < moving
+
+
+@functools.cache
+def obstacle(ranks: dist.ProcessGroup) -> str:
+    """Why this group cannot exchange through its peers' memory, "" if it can. A collective, with one answer on all ranks."""
+    if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
+        return "it does not run on NVIDIA's GPUs"
+    gpu_here = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    gpus: list[tuple[str, str]] = [("", "")] * ranks.size()
+    dist.all_gather_object(gpus, (socket.gethostname(), gpu_here), group=ranks)
+    verdicts = [""] * ranks.size()
+    dist.all_gather_object(verdicts, _obstacle_here(gpus), group=ranks)
+    verdict = next(filter(None, verdicts), "")
+    if dist.get_rank() == 0:
+        how = f"nccl, since {verdict}" if verdict else "symm: kernels that store into the peers' memory"
+        log.info("exchange between the %d GPUs of an expert group: %s", ranks.size(), how)
+    return verdict
+
+
+def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
+    """What this rank finds, given (host, GPU) of all."""
+    if len({host for host, _ in gpus}) > 1:
+        return "its ranks are on several hosts"
+    if len(gpus) > exchange.RANKS:
+        return f"it has more than {exchange.RANKS} ranks"
+    if len(set(gpus)) < len(gpus):
+        return "ranks share a GPU"
+    index = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if any(uuid not in index for _, uuid in gpus):
+        return "its ranks do not see each other's GPUs"
+    from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[missing-module-attribute]
+
+    links = _detect_dma_connectivity(torch.autograd.DeviceType.CUDA, "nvlink").matrix
+    mine = torch.cuda.current_device()
+    for peer in {index[uuid] for _, uuid in gpus} - {mine}:
+        if not (links[mine][peer] and torch.cuda.can_device_access_peer(mine, peer)):
+            return f"no NVLink leads from GPU {mine} to GPU {peer}"
+    return ""

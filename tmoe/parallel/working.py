@@ -1,0 +1,108 @@
+"""Working copies: how a rank computes in bf16 with parameters that it holds whole, which is FSDP2 for a group of one.
+
+FSDP2 treats one rank like many: it casts into a send buffer, gathers into another, splits that, and sends gradients back the same
+way, 28 bytes an element a step. Here a parameter stays an fp32 DTensor for whoever asks (optimizer, checkpoint, names); while its
+module runs, a copy in the compute type stands in its place, and the copy's gradient becomes the parameter's: 6 bytes an element,
+or 2 where the optimizer writes the copy while it has the weight at hand (`tmoe.optim.AdamW`).
+
+next: parallel/dispatch.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tmoe.parallel.mesh import local_part
+
+
+class WorkingCopy:
+    """A parameter's stand-in. `fresh`: it holds the parameter's present value, because the optimizer has just written both."""
+
+    def __init__(self, master: nn.Parameter, dtype: torch.dtype):
+        self.master, self.fresh = master, False
+        local = local_part(master).detach()
+        # of equal type: the parameter's own memory
+        self.tensor = nn.Parameter(local.to(dtype), requires_grad=master.requires_grad)
+        if master.requires_grad:
+            self.tensor.register_post_accumulate_grad_hook(self.deliver)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if not self.fresh and self.tensor.dtype != self.master.dtype:
+            self.tensor.data.copy_(local_part(self.master))  # .data: an earlier forward's graph may still hold the copy
+
+    @torch.no_grad()
+    def deliver(self, tensor: Tensor) -> None:
+        """The first micro-batch's gradient is the parameter's as it is, if the parameter takes its type (Tensor.grad_dtype; None:
+        any); more add up in fp32."""
+        master, grad = self.master, tensor.grad
+        tensor.grad = None
+        assert grad is not None
+        if master.grad is not None:
+            grad = local_part(master.grad).to(master.dtype).add_(grad)
+            master.grad = None
+        elif master.grad_dtype is not None:
+            grad = grad.to(master.grad_dtype)
+        if isinstance(master, DTensor):
+            grad = DTensor.from_local(
+                grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+            )
+        master.grad = grad
+
+
+def stand_in(
+    module: nn.Module, dtype: torch.dtype | None, leave_out: Collection[nn.Parameter] = ()
+) -> Callable[[], AbstractContextManager]:
+    """From now on, while `module` runs, its parameters but those in `leave_out` are working copies of type dtype (None: their own).
+
+    Returns a context in which they are as well, for what runs a part of `module` without calling it.
+    """
+    slots = [
+        (owner, name)
+        for owner in module.modules()
+        for name, p in owner.named_parameters(recurse=False)
+        if p not in leave_out
+    ]
+    masters: list[list] = []  # of the calls under way
+
+    @torch.inference_mode(False)  # copies outlive the caller's mode, and autograd refuses inference tensors
+    def enter(*_):
+        masters.append([owner._parameters[name] for owner, name in slots])
+        for (owner, name), master in zip(slots, masters[-1], strict=True):
+            copy = working_copy(master)
+            if copy is None:
+                copy = master.working_copy = WorkingCopy(master, dtype or master.dtype)
+            copy.refresh()
+            owner._parameters[name] = copy.tensor
+
+    def leave(*_):
+        for (owner, name), master in zip(slots, masters.pop(), strict=True):
+            owner._parameters[name] = master
+
+    @contextmanager
+    def standing_in():
+        enter()
+        try:
+            yield
+        finally:
+            leave()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+    return standing_in
+
+
+def working_copy(parameter: Tensor) -> WorkingCopy | None:
+    return getattr(parameter, "working_copy", None)
+
+
+def make_stale(parameters: Iterable[Tensor]) -> None:
+    """Call after writing to parameters beside the optimizer, if it keeps their copies fresh."""
+    for p in parameters:
+        if copy := working_copy(p):
+            copy.fresh = False

@@ -1,0 +1,265 @@
+"""A dense model's step folder to a Mixture-of-Experts step folder that computes the same function, on a machine without GPU.
+
+    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 8 --top-k 2                     8 copies of the feed-forward, 2 a token
+    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 64 --granularity 8 --top-k 8    each copy cut into 8 experts
+    torchrun --nproc-per-node 8 train.py ... --init MOE_STEP
+
+DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama or Qwen3. Each feed-forward of hidden width F0 is cut
+into G (granularity) slices of F0/G, and the slices are repeated E/G times: expert e is slice e mod G. Experts iG to (i+1)G - 1, one
+whole copy, are a virtual group: they share a router row, drawn from the seed, so they get equal logits and are chosen together
+(He et al. 2024, "Upcycling large language models into mixture of experts", arXiv:2410.07524; Megatron-Core's upcycling_utils.py).
+
+The function is the dense one, whatever the router says, when
+  1. K (top-k) is a multiple of G: whole groups are chosen. Anything else would leave parts of the feed-forward out: refused.
+  2. the K weights sum to 1 (--renormalize, the default): a token's groups weigh 1/G together, and so `down` is multiplied by G.
+With --no-renormalize (OLMoE's router) weights are shares of all E; `down` takes E G / K instead, which is right where the router is
+indifferent, and near it in the beginning. Megatron spreads the factor over gate, up and down as its cube root, which SwiGLU turns into
+another function; in `down` alone it is exact.
+
+Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command goes on where it was.
+Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state and averages of a dense model are of no use.
+
+next: rewrite.py
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor
+
+from tmoe import folders
+from tmoe.config import ModelConfig, MoEConfig, require
+from tmoe.hf_config import build_config
+from tmoe.hf_files import CONFIG, FILE, INDEX, MODEL, refuse
+from tmoe.hf_rules import model_shapes
+from tmoe.layout import Box, lay_out
+from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.metrics import versions
+from tmoe.offline import carry_out, check_sizes, one_message, origin_of, with_history
+from tmoe.rewrite import Output, Plan, read_boxes
+
+
+def upcycle(
+    dense: Annotated[Path, tyro.conf.arg(metavar="DENSE_STEP")],
+    moe: Annotated[Path, tyro.conf.arg(metavar="MOE_STEP")],
+    /,
+    *,
+    experts: int,
+    top_k: int,
+    granularity: int = 1,
+    renormalize: bool = True,
+    dense_layers: int = 0,
+    moe_every: int = 1,
+    seed: int = 0,
+    world: int = 1,
+    ep: int = 1,
+    dry_run: bool = False,
+) -> None:
+    """Write a Mixture-of-Experts step folder that computes what a dense one computes. Killed, the same command goes on where it was.
+
+    Args:
+        dense: step folder of a dense model
+        moe: a new folder
+        experts: number of experts, E; a multiple of granularity
+        top_k: experts per token, K; a multiple of granularity
+        granularity: experts that one copy of a feed-forward is cut into, G; divides its hidden width
+        renormalize: the K weights sum to 1; without it the function is near the dense one only
+        dense_layers: leading blocks that stay dense
+        moe_every: after those, every n-th block becomes an MoE block, the first of them included
+        seed: of the routers
+        world: number of ranks that will load it; any other number can, too
+        ep: ranks of an expert group
+        dry_run: check everything, write nothing
+    """
+    plan = plan_upcycle(
+        folders.resolve(dense),
+        experts=experts,
+        top_k=top_k,
+        granularity=granularity,
+        renormalize=renormalize,
+        dense_layers=dense_layers,
+        moe_every=moe_every,
+        seed=seed,
+        world=world,
+        ep=ep,
+    )
+    carry_out(plan, moe, dry_run)
+
+
+def plan_upcycle(
+    dense: Path,
+    *,
+    experts: int,
+    top_k: int,
+    granularity: int = 1,
+    renormalize: bool = True,
+    dense_layers: int = 0,
+    moe_every: int = 1,
+    seed: int = 0,
+    world: int = 1,
+    ep: int = 1,
+) -> Plan:
+    """Plan of `upcycle`. ConfigError names the setting that cannot work, MismatchError lists every tensor that is not the dense
+    model's, CheckpointError: dense is damaged or does not say what its model is."""
+    manifest = read_manifest(dense)
+    before = _dense_config(dense, manifest)
+    require(granularity >= 1, f"--granularity={granularity}: must be at least 1")
+    require(
+        before.ffn_dim % granularity == 0,
+        f"--granularity={granularity}: must divide the dense hidden width, model.ffn_dim={before.ffn_dim}",
+    )
+    for flag, value in (("experts", experts), ("top-k", top_k)):
+        require(
+            value >= 1 and value % granularity == 0,
+            f"--{flag}={value}: must be a positive multiple of --granularity={granularity}",
+        )
+    require(top_k <= experts, f"--top-k={top_k}: must be at most --experts={experts}")
+    width = before.ffn_dim // granularity
+    moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=width, renormalize=renormalize)
+    after = replace(before, moe=moe, dense_layers=dense_layers, moe_every=moe_every)
+    require(
+        dense_layers < after.layers, f"--dense-layers={dense_layers}: none of the {after.layers} blocks would be an MoE"
+    )
+    weights = {name.removeprefix(MODEL): e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
+    refuse(f"{dense} does not hold its dense model", _unfit(weights, model_shapes(before)))
+    carried = {name: e for name, e in manifest.tensors.items() if name.startswith(FILE)}
+    carried = {name: e for name, e in carried.items() if name not in (FILE + CONFIG, FILE + INDEX)}
+    check_sizes(dense, manifest, carried | weights)
+    shapes = {MODEL + name: shape for name, shape in model_shapes(after).items()}
+    dtypes = {name: dtype_of(entry.dtype) for name, entry in carried.items()}
+    layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, world, ep)
+    outputs = [
+        Output(name, shapes[name] if name in shapes else carried[name].shape, dtypes.get(name, torch.float32), *layout)
+        for name, layout in layouts.items()
+    ]
+    factor = granularity if renormalize else experts * granularity / top_k
+    produce = partial(_upcycled, dense, weights, carried, after, granularity, factor, seed)
+    blank = replace(manifest, step=0, tokens=0, world=world, state=dict(step=0, tokens=0))
+    options = dict(experts=experts, top_k=top_k, granularity=granularity, renormalize=renormalize, seed=seed)
+    history = origin_of("upcycle", [dense], **options)
+    config = dict(config=dict(model=asdict(after)), versions=versions())
+    return with_history(outputs, produce, blank, history, info=config)
+
+
+def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
+    config = manifest.info.get("config")
+    settings = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(settings, dict):
+        raise CheckpointError(
+            f"{dense}: its manifest has no model settings; only steps of train.py and tmoe.hf have them"
+        )
+    cfg = build_config(settings)
+    sparse = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
+    require(not sparse, f"{dense}: blocks {sparse} are MoE blocks already; only a dense model can be upcycled")
+    return cfg
+
+
+def _unfit(weights: dict[str, TensorEntry], want: dict[str, tuple[int, ...]]) -> list[str]:
+    found = [f"{name}: missing" for name in want.keys() - weights.keys()]
+    for name, entry in weights.items():
+        if name not in want:
+            found.append(f"{name}: no such tensor in this model")
+        elif entry.shape != want[name]:
+            found.append(f"{name}: shape {entry.shape}, by its settings {want[name]}")
+        elif not dtype_of(entry.dtype).is_floating_point:
+            found.append(f"{name}: {entry.dtype} is no type of weights")
+    return sorted(found)
+
+
+# ---- contents ----
+
+
+def _upcycled(
+    dense: Path,
+    weights: dict[str, TensorEntry],
+    carried: dict[str, TensorEntry],
+    cfg: ModelConfig,
+    granularity: int,
+    factor: float,
+    seed: int,
+    output: Output,
+) -> Iterator[Tensor]:
+    """The contents of the output's boxes."""
+    if output.name in carried:
+        return read_boxes(dense, carried[output.name], output.boxes)
+    name = output.name.removeprefix(MODEL)
+    block, _, part = name.partition(".moe.")
+    if part == "router.weight":
+        full = router(output.shape, granularity, cfg.init_std, f"{seed}:{name}")
+        return (full[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))] for b in output.boxes)
+    if part == "experts.gate_up":
+        F, F0 = cfg.moe.ffn_dim, cfg.ffn_dim
+        entry, cuts = weights[f"{block}.ffn.gate_up.weight"], lambda g: [(0, g * F, F), (F, F0 + g * F, F)]
+        return _experts(dense, entry, output, 1, granularity, cuts, 1.0)
+    if part == "experts.down":
+        F = cfg.moe.ffn_dim
+        entry, cuts = weights[f"{block}.ffn.down.weight"], lambda g: [(0, g * F, F)]
+        return _experts(dense, entry, output, 2, granularity, cuts, factor)
+    return (tensor.float() for tensor in read_boxes(dense, weights[name], output.boxes))
+
+
+def router(shape: tuple[int, ...], granularity: int, std: float, seed: str) -> Tensor:
+    """[E, D] of E/G rows, each normal with this deviation and G times in a row, so that a group's logits are equal."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    rows = torch.empty(shape[0] // granularity, shape[1]).normal_(0.0, std, generator=generator)
+    return rows.repeat_interleave(granularity, 0)
+
+
+def _experts(
+    dense: Path,
+    entry: TensorEntry,
+    output: Output,
+    axis: int,
+    granularity: int,
+    cuts: Callable[[int], list[tuple[int, int, int]]],
+    factor: float,
+) -> Iterator[Tensor]:
+    """Boxes of a stack of experts; cuts(g): (start in the expert, start in the dense tensor, length) of slice g, along `axis` of
+    the stack, which is the axis before it of the dense tensor."""
+    plans = [list(_sources(box, axis, granularity, cuts)) for box in output.boxes]
+    contents = read_boxes(dense, entry, tuple(source for plan in plans for _, source in plan))
+    for box, plan in zip(output.boxes, plans, strict=True):
+        stack = torch.empty(box.shape)
+        for target, _ in plan:
+            stack[target] = next(contents)
+        yield stack.mul_(factor)
+        del stack  # or it would be held while the next one is made
+
+
+def _sources(
+    box: Box, axis: int, granularity: int, cuts: Callable[[int], list[tuple[int, int, int]]]
+) -> Iterator[tuple[tuple[slice | int, ...], Box]]:
+    """What fills a box of the stack: where in the box, and which box of the dense tensor."""
+    for row in range(box.shape[0]):
+        for start, source, length in cuts((box.offset[0] + row) % granularity):
+            low = max(start, box.offset[axis])
+            high = min(start + length, box.offset[axis] + box.shape[axis])
+            if low < high:
+                target: list[slice | int] = [row, slice(None), slice(None)]
+                target[axis] = slice(low - box.offset[axis], high - box.offset[axis])
+                offset, shape = list(box.offset[1:]), list(box.shape[1:])
+                offset[axis - 1], shape[axis - 1] = source + low - start, high - low
+                yield tuple(target), Box(0, tuple(offset), tuple(shape))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; ends the process with an error's one message."""
+    with one_message():
+        tyro.cli(
+            upcycle,
+            prog="python -m tmoe.upcycle",
+            description=(__doc__ or "").partition("\nnext:")[0],
+            args=None if argv is None else list(argv),
+        )
+
+
+if __name__ == "__main__":
+    main()
