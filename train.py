@@ -180,7 +180,7 @@ class Trainer:
         loss, norm, finite, share, router = numbers.read()
         if self.guard.check(bool(finite), step, loss.item()):
             self.run.blame(step, share.item(), self.data.indices(step, **self.shape()))
-        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles)
+        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended)
         self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, val_loss=val_loss, **counts)
 
     def save(self) -> None:

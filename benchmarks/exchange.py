@@ -261,7 +261,7 @@ def main():
         "--programs", type=int, nargs="*", default=[0], help="programs of each kernel; 0: what training uses"
     )
     parser.add_argument(
-        "--beside", type=int, nargs="*", default=[symm.BESIDE], help="multiprocessors of a hidden exchange"
+        "--beside", type=int, nargs="*", default=[symm.BESIDE, 24, 48], help="multiprocessors of a hidden exchange"
     )
     parser.add_argument("--fp8", action="store_true", help="also rows packed to float8")
     parser.add_argument("--rounds", type=int, default=20)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b                     8 to 4096 GPUs, every dp x ep
     python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout goes
-    python -m benchmarks.model --check benchmarks/results/*/bench.jsonl         against measured steps; code 1 beyond 10%
+    python -m benchmarks.model --check                                          against the shipped steps; code 1 beyond 10%
     python -m benchmarks.model --fit glue_passes --check FILES                  the constants that fit these points best
 
 Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were measured, fitted
@@ -15,15 +15,15 @@ A step is the sum of these parts, of the busiest rank:
     attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again)
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
     loss                  the head's three products, and each logit's traffic
-    exchange              a row for each (token, rank) to experts and back, forward and backward; nothing hides it
+    exchange              a row for each (token, rank) to experts and back, forward and backward, and waiting for other ranks
     glue                  everything else in a block, as passes over [T, D]
     recomputed            forwards that activation checkpointing runs again
-    copies, optimizer     traffic around FSDP2's collectives; of AdamW and the gradient norm
+    copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient norm
     exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through all
 eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
-failures, stragglers or checkpoints. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
+failures, stragglers or checkpoints. What an exchange costs inside a layer was measured on four GPUs. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
 """
 
 import argparse
@@ -44,10 +44,8 @@ from tmoe.accounting import (
     compute_bytes,
     count_parameters,
     flops_per_token,
-    layer_bytes,
     memory_per_rank,
     mfu,
-    moe_bytes,
     numel,
     peak_bytes,
     root_shapes,
@@ -57,6 +55,9 @@ from tmoe.cli import parse
 from tmoe.config import Config, divisors
 
 CONSTANTS = Path(__file__).with_name("h200.json")
+CHECKED = [
+    Path(__file__).parent / "results" / name for name in ("steps-1xH200/steps.jsonl", "steps-4xH200/bench.jsonl")
+]
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 TOLERANCE = 0.1  # of a measured step time
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
@@ -107,14 +108,17 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     exposed += exposed_seconds(regather + reduce, hiding_backward, m.fsdp_overlap)
     groups = parameter_groups(cfg, dp, ep)
     own = sum(elements / size for elements, size in groups)
-    alone = sum(elements for elements, size in groups if size == 1)
+    alone = sum(
+        elements for elements, size in groups if size == 1
+    )  # one gradient in the compute type, more add up in fp32
     width = compute_bytes(cfg)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
     shared = [(elements, size) for elements, size in groups if size > 1]
     copied = sum(again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared)
+    added = alone * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
     parts = {part: again * (forward[part] + backward[part]) for part in forward}
     parts["recomputed"] = again * recomputed
-    parts["copies"] = (m.copy_factor * copied + m.alone_bytes * alone) / m.memory_rate
+    parts["copies"] = (m.copy_factor * copied + added) / m.memory_rate
     parts["optimizer"] = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own / m.memory_rate
     if cfg.optim.offload:  # both moments, in and out at the same time
         parts["optimizer"] = max(parts["optimizer"], 2 * FP32 * own / m.host_rate)
@@ -122,9 +126,7 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     tokens = dp * ep * T * again
     rate = T * again / sum(parts.values())
     used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
-    memory = memory_per_rank(cfg, dp, ep)
-    memory["activations"] -= freed_bytes(cfg, ep)
-    return Prediction(parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory))
+    return Prediction(parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep)))
 
 
 def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -165,17 +167,6 @@ def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
     return [(dense, dp * ep), (sum(numel(experts) for _, experts in blocks) / ep, dp)]
 
 
-def freed_bytes(cfg: Config, ep: int) -> int:
-    """Activations that --parallel.checkpoint does not keep: all layers' but those of the one that the backward is at."""
-    model, row = cfg.model, cfg.train.batch * cfg.train.seq * cfg.model.dim * compute_bytes(cfg)
-    freed = []
-    for layer in range(model.layers):
-        whole, sparse = layer_bytes(cfg, ep, layer), moe_bytes(cfg, ep) if model.is_moe(layer) else 0
-        parts = {"none": 0, "attention": whole - sparse - 3 * row, "moe": sparse, "block": whole - row}
-        freed.append(parts[cfg.parallel.checkpoint])
-    return sum(freed) - max(freed)
-
-
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
     """Seconds of a kernel of so many FLOPs and bytes."""
     arithmetic, traffic = flops / m.product_rate, moved / m.memory_rate
@@ -204,18 +195,23 @@ def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tup
     dh = kernel(one, width * (x + w + h + h + a), m)
     dx = kernel(2 * one, width * (h + 2 * w + x), m)
     dw_down, dw_up = kernel(one, width * (a + x + w), m), kernel(2 * one, width * (h + x + 2 * w), m)
-    return up + down + sum_rows + m.layer_fixed / 3, dh + dx + dw_down + dw_up + sum_rows + m.layer_fixed * 2 / 3
+    slower = 1.0 if ep == 1 else exchange_of(cfg, ep, m)["experts"]
+    forward, backward = up + down + sum_rows, dh + dx + dw_down + dw_up + sum_rows
+    return slower * forward + m.layer_fixed / 3, slower * backward + m.layer_fixed * 2 / 3
+
+
+def exchange_of(cfg: Config, ep: int, m: SimpleNamespace) -> dict:
+    """The constants of the backend that --parallel.dispatch finds."""
+    backend = cfg.parallel.dispatch
+    return m.exchange[(m.exchange["auto"] if ep <= m.node else "nccl") if backend == "auto" else backend]
 
 
 def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
-    """Dispatch and combine of one layer, forward and backward: four times the rows of (token, rank) that leave."""
+    """Movements of one layer, forward and backward, each of the rows of (token, rank) that leave."""
     if ep == 1:
         return 0.0
     T, D, width, local = cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg), min(ep, m.node)
-    backend = cfg.parallel.dispatch
-    if backend == "auto":
-        backend = m.exchange["auto"] if ep == local else "nccl"
-    how = m.exchange[backend]
+    how = exchange_of(cfg, ep, m)
     rows = rows_received(T, cfg.model.moe.top_k, ep)
     wire = times(how["curve"], rows * (local - 1) / ep * D * width)
     if ep > local:
@@ -223,7 +219,7 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
         wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
     # rows are read and written before they leave; where they come home they are read, widened, added to the token's sum
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
-    return 4 * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+    return how["moves"] * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 
 def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float, float]:
@@ -265,16 +261,6 @@ def times(curve: list[list[float]], moved: float) -> float:
 
 def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
     return moving - min(min(overlap, 1.0) * moving, computing)
-
-
-def skew_of(violation: float, experts: int, ep: int) -> float:
-    """Rows of the busiest of ep ranks over the mean, when the fullest expert has (1 + violation) times the mean.
-
-    As if E / (1 + violation) experts, anywhere, shared all rows evenly: the mean of 4000 draws. Untrained routers are like that.
-    """
-    L, hot = experts // ep, max(1, round(experts / (1 + violation)))
-    draws = np.random.default_rng(0).multivariate_hypergeometric([L] * ep, hot, 4000)
-    return float(draws.max(1).mean()) / (hot / ep)
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -337,7 +323,6 @@ class Point(NamedTuple):
     cfg: Config
     dp: int
     ep: int
-    skew: float
     seconds: float
 
 
@@ -345,29 +330,28 @@ def read_points(paths: list[Path]) -> list[Point]:
     points = []
     for file, line in [(path, line) for path in paths for line in path.read_text().splitlines()]:
         record = json.loads(line) if line.startswith("{") else {}
-        if not {"command", "gpus", "tokens_per_step", "tokens_per_s_gpu", "max_violation"} <= record.keys():
+        if not {"command", "gpus", "tokens_per_s_gpu"} <= record.keys():
             raise SystemExit(f"--check {file}: not a line of `python -m benchmarks.train --json`: {line[:80]}")
         cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-        ep, moe = cfg.parallel.ep, cfg.model.moe
-        skew = skew_of(record["max_violation"], moe.experts, ep)
-        seconds = record["tokens_per_step"] / record["tokens_per_s_gpu"] / record["gpus"]
-        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, skew, seconds))
+        ep, train = cfg.parallel.ep, cfg.train
+        seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
+        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds))
     return points
 
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
-    return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
+    return predict(point.cfg, point.dp, point.ep, m).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
     """Predicted beside measured; whether all agree within TOLERANCE."""
     m, used = values(constants), {command for c in constants.values() for command in c.get("points", ())}
-    table = Table("GPUs", "command", "skew", "measured ms", "predicted ms", "off", "point")
+    table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
     worst = 0.0
     for p in points:
         off = ratio(p, m) - 1
         worst = max(worst, abs(off))
-        row = str(p.dp * p.ep), p.command, f"{p.skew:.2f}", f"{p.seconds * 1e3:.1f}"
+        row = str(p.dp * p.ep), p.command, f"{p.seconds * 1e3:.1f}"
         role = "fitted" if p.command in used else "predicted"
         table.add_row(*row, f"{p.seconds * (1 + off) * 1e3:.1f}", f"{off:+.1%}", role)
     return table, worst <= TOLERANCE
@@ -400,7 +384,13 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
     parser.add_argument("--parts", action="store_true", help="of the one layout that the words of train.py name")
-    parser.add_argument("--check", type=Path, nargs="+", help="files of python -m benchmarks.train --json")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="of python -m benchmarks.train --json; none: the shipped steps",
+    )
     parser.add_argument(
         "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
     )
@@ -411,8 +401,8 @@ def main() -> None:
     console = Console(width=170)
     if unknown := set(args.fit) - set(constants):
         raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(constants)}")
-    if args.check:
-        points = read_points(args.check)
+    if args.check is not None:
+        points = read_points(args.check or CHECKED)
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
             console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
             constants[name] |= dict(value=value, points=[p.command for p in points])

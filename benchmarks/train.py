@@ -41,7 +41,7 @@ def main() -> None:
         if args.cold:
             env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
             cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
-        steps = args.steps + args.trace
+        steps = args.steps + 2 * args.trace  # not the last, which validates
         words += ["--profile", str(args.steps)] if args.trace else []
         result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
         if args.trace:
@@ -86,9 +86,8 @@ def measure(
     start_s = launch(gpus, steps, words, out, timeout, env)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
-    steady = steady[
-        : -2 if "--profile" in words else None
-    ]  # the last step is traced; starting that delays the one before
+    # the last step validates; starting the trace delays the step before
+    steady = steady[: -3 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())
     return {
         "command": " ".join(["train.py", *words, "--steps", str(steps)]),

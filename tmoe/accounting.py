@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
+from tmoe.parallel.dispatch import pairs_bound
 
 Shape = tuple[int, ...]
 
 FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
+INT32 = 4
+NODE = 8  # GPUs of a host that reach each other's memory
 
 
 class Counts(NamedTuple):
@@ -125,7 +128,7 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
 
 
 def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
-    """Bytes that the fullest rank of a (dp, ep) mesh holds, by purpose. `peak_bytes` adds them up.
+    """Bytes that the fullest rank of a (dp, ep) mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
 
     parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, 0 with optim.offload, ema is 0 where no average is
     kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of 1) stay in the
@@ -135,6 +138,7 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
     activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
     working: temporaries of the backward, in the loss or in a block, whichever is more.
+    exchange: the peers' window into this rank with the symm dispatcher, which torch's allocator does not see.
     Raises ConfigError if ep does not divide the experts.
     """
     model = cfg.model
@@ -146,16 +150,17 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     root = root_shapes(model)
     own = sharded(root, dp * ep) + sum(sharded(dense, dp * ep) + expert_shard(e, dp, ep) for dense, e in blocks)
     whole = [numel(dense) + numel(experts) // ep for dense, experts in blocks]
-    held = (
-        own if dp * ep == 1 else sum(numel(experts) // ep for _, experts in blocks) if dp == 1 else 0
-    )  # whole, by this rank
+    # by this rank alone, and what of a block passes through FSDP2's hands
+    held = own if dp * ep == 1 else sum(numel(experts) // ep for _, experts in blocks) if dp == 1 else 0
     passing = [
-        numel(dense) + (numel(experts) // ep if dp > 1 else 0) for dense, experts in blocks
-    ]  # through FSDP2's hands
+        0 if dp * ep == 1 else numel(dense) + (numel(experts) // ep if dp > 1 else 0) for dense, experts in blocks
+    ]
     gathered = 0 if dp * ep == 1 else numel(root) + min(2, model.layers) * max(passing)
     width = compute_bytes(cfg)
-    layers = [layer_bytes(cfg, ep, layer) for layer in range(model.layers)]
-    kept = sum(layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers))
+    kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
+    backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
+    gradients = [width * block + FP32 * sent for block, sent in zip(whole, passing, strict=True)]  # sent: from fp32
+    head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
     return {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (width if cfg.train.accumulate == 1 else FP32) * held,
@@ -163,8 +168,9 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
         "ema": FP32 * own if cfg.optim.ema else 0,
         "gathered": width * (gathered + (held if width < FP32 else 0)),
         "accumulated": FP32 * (numel(root) + sum(whole)) if cfg.train.accumulate > 1 else 0,
-        "activations": kept + mask_bytes(cfg),
-        "working": max(loss_bytes(cfg), backward_bytes(cfg, max(whole), max(layers))),
+        "activations": sum(kept),
+        "working": max(loss_bytes(cfg), head + max(map(sum, zip(gradients, backward, strict=True)))),
+        "exchange": exchange_bytes(cfg, ep),
     }
 
 
@@ -174,7 +180,7 @@ def peak_bytes(memory: dict[str, int]) -> int:
     Sharded gradients appear block by block while the backward frees activations (and unreduced gradients), so the
     larger of the two counts, not their sum. CUDA's context, NCCL's buffers and the allocator's fragments come on top.
     """
-    always = sum(memory[name] for name in ("parameters", "moments", "ema", "gathered", "working"))
+    always = sum(memory[name] for name in ("parameters", "moments", "ema", "gathered", "working", "exchange"))
     return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
 
 
@@ -227,7 +233,7 @@ def latent_elements(cfg: Config) -> int:
     kept = (mla.q_rank or queries) + mla.kv_rank + mla.rope_dim  # one product's output; the latents' norms read it
     kept += mla.q_rank + mla.kv_rank  # latents after their norms, operands of the next products
     kept += 2 * queries  # q and k, joined of their parts with and without position
-    if mask_bytes(cfg) or mla.v_dim >= qk_width(cfg.model):
+    if cfg.train.isolate_documents or mla.v_dim >= qk_width(cfg.model):
         return kept + cfg.model.heads * (mla.nope_dim + mla.v_dim)  # the keys' and values' product: v is a view into it
     return kept + 2 * queries  # v and the result, as wide as q and k (attend pads them)
 
@@ -235,28 +241,38 @@ def latent_elements(cfg: Config) -> int:
 def moe_bytes(cfg: Config, ep: int) -> int:
     """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
     moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
-    T = cfg.train.batch * cfg.train.seq
-    R = rows_received(T, moe.top_k, ep)
+    T, K = cfg.train.batch * cfg.train.seq, moe.top_k
+    R = rows_received(T, K, ep)
     kept = T * moe.experts * FP32  # the router's logits
     kept += T * D * FP32 if width < FP32 else 0  # its fp32 copy of the input, operand of an fp32 product
     kept += 3 * T * moe.shared_dim * width  # shared experts: gate, up, and their product
+    kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width  # H
+    if uses_symm(cfg, ep):
+        return kept + T * K * (FP32 + INT32)  # weights and ids; backward pushes x again, and sorts the slots again
     kept += R * D * width if ep > 1 else 0  # rows received; ep=1 reads the norm's output in place
-    kept += R * moe.top_k * (2 * moe.ffn_dim * width + 2 * FP32 + 8)  # H, and weight, id and order of each slot
-    return kept  # combine adds rows by index: its backward needs the plan alone
+    return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def uses_symm(cfg: Config, ep: int) -> bool:
+    """Whether `--parallel.dispatch` finds its way through the peers' memory, given GPUs that share NVLink by NODE."""
+    return 1 < ep <= NODE and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+
+
+def exchange_bytes(cfg: Config, ep: int) -> int:
+    """What `tmoe.parallel.symm.Exchange.reserve` takes, once for all layers: x, dy and y of T*ep rows; ids, weights, their gradient."""
+    if not uses_symm(cfg, ep) or not any(map(cfg.model.is_moe, range(cfg.model.layers))):
+        return 0
+    rows, D, width = ep * cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg)
+    packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    return 3 * rows * (D * width + packed + cfg.model.moe.top_k * FP32)
 
 
 def rows_received(T: int, top_k: int, ep: int) -> int:
     """Rows R that arrive when every rank sends T tokens with uniform routing, one row per (token, rank).
 
-    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K (experts many compared to K). moe_mlp
-    allocates H for all R*K slots, those of other ranks' experts (id -1) among them, as its shape may not depend on ids.
+    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K (experts many compared to K).
     """
     return round(T * ep * (1.0 - (1.0 - 1.0 / ep) ** top_k))
-
-
-def mask_bytes(cfg: Config) -> int:
-    """The mask that keeps documents apart, bool [B, 1, S, S], once for all blocks."""
-    return cfg.train.batch * cfg.train.seq**2 if cfg.train.isolate_documents else 0
 
 
 def loss_bytes(cfg: Config) -> int:
@@ -271,11 +287,7 @@ def loss_bytes(cfg: Config) -> int:
     return 3 * T * cfg.model.dim * width + head
 
 
-def backward_bytes(cfg: Config, block: int, kept: int) -> int:
-    """The backward of the largest block, of `block` gathered parameters and `kept` bytes of saved tensors.
-
-    The head's gradient waits in the compute type until the root reduces it; the block's gradients exist in the compute
-    type and once more in fp32, the send buffer of the reduction; each saved tensor has a gradient of its size.
-    """
-    width = compute_bytes(cfg)
-    return width * cfg.model.vocab * cfg.model.dim + (width + FP32) * block + kept
+def backward_bytes(cfg: Config, ep: int, layer: int) -> int:
+    """Temporaries of one block's backward: each saved tensor has a gradient of its size; and what is recomputed is there again."""
+    whole = layer_bytes(cfg, ep, layer)
+    return 2 * whole - layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint)

@@ -113,11 +113,13 @@ class Metrics:
         val_loss: Tensor | float | None = None,
         skipped: int = 0,
         recompiles: int = 0,
+        ended: float | None = None,
     ) -> None:
         """Called after every step; writes a line if the step is `due` or validated, else only moves the progress bar.
 
         Numbers hold for all ranks, as 0-dim tensors or floats; `tokens`: all ranks' since step 0. Tensors are read only for
-        a line, by one copy to the host, on rank 0. router: None if not due, or without MoE layers.
+        a line, by one copy to the host, on rank 0. router: None if not due, or without MoE layers. ended: time.perf_counter()
+        when the device had finished the step; None: it has only just.
         """
         if self.lines is None or self.display is None:
             return
@@ -127,7 +129,7 @@ class Metrics:
         if router is not None:
             values |= {"expert_counts": router.counts_LE, "entropy": router.entropy_L, "dropped": router.dropped_L}
         values = to_host(values, self.device)
-        rate = self.clock.lap(tokens)  # after the copy: the device has finished the step
+        rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
         seconds = self.seconds_before + self.clock.total()
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
@@ -203,9 +205,9 @@ class Clock:
     def total(self) -> float:
         return time.perf_counter() - self.start
 
-    def lap(self, tokens: int) -> float | None:
-        """`tokens`: cumulative. None on the first lap."""
-        now = time.perf_counter()
+    def lap(self, tokens: int, now: float | None = None) -> float | None:
+        """`tokens`: cumulative; `now`: when the lap ended, on time.perf_counter(). None on the first lap."""
+        now = time.perf_counter() if now is None else now
         busy = now - self.mark - self.idle
         rate = None if self.tokens is None or busy <= 0 else (tokens - self.tokens) / busy
         self.mark, self.tokens, self.idle = now, tokens, 0.0

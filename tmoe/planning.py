@@ -68,5 +68,8 @@ def memory(parts: dict[str, int]) -> Table:
     for name, size in parts.items():
         table.add_row(name, f"{size / 2**30:.3f}")
     table.add_section()
-    table.add_row("most at one time", f"{peak_bytes(parts) / 2**30:.3f}")
+    most = peak_bytes(parts)
+    table.add_row("most at one time", f"{most / 2**30:.3f}")
+    if parts["exchange"]:
+        table.add_row("of it torch's (peak_gib)", f"{(most - parts['exchange']) / 2**30:.3f}")
     return table

@@ -15,6 +15,7 @@ gloo ranks.)
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import sys
@@ -145,7 +146,8 @@ class Watch:
     def __enter__(self) -> Self:
         if self.world > 1:
             if not faulthandler.is_enabled():
-                faulthandler.enable()  # what aborts says where, at least on its own stderr
+                with contextlib.suppress(OSError, AttributeError):  # a notebook's stderr is no file
+                    faulthandler.enable()  # what aborts says where, at least on its own stderr
             self._begin_journal()
             self._publish()
             for method in METHODS.keys() & vars(dist.ProcessGroup).keys():

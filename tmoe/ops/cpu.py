@@ -88,7 +88,8 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         torch.mm(dy.T, act.mul_(s), out=d_down[e])
         dh = torch.empty_like(h[lo:hi])
-        activation_gradient(gate, up, d_act.mul_(s), *dh.chunk(2, dim=1), activation)
+        d_gate, d_up = dh.chunk(2, dim=1)
+        activation_gradient(gate, up, d_act.mul_(s), d_gate, d_up, activation)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
         torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
         if d_bias is not None:

@@ -216,8 +216,8 @@ class Layer:
             d_weights = self.weights.new_empty(self.weights.shape)
         block = min(1024, power_of_2(self.D))
         launch(
-            kernels.combine_kernel, (self.T, cdiv(self.D, block)),
-            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.D,
+            kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
+            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
             0 if ds is None else ds.shape[0], self.K, block, weights is not None, ds is not None, add, num_warps=4,
         )  # fmt: skip
         return y, d_weights

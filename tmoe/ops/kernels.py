@@ -360,19 +360,13 @@ def dw_kernel(
                 store_rows(c_e, part, 0, P, pm * BM, col, Q, Q, False)
 
 
-@triton.jit(do_not_specialize=["base", "N", "E"])
-def combine_kernel(
-    rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, D, num_parts,
+@triton.jit
+def combine_token(
+    t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts,
     K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
-
-    Slots whose row lies outside of the N rows from base on add nothing. ADD: added to what y and d_weights hold.
-    """
-    if ADD:
-        if tl.load(offsets + E) == 0:
-            return
-    t = tl.program_id(0).to(tl.int64)
+    """combine_kernel for one token and BLOCK columns."""
+    t += tl.zeros((), tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), tl.float32)
     if ADD:
@@ -394,6 +388,27 @@ def combine_kernel(
             stored = here if ADD else tl.full((), True, tl.int1)
             tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty), mask=stored)
     tl.store(y + t * D + cols, acc.to(y.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit(do_not_specialize=["base", "N", "E", "T"])
+def combine_kernel(
+    rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, T, D, num_parts,
+    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
+
+    Slots whose row lies outside of the N rows from base on add nothing. ADD: added to what y and d_weights hold, by a few
+    programs that go over all tokens; nearly always there is nothing to add.
+    """
+    if ADD:
+        tokens = tl.where(tl.load(offsets + E) > 0, T, 0)
+        for t in range(tl.program_id(0), tokens, tl.num_programs(0)):
+            combine_token(
+                t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, BLOCK, WEIGHTED, DS, True
+            )
+    else:
+        t = tl.program_id(0)
+        combine_token(t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, BLOCK, WEIGHTED, DS, False)
 
 
 @triton.jit

@@ -42,7 +42,9 @@ from tmoe.ops.routing import route
 
 log = logging.getLogger(__name__)
 
-BESIDE = 24  # multiprocessors that an exchange takes when products run beside it
+# Multiprocessors that an exchange takes when products run beside it; 0: it runs alone. On 2 GPUs 24 gained nothing (8.62 ms
+# for 8.64); on 4 the layers took 4 to 10 ms longer with 24 than their parts alone (docs/lab.md), so for now none are given.
+BESIDE = 0
 LINK = 300e9  # bytes a second from one GPU to its peers, on an H200
 PRODUCT = 600e12  # operations a second of a product
 
@@ -300,7 +302,7 @@ def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, p
         ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
         main, side = torch.cuda.current_stream(), ex.side
         dx, d_weights = torch.empty_like(x), torch.empty_like(weights)
-        beside = BESIDE if pays_beside(ex, x, K, down) else 0
+        beside = BESIDE if BESIDE and pays_beside(ex, x, K, down) else 0
 
         def push_x(*where):
             ex.push("x", x, ids, None, L, fp8, *where)
