@@ -2,12 +2,12 @@
 
     python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b                     8 to 4096 GPUs, every dp x ep
     python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout goes
-    python -m benchmarks.model --check                                          against the shipped steps; code 1 beyond 10%
+    python -m benchmarks.model --check                                          against shipped steps; code 1 beyond 10%
     python -m benchmarks.model --fit glue_passes --check FILES                  the constants that fit these points best
 
-Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were measured, fitted
-(and on which points) or assumed. They describe the code that took those points: when it has become faster, measure again,
-`--fit` the constants that have moved, and write the values that it prints into the file.
+Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were
+measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has become
+faster, measure again, `--fit` the constants that have moved, and write the values that it prints into the file.
 A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
@@ -15,15 +15,16 @@ A step is the sum of these parts, of the busiest rank:
     attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again)
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
     loss                  the head's three products, and each logit's traffic
-    exchange              a row for each (token, rank) to experts and back, forward and backward, and waiting for other ranks
+    exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others
     glue                  everything else in a block, as passes over [T, D]
     recomputed            forwards that activation checkpointing runs again
     copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient norm
     exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
 
-Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through all
-eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
-failures, stragglers or checkpoints. What an exchange costs inside a layer was measured on four GPUs. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
+Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through
+all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
+failures, stragglers or checkpoints. What an exchange costs inside a layer was measured on four GPUs. A global batch
+grows with the GPUs: whether it still trains well is not in these numbers.
 """
 
 import argparse
@@ -95,7 +96,7 @@ class Prediction(NamedTuple):
 
 
 def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | None = None) -> Prediction:
-    """One step of `cfg` on a (dp, ep) mesh. skew: routed pairs of the busiest rank over the mean; None: m.skew where ep > 1."""
+    """One step of `cfg` on a (dp, ep) mesh. skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1."""
     model, T, again = cfg.model, cfg.train.batch * cfg.train.seq, cfg.train.accumulate
     busiest = 1.0 if ep == 1 else m.skew if skew is None else skew
     forward, backward = passes(cfg, ep, m, busiest)
@@ -358,7 +359,7 @@ def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]
 
 
 def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
-    """Values of the named constants that make the sum of squared log ratios of these points smallest (pattern search)."""
+    """Values of the named constants that make the sum of squared log ratios of these points smallest (a search)."""
 
     def loss(trial: dict[str, float]) -> float:
         return sum(math.log(ratio(p, SimpleNamespace(**{**vars(m), **trial}))) ** 2 for p in points)

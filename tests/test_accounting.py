@@ -5,23 +5,30 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.accounting import (
     count_parameters,
+    exchange_bytes,
     flops_per_token,
     layer_bytes,
     memory_per_rank,
     mfu,
+    moe_bytes,
     peak_bytes,
     peak_flops,
     rows_received,
 )
 from tmoe.attention import rope_table
-from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, TrainConfig
+from tmoe.cli import parse
+from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
 from tmoe.parallel.apply import parallelize
+from tmoe.parallel.dispatch import SymmDispatcher
 from tmoe.parallel.mesh import build_mesh
+from tmoe.router import Routing
 
 PILOT = ModelConfig(
     vocab=151936,
@@ -190,6 +197,104 @@ def test_activations_match_what_a_compiled_block_keeps(kind, dtype):
     block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     x = torch.randn(2, 256, 256, dtype=torch_dtype, requires_grad=True)
     assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
+
+
+class Group:
+    """As much of a process group as a dispatcher reads before its op runs."""
+
+    group_name = "nobody"
+
+    def __init__(self, ranks: int):
+        self.size = lambda: ranks
+
+
+@pytest.mark.parametrize(("ep", "experts", "top_k"), [(2, 8, 3), (4, 8, 2), (8, 8, 5)])
+def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k):
+    """(8, 8, 5): a rank has one expert, which bounds the pairs that can arrive."""
+    T, D, F = 512, 64, 96
+    moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=F)
+    cfg = Config(model=ModelConfig(dim=D, moe=moe), train=TrainConfig(batch=2, seq=T // 2))
+    kept: dict[int, int] = {}
+    with (
+        FakeTensorMode(),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes()}) or t, lambda t: t
+        ),
+    ):
+        x, gate_up, down = (
+            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+            for shape in ((T, D), (experts // ep, 2 * F, D), (experts // ep, D, F))
+        )
+        weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
+        local = LocalExperts(gate_up, down)
+        y = SymmDispatcher(Group(ep), experts // ep)(x, Routing(weights, ids, weights), local)  # type: ignore[bad-argument-type]
+        operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down))
+    router = T * experts * 4 + T * D * 4  # its logits and its copy of x, in fp32
+    assert y.shape == (T, D) and moe_bytes(cfg, ep) == sum(kept.values()) - operands + router
+
+
+def test_rows_that_nccl_brings_are_kept():
+    T, D, K = 16384, 2048, 8
+    portable = Config(model=OLMOE, parallel=ParallelConfig(ep=4, dispatch="nccl"))
+    direct = Config(model=OLMOE, parallel=ParallelConfig(ep=4))
+    R = rows_received(T, K, 4)
+    more = R * D * 2 + R * K * 16 - T * K * 8
+    assert moe_bytes(portable, 4) - moe_bytes(direct, 4) == more
+    assert moe_bytes(direct, 16) == moe_bytes(portable, 16), "an expert group of two nodes"
+    biased = dataclasses.replace(
+        direct, model=dataclasses.replace(OLMOE, moe=dataclasses.replace(OLMOE.moe, bias=True))
+    )
+    assert moe_bytes(biased, 4) == moe_bytes(portable, 4) and exchange_bytes(biased, 4) == 0
+
+
+def test_exchange_worked_by_hand():
+    """x, dy, y: a row of 4 KiB for each of 4 * 16384 tokens; ids, weights, their gradient: 8 numbers of 4 bytes."""
+    symm = Config(model=QWEN3, parallel=ParallelConfig(ep=4))
+    assert exchange_bytes(symm, 4) == memory_per_rank(symm, 1, 4)["exchange"] == 3 * 65536 * (4096 + 32)
+    packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, wire="fp8"))
+    assert exchange_bytes(packed, 4) == 3 * 65536 * (4096 + 32 + 2048 + 4)
+    nccl = Config(model=QWEN3, parallel=ParallelConfig(ep=4, dispatch="nccl"))
+    assert exchange_bytes(nccl, 4) == exchange_bytes(symm, 1) == 0
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("policy", ["attention", "moe", "block"])
+def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
+    keeps = Config(model=OLMOE, parallel=ParallelConfig(ep=ep))
+    frees = Config(model=OLMOE, parallel=ParallelConfig(ep=ep, checkpoint=policy))
+    layer, sparse, row = layer_bytes(keeps, ep, 0), moe_bytes(keeps, ep), 16384 * 2048 * 2
+    norm = 16384 * 4  # the feed-forward's root mean square
+    freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[policy]
+    whole, part = (memory_per_rank(cfg, 8 // ep, ep) for cfg in (keeps, frees))
+    assert whole["activations"] - part["activations"] == 16 * freed
+    assert part["working"] - whole["working"] == freed, "the block at work has them again"
+    assert {k: v for k, v in part.items() if k not in ("activations", "working")} == {
+        k: v for k, v in whole.items() if k not in ("activations", "working")
+    }
+
+
+def test_offloaded_moments_and_document_masks_take_nothing():
+    cfg = Config(model=QWEN3)
+    memory = memory_per_rank(cfg, 8, 1)
+    assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), 8, 1) == {**memory, "moments": 0}
+    plain = dataclasses.replace(cfg, train=TrainConfig(isolate_documents=False))
+    assert memory_per_rank(plain, 8, 1) == memory
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "gib"),
+    [
+        ("qwen3-30b-a3b --model.layers 4 --train.no-isolate-documents", 1, 49.10),
+        ("olmoe-1b-7b --model.layers 8", 1, 59.20),
+        ("qwen3-30b-a3b --model.layers 24 --parallel.ep 4 --train.no-isolate-documents", 4, 88.18),
+        ("olmoe-1b-7b --parallel.ep 4 --train.no-isolate-documents", 4, 50.66),
+    ],
+)
+def test_measured_peaks(words, world, gib):
+    """torch.cuda.max_memory_allocated on H200s (benchmarks/results/steps-*), which the exchange's buffers are not part of."""
+    cfg = parse(words.split(), "", world=world)
+    memory = memory_per_rank(cfg, world // cfg.parallel.ep, cfg.parallel.ep)
+    assert (peak_bytes(memory) - memory["exchange"]) / 2**30 == pytest.approx(gib, rel=0.04)
 
 
 def test_rows_received_match_a_simulation():

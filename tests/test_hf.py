@@ -4,6 +4,7 @@ next: ../tmoe/hf.py
 """
 
 import json
+import re
 import resource
 import shutil
 from collections import namedtuple
@@ -31,9 +32,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tmoe.checkpoint import MismatchError, read_manifest
 from tmoe.cli import parse
+from tmoe.config import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf, main
 from tmoe.hf_config import read_config, write_config
 from tmoe.hf_files import Folder, split
+from tmoe.manifest import CheckpointError
 from tmoe.model import Transformer
 from tmoe.offline import plan_reshard
 from tmoe.rewrite import rewrite
@@ -84,6 +87,41 @@ def test_damage_is_named(tmp_path):
     with pytest.raises(Exception, match=r"damaged: SHA-256"):
         export_hf(tmp_path / "step", tmp_path / "back")
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "step", "back.partial"}  # finished files wait
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("num_experts", "6", "num_experts='6': must be int"),
+        ("vocab_size", True, "vocab_size=True: must be int"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps=nan: must be float"),
+        ("norm_topk_prob", "no", "norm_topk_prob='no': must be bool"),
+        ("mlp_only_layers", "x", "mlp_only_layers='x': must be tuple"),
+        ("layer_types", 3, "layer_types=3: must be tuple"),
+        ("rope_parameters", "x", "rope_parameters='x': must be dict"),
+        ("rope_parameters", dict(rope_type=["yarn"]), "rope_type=['yarn']: valid are"),
+        ("rope_parameters", dict(rope_theta="a"), "rope.theta='a': must be float"),
+        ("rope_parameters", dict(rope_type="llama3", factor=2), "low_freq_factor of rope_type llama3: missing"),
+        ("quantization_config", "x", "quantization_config='x': only None"),
+    ],
+)
+def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
+    hf_dir = saved(tmp_path / "hf", "qwen3_moe")
+    config = json.loads((hf_dir / "config.json").read_text())
+    (hf_dir / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        import_hf(hf_dir, tmp_path / "step")
+    assert sorted(tmp_path.iterdir()) == [hf_dir]
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": {}}', '{"weight_map": ["x"]}', '{"weight_map": {"x": 3}}', "[" * 9999]
+)
+def test_a_malformed_index_is_named(tmp_path, index):
+    hf_dir = saved(tmp_path / "hf", "llama")
+    (hf_dir / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"index\.json: malformed"):
+        import_hf(hf_dir, tmp_path / "step")
 
 
 def test_nothing_is_overwritten_and_space_is_counted(tmp_path, monkeypatch):

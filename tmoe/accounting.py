@@ -94,14 +94,15 @@ def count_parameters(model: ModelConfig) -> Counts:
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> float:
-    """FLOPs of forward and backward for one token of a sequence of `seq`: 6*active_flops + 6*layers*H*C*S without windows.
+    """FLOPs of forward and backward for one token of a sequence: 6*active_flops + 6*layers*H*C*S without windows.
 
     A parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the backward (the
     gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1). Attention has no parameters: q.k and
     the sum over v are 2*C FLOPs a head and visible position each, so 4*H*C*S over a whole sequence; a causal token sees
     S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. A window of W < S lets it see
-    W - W^2/(2S): the first W tokens W/2, the others W. Latent attention's C is the mean of its query and value widths. Recomputation
-    (flash attention's backward, activation checkpointing) is not counted, and document borders do not lower the count.
+    W - W^2/(2S): the first W tokens W/2, the others W. Latent attention's C is the mean of its query and value widths.
+    Recomputation (flash attention's backward, activation checkpointing) is not counted, and document borders do not
+    lower the count.
     """
     windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
     visible = sum(W - W * W / (2 * seq) for W in windows)
@@ -130,11 +131,11 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> floa
 def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     """Bytes that the fullest rank of a (dp, ep) mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
 
-    parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, 0 with optim.offload, ema is 0 where no average is
-    kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of 1) stay in the
-    compute type, unless micro-batches add up.
-    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type; of what a rank holds whole,
-    the working copies of all blocks.
+    parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, 0 with optim.offload, ema is 0 where no
+    average is kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of
+    1) stay in the compute type, unless micro-batches add up.
+    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type; of what a
+    rank holds whole, the working copies of all blocks.
     accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
     activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
     working: temporaries of the backward, in the loss or in a block, whichever is more.
@@ -200,7 +201,8 @@ def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
 
 
 def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> int:
-    """Bytes that autograd keeps of one block: attention, then the feed-forward of its kind, each its input alone if it is recomputed.
+    """Bytes that autograd keeps of one block: attention, then the feed-forward of its kind, each its input
+    alone if it is recomputed.
 
     Of a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of matrix products.
     Within 2% of the saved tensors of such blocks (tests/test_accounting.py); eager blocks keep 1.3 to 2 times as much.
@@ -259,8 +261,8 @@ def uses_symm(cfg: Config, ep: int) -> bool:
 
 
 def exchange_bytes(cfg: Config, ep: int) -> int:
-    """What `tmoe.parallel.symm.Exchange.reserve` takes, once for all layers: x, dy and y of T*ep rows; ids, weights, their gradient."""
-    if not uses_symm(cfg, ep) or not any(map(cfg.model.is_moe, range(cfg.model.layers))):
+    """What symm.py's `reserve` takes, once for all layers: x, dy and y of T*ep rows; ids, weights, their gradient."""
+    if not uses_symm(cfg, ep):
         return 0
     rows, D, width = ep * cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg)
     packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
@@ -276,10 +278,10 @@ def rows_received(T: int, top_k: int, ep: int) -> int:
 
 
 def loss_bytes(cfg: Config) -> int:
-    """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient in two types.
+    """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient twice.
 
-    Forward: logits, which become their gradient; the head's gradient in fp32. Backward: that gradient, and scaled in the compute
-    type. Always: hidden states before and after the final norm, and their gradient.
+    Forward: logits, which become their gradient; the head's gradient in fp32. Backward: that gradient, and scaled in
+    the compute type. Always: hidden states before and after the final norm, and their gradient.
     """
     T, V, width = cfg.train.batch * cfg.train.seq, cfg.model.vocab, compute_bytes(cfg)
     table = V * cfg.model.dim
@@ -288,6 +290,6 @@ def loss_bytes(cfg: Config) -> int:
 
 
 def backward_bytes(cfg: Config, ep: int, layer: int) -> int:
-    """Temporaries of one block's backward: each saved tensor has a gradient of its size; and what is recomputed is there again."""
+    """Temporaries of one block's backward: a gradient for each saved tensor, and what is recomputed."""
     whole = layer_bytes(cfg, ep, layer)
     return 2 * whole - layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint)

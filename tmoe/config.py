@@ -33,6 +33,13 @@ def require_choices(cfg: Any, section: str) -> None:
             raise ConfigError(f"--{section}.{flag}={value}: must be one of {', '.join(map(str, valid))}")
 
 
+def require_at_least(cfg: Any, flags: str, low: int, *names: str) -> None:
+    """Whole numbers and finite floats from `low` on (NaN is none). flags: what their flags start with."""
+    for name in names:
+        value, flag = getattr(cfg, name), flags + name.replace("_", "-")
+        require(low <= value < math.inf, f"{flag}={value}: must be at least {low} and finite")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and the scalings that stretch it past its trained range."""
@@ -66,9 +73,13 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "model.rope")
-        require(self.theta > 1, f"--model.rope.theta={self.theta}: must be above 1")
-        require(self.max_seq > 0, f"--model.rope.max-seq={self.max_seq}: must be positive")
-        require(self.factor >= 1.0, f"--model.rope.factor={self.factor}: must be at least 1")
+        require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
+        require_at_least(self, "--model.rope.", 1, "max_seq", "factor", "original_max_seq")
+        for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
+            a, b, (flag, other) = getattr(self, low), getattr(self, high), (n.replace("_", "-") for n in (low, high))
+            require(
+                0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be above 0 and below --model.rope.{other}={b}"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,9 +100,7 @@ class MLAConfig:
     """rotary pairs are neighbours (2i, 2i+1), as in DeepSeek's checkpoints; False: (i, i + rope-dim/2)"""
 
     def __post_init__(self) -> None:
-        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            flag = name.replace("_", "-")
-            require(getattr(self, name) >= 1, f"--model.mla.{flag}={getattr(self, name)}: must be at least 1")
+        require_at_least(self, "--model.mla.", 1, "kv_rank", "nope_dim", "rope_dim", "v_dim")
         require(self.q_rank >= 0, f"--model.mla.q-rank={self.q_rank}: must be 0 (no latent) or more")
         require(self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)")
 
@@ -145,12 +154,11 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "model.moe")
-        require(self.experts >= 1, f"--model.moe.experts={self.experts}: must be at least 1")
+        require_at_least(self, "--model.moe.", 1, "experts", "ffn_dim")
         require(
             1 <= self.top_k <= self.experts,
             f"--model.moe.top-k={self.top_k}: must be 1 to --model.moe.experts={self.experts}",
         )
-        require(self.ffn_dim >= 1, f"--model.moe.ffn-dim={self.ffn_dim}: must be at least 1")
         require(
             self.groups >= 1 and self.experts % self.groups == 0,
             f"--model.moe.groups={self.groups}: must divide --model.moe.experts={self.experts}; valid: {divisors(self.experts)}",
@@ -173,8 +181,8 @@ class MoEConfig:
             plain or self.softmax == "before",
             "--model.moe.softmax=after: not with --model.moe.score=sigmoid, --model.moe.groups or --model.moe.choice-bias",
         )
-        require(self.bias_speed >= 0, f"--model.moe.bias-speed={self.bias_speed}: must be 0 (fixed) or more")
-        require(self.shared_dim >= 0, f"--model.moe.shared-dim={self.shared_dim}: must be 0 or more")
+        require_at_least(self, "--model.moe.", 0, "bias_speed", "shared_dim", "balance_coeff", "z_coeff")
+        require(0 < self.scaling < math.inf, f"--model.moe.scaling={self.scaling}: must be positive and finite")
         require(
             not self.shared_gate or self.shared_dim > 0,
             "--model.moe.shared-gate: needs --model.moe.shared-dim above 0",
@@ -246,9 +254,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "model")
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "moe_every", "ffn_dim"):
-            flag = name.replace("_", "-")
-            require(getattr(self, name) >= 1, f"--model.{flag}={getattr(self, name)}: must be at least 1")
+        sizes = "vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "moe_every", "ffn_dim"
+        require_at_least(self, "--model.", 1, *sizes)
+        require_at_least(self, "--model.", 0, "dense_layers", "norm_eps", "init_std")
         require(
             self.attention == "mla" or self.heads % self.kv_heads == 0,
             f"--model.kv-heads={self.kv_heads}: must divide --model.heads={self.heads}",
@@ -257,7 +265,6 @@ class ModelConfig:
             value, flag = getattr(self, name), name.replace("_", "-")
             require(self.attention == "gqa" or value == off, f"--model.{flag}={value}: not with --model.attention=mla")
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
-        require(self.dense_layers >= 0, f"--model.dense-layers={self.dense_layers}: must be 0 or more")
         require(0.0 <= self.dropout < 1.0, f"--model.dropout={self.dropout}: must be at least 0 and below 1")
         require(
             all(block >= 0 for block in self.dense_blocks),
@@ -307,10 +314,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "train")
-        for name in ("batch", "seq", "accumulate", "eval_batches"):
-            flag = name.replace("_", "-")
-            require(getattr(self, name) >= 1, f"--train.{flag}={getattr(self, name)}: must be at least 1")
-        require(self.eval_every >= 0, f"--train.eval-every={self.eval_every}: must be 0 or more")
+        require_at_least(self, "--train.", 1, "batch", "seq", "accumulate", "eval_batches")
+        require_at_least(self, "--train.", 0, "eval_every")
 
 
 @dataclass(frozen=True)
@@ -377,10 +382,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "optim")
-        require(self.lr > 0, f"--optim.lr={self.lr}: must be positive")
+        require(0 < self.lr < math.inf, f"--optim.lr={self.lr}: must be positive and finite")
+        require_at_least(self, "--optim.", 0, "eps", "weight_decay", "warmup")
         require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
-        require(self.warmup >= 0, f"--optim.warmup={self.warmup}: must be 0 or more")
         require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")
         require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
         require(0 <= self.ema < 1, f"--optim.ema={self.ema}: at least 0 and below 1")
@@ -402,6 +407,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(len(self.path) > 0, "--data.path: needs at least one source")
+        require_at_least(self, "--data.", 0, "seed")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
 
 
@@ -472,7 +478,11 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, f"--steps={self.steps}: must be 0 or more")
+        require_at_least(self, "--", 0, "steps", "seed")
+        require(self.world is None or self.world >= 1, f"--world={self.world}: must be at least 1")
+        require(
+            all(step >= 0 for step in self.profile), f"--profile={self.profile}: must be numbers of steps, from 0 on"
+        )
         require(
             self.train.seq <= self.model.rope.max_seq,
             f"--train.seq={self.train.seq}: must be at most the RoPE range --model.rope.max-seq={self.model.rope.max_seq}",

@@ -5,8 +5,9 @@ next: hf.py
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tmoe.config import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf_rules import HF, Architecture
@@ -17,6 +18,14 @@ PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
 # settings that training alone reads, and the parts that facts looks into
 TRAINING = {"dropout", "init_std", "balance", "balance_coeff", "z_coeff", "jitter", "bias_speed", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
+# types of settings by dotted name, and of keys of config.json that settings are derived from
+KINDS = get_type_hints(ModelConfig) | {
+    f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
+}
+WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
+WHOLE += ("n_shared_experts", "n_group", "topk_group")
+READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
+READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
 
 
 def architecture(hf: HF) -> Architecture:
@@ -31,6 +40,11 @@ def architecture(hf: HF) -> Architecture:
 def read_config(hf: HF) -> ModelConfig:
     """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute."""
     arch = architecture(hf)
+    kinds = READ | {key: KINDS[field.ours] for field in arch.fields for key in field.keys}
+    if problems := [
+        _mistyped(key, hf[key], kind) for key, kind in kinds.items() if not _fits(hf.get(key), kind | None)
+    ]:
+        raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
     problems = [
         f"{key}={hf[key]!r}: only {value!r} is computed"
         for key, value in arch.theirs.items()
@@ -41,14 +55,14 @@ def read_config(hf: HF) -> ModelConfig:
         value = next((hf[key] for key in field.keys if hf.get(key) is not None), field.default)
         try:
             found[field.ours] = value(hf) if callable(value) else value
-        except KeyError:
-            pass  # the key that it would be derived from is reported itself
+        except KeyError as missing:
+            problems.append(f"{missing.args[0]}: missing")
         else:
             if found[field.ours] is None:
-                problems.append(f"{field.keys[0]}: missing")
+                problems.append(f"{(field.keys or (field.ours,))[0]}: missing")
     read_layers(arch, hf, found)
     problems += read_windows(arch, hf, found) + read_rope(arch, hf, found)
-    if problems:
+    if problems := list(dict.fromkeys(problems)):  # a key that others are derived from is missing once
         raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
     return build_config(nested(found))
 
@@ -141,19 +155,20 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     given = {"rope_theta": hf.get("rope_theta")} | (stated or arch.rope)
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
-    if scaling not in ROPE:
+    if not isinstance(scaling, str) or scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
     for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
-    found["rope.scaling"], found["rope.theta"] = scaling, float(given.get("rope_theta") or arch.theta)
+    found["rope.scaling"], found["rope.theta"] = scaling, given.get("rope_theta") or arch.theta
     found["rope.max_seq"] = hf.get("max_position_embeddings")
     read = {ours: given[key] for ours, key in ROPE[scaling].items() if given.get(key) is not None}
     if "original_max_seq" in ROPE[scaling]:
         read.setdefault("original_max_seq", hf.get("max_position_embeddings"))
-    if "factor" in ROPE[scaling] and "factor" not in read:
-        problems.append(f"factor of rope_type {kind}: missing")
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if name in ROPE[scaling] and name not in read:
+            problems.append(f"{name} of rope_type {kind}: missing")
     found |= {f"rope.{name}": value for name, value in read.items()}
     return problems
 
@@ -224,9 +239,12 @@ def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
 
 def flattened(cfg: ModelConfig) -> dict[str, Any]:
     """Settings by dotted name: "dim", "moe.top_k", "rope.theta"."""
-    plain = asdict(cfg)
-    parts = {f"{part}.{key}": value for part in PARTS for key, value in plain.pop(part).items()}
-    return plain | parts
+    return _flat(asdict(cfg))
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in settings.items() if name not in PARTS}
+    return plain | {f"{part}.{key}": value for part in PARTS for key, value in settings.get(part, {}).items()}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -240,9 +258,33 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 def build_config(settings: dict[str, Any]) -> ModelConfig:
     """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
     try:
+        if problems := [
+            _mistyped(name, value, KINDS[name])
+            for name, value in _flat(settings).items()
+            if name in KINDS and not _fits(value, KINDS[name])
+        ]:
+            raise ConfigError("\n  ".join(["model settings are malformed", *problems]))
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
         tuples = dict(windowed=(1,), dense_blocks=())
         parts |= {name: tuple(settings.get(name, default)) for name, default in tuples.items()}  # JSON has lists
         return ModelConfig(**settings | parts)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"model settings are malformed: {error}") from error
+
+
+def _mistyped(name: str, value: Any, kind: Any) -> str:
+    return f"{name}={value!r}: must be {kind.__name__ if isinstance(kind, type) else f'{kind}'.removeprefix('typing.')}"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of this type: whole numbers are floats as well, true and false are no numbers, NaN is none either."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in options
+    if get_origin(kind) is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(one, options[0]) for one in value)
+    if options:
+        return any(_fits(value, option) for option in options)
+    if isinstance(value, bool) or kind is not float:
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -41,7 +41,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self.config: HF = self._json(CONFIG)
-        index = self._json(INDEX)["weight_map"] if (path / INDEX).is_file() else {}
+        index = self._index() if (path / INDEX).is_file() else {}
         self.layout: Layout = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.file_of: dict[str, str] = {}
@@ -54,7 +54,8 @@ class Folder:
         ]
         self.stored_in = dict(self.file_of)
         self.views: dict[str, View] = {}
-        self.packed = self._see_through(self.config.get(QUANTISED) or {})
+        quantised = self.config.get(QUANTISED)
+        self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
 
     def _see_through(self, quantised: HF) -> str:
         """Put views in the place of the tensors that they are computed from; the name of the format if there are any."""
@@ -78,11 +79,17 @@ class Folder:
             value = json.loads((self.path / name).read_text())
         except FileNotFoundError:
             raise CheckpointError(f"{self.path / name}: missing; {self.path} is no Hugging Face folder") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name}: malformed: {error}") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.path / name}: malformed: not an object")
         return value
+
+    def _index(self) -> dict[str, str]:
+        index = self._json(INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+            raise CheckpointError(f"{self.path / INDEX}: malformed: weight_map must give each tensor's file")
+        return index
 
     def _read_header(self, file: str) -> None:
         with opened(self.path / file) as handle:
@@ -150,7 +157,7 @@ def is_folder(path: str | Path) -> bool:
     """Whether `path` looks like a Hugging Face folder (and not like a step folder)."""
     try:
         return "model_type" in json.loads((Path(path) / CONFIG).read_text())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -169,6 +176,8 @@ def opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: missing") from None
     except SafetensorError as error:
         raise CheckpointError(f"{file}: damaged: {error}") from error
+    except OSError as error:  # safetensors does not name the file
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read) -> None:

@@ -109,7 +109,7 @@ GPT_OSS = (  # x W, where tmoe and the others have W x
 
 
 def width_of_head(hf: HF) -> int:
-    return hf["hidden_size"] // hf["num_attention_heads"]
+    return hf["hidden_size"] // (hf["num_attention_heads"] or 1)  # no heads at all are refused with the other settings
 
 
 SIZES = (
