@@ -86,6 +86,10 @@ def measure(
     start_s = launch(gpus, steps, words, out, timeout, env)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
+    if not steady:
+        raise SystemExit(
+            f"--steps {steps}: too few; {WARMUP} steps warm up and are not timed (and log.every must be 1)"
+        )
     # the last step validates; starting the trace delays the step before
     steady = steady[: -3 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())

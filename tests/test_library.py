@@ -1,5 +1,7 @@
 """tmoe's parts in someone else's model and loop: no Transformer, no config file, real tensors instead of meta ones."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,9 @@ class Theirs(nn.Module):
     def forward(self, x):
         h = self.inputs(x)
         for layer in self.layers:
-            h = h + layer(h)
+            y = layer(h)
+            y += h  # in place: a layer's output must not be a view that FSDP2 has hooked
+            h = y
         return self.outputs(h)
 
 
@@ -84,6 +88,7 @@ def test_stand_alone_layer_and_its_losses():
     loss.backward()
     assert moe.router.weight.grad.abs().sum() > 0
     torch.testing.assert_close(moe(x.flatten(0, 1)).view_as(x), y)
+    torch.testing.assert_close(copy.deepcopy(moe)(x), y)  # after a call, whose graph is no part of the copy
 
 
 def test_presets_and_public_names():

@@ -313,6 +313,7 @@ def halves(*offsets: int) -> dict[str, TensorEntry]:
         (dict(world=0), "world 0 is not a positive number"),
         (dict(step="7"), "step '7' is not a count"),
         (dict(state=[1]), "state [1] is not an object"),
+        (dict(tensors={"a": replace(halves(0, 2)["a"], placement=None)}), "placement None is no text"),
     ],
 )
 def test_manifests_that_lie_are_refused_by_every_tool(step, tmp_path, changes, message):

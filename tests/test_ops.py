@@ -214,7 +214,10 @@ def test_errors_name_the_argument(argument):
 
 def test_grouped_mm_errors_name_the_argument():
     a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 2, 3], dtype=torch.int32)
-    for args, message in [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]:
+    bad = [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]
+    for wrong in ([5, 2, 7], [1, 2, 13], [-1, 2, 3]):
+        bad.append(((a, b, torch.tensor(wrong, dtype=torch.int32)), r"ends: got .*non-decreasing, 0 to N=12"))
+    for args, message in bad:
         with pytest.raises(ValueError, match=message):
             ops.grouped_mm(*args)
 

@@ -189,6 +189,15 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
         ("tiny --model.layers 0", r"--model\.layers=0: must be at least 1"),
         ("tiny --model.dense-layers 4 --parallel.ep 2", r"--parallel\.ep=2.*without MoE layers"),
         ("tiny --world 4", r"--world=4: only for --dry-run"),
+        ("tiny --dry-run --world -4", r"--world=-4: must be at least 1"),
+        ("tiny --optim.lr inf", r"--optim\.lr=inf: must be positive and finite"),
+        ("tiny --optim.weight-decay nan", r"--optim\.weight-decay=nan: must be at least 0 and finite"),
+        ("tiny --model.moe.scaling 0", r"--model\.moe\.scaling=0\.0: must be positive"),
+        ("tiny --model.norm-eps -1", r"--model\.norm-eps=-1\.0: must be at least 0"),
+        ("tiny --model.rope.beta-slow 40", r"--model\.rope\.beta-slow=40\.0: .*below --model\.rope\.beta-fast=32\.0"),
+        ("tiny --model.rope.original-max-seq 0", r"--model\.rope\.original-max-seq=0: must be at least 1"),
+        ("tiny --seed -1", r"--seed=-1: must be 0 to 2147483647"),
+        ("tiny --profile -1", r"--profile=\(-1,\): must be numbers of steps"),
     ],
 )
 def test_invalid_settings_are_one_error(argv, says, capsys):

@@ -407,7 +407,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(len(self.path) > 0, "--data.path: needs at least one source")
-        require_at_least(self, "--data.", 0, "seed")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
 
 
@@ -478,7 +477,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, "--", 0, "steps", "seed")
+        require_at_least(self, "--", 0, "steps")
+        require(0 <= self.seed < 2**31, f"--seed={self.seed}: must be 0 to {2**31 - 1}")
         require(self.world is None or self.world >= 1, f"--world={self.world}: must be at least 1")
         require(
             all(step >= 0 for step in self.profile), f"--profile={self.profile}: must be numbers of steps, from 0 on"

@@ -91,7 +91,7 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     so divide each rank's loss by the global count. Raises ConfigError: no table entry, no such block, an activation other than
     the op's, or ep does not divide the experts; the model is unchanged then.
     """
-    kind = getattr(model.config, "model_type", None)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in SWAPPABLE:
         raise ConfigError(f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}")
     swap = SWAPPABLE[kind]

@@ -181,6 +181,8 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
     """Chunks that leave their tensor, their file, or a hole would load as silence, so they are refused here."""
     dtype_of(entry.dtype)
+    if not isinstance(entry.placement, str):
+        raise ValueError(f"tensor {name}: placement {entry.placement!r} is no text")
     for chunk in entry.chunks:
         if not all(map(_is_count, (*entry.shape, *chunk.offset, *chunk.shape, chunk.at, chunk.size))):
             raise ValueError(f"tensor {name}: shape, offset and position must be counts")

@@ -63,8 +63,8 @@ class Block(nn.Module):
         if self.ffn is not None:
             return x + self.branch(self.ffn(self.ffn_norm(x))), None
         assert self.moe is not None and experts is not None
-        y, load = self.moe.route(self.ffn_norm(x), padding, experts)
-        return x + self.branch(y), load
+        y_TD, load = self.moe.route(self.ffn_norm(x), padding, experts)
+        return x + self.branch(y_TD.view_as(x)), load
 
     def branch(self, y: Tensor) -> Tensor:
         y = F.dropout(y, self.dropout, self.training) if self.dropout else y

@@ -3,6 +3,8 @@
 next: router.py
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,18 +48,22 @@ class MoE(nn.Module):
         if init:
             initialise(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, goes without `load`: it belongs to a call, and hangs on that call's graph."""
+        return {name: value for name, value in self.__dict__.items() if name != "load"}
+
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
-        y, self.load = self.experts(self.route, x, padding)
-        return y
+        y_TD, self.load = self.experts(self.route, x, padding)
+        return y_TD.view_as(x)  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
 
     def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
-        """The layer proper, given this rank's experts: y of x's shape, and the load per sequence."""
+        """The layer proper, given this rank's experts: y [T, D], and the load per sequence."""
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         routing = self.router(x_TD, padding_T)
         y_TD = self.dispatcher(x_TD, routing, experts) + self.shared_output(x_TD)  # dispatch, experts, combine
-        return y_TD.view_as(x), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
+        return y_TD, measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
 
     def shared_output(self, x_TD: Tensor) -> Tensor | float:
         if self.shared is None:

@@ -12,6 +12,7 @@ next: ops/precompile.py
 
 import argparse
 import os
+import re
 import time
 
 import torch
@@ -61,6 +62,10 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.preset if name not in presets()]:
         parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")
+    if args.arch and not re.fullmatch(r"cuda:\d{2,3}|hip:gfx\w+", args.arch):
+        parser.error(f"--arch={args.arch}: must be cuda:NN (compute capability, as cuda:90) or hip:gfxNNN")
+    if args.processes < 0:
+        parser.error(f"--processes={args.processes}: must be 0 (one a core, at most 8) or more")
     if args.arch is None and local_arch() is None:
         print("no GPU here: nothing to compile (--arch compiles for one that is elsewhere)")
         return

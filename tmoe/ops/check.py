@@ -47,7 +47,7 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, ac
         weights_TK.dtype in (x_TD.dtype, torch.float32),
         "weights",
         weights_TK.dtype,
-        f"float32 or {x_TD.dtype}",
+        "torch.float32" if x_TD.dtype == torch.float32 else f"torch.float32 or {x_TD.dtype}",
     )
     require(ids_TK.dtype in INTS, "ids", ids_TK.dtype, "int32 or int64")
     _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)

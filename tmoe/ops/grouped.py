@@ -3,7 +3,7 @@
 import torch
 
 from tmoe.ops import cpu, gpu
-from tmoe.ops.check import check_grouped_mm
+from tmoe.ops.check import check_grouped_mm, require
 
 
 def grouped_mm(a_ND, b_EFD, ends_E):
@@ -12,7 +12,8 @@ def grouped_mm(a_ND, b_EFD, ends_E):
     Args:
         a_ND: rows [N, D]; float32, bfloat16 or float16 (float64 on the CPU).
         b_EFD: one matrix a group [E, F, D]; dtype of a.
-        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the device.
+        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the device, so
+            only the CPU refuses others.
 
     Returns:
         c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b.
@@ -32,7 +33,9 @@ _lib.define(
 @torch.library.impl("tmoe::grouped_mm", "CPU", lib=_lib)
 def _forward_cpu(a, b, ends):
     check_grouped_mm(a, b, ends)
-    return cpu.grouped_mm(a, b, ends.tolist())
+    bounds = [0, *ends.tolist(), a.shape[0]]
+    require(bounds == sorted(bounds), "ends", bounds[1:-1], f"non-decreasing, 0 to N={a.shape[0]}")
+    return cpu.grouped_mm(a, b, bounds[1:-1])
 
 
 @torch.library.impl("tmoe::grouped_mm", "CUDA", lib=_lib)
