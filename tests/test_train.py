@@ -197,6 +197,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
         ("tiny --model.rope.beta-slow 40", r"--model\.rope\.beta-slow=40\.0: .*below --model\.rope\.beta-fast=32\.0"),
         ("tiny --model.rope.original-max-seq 0", r"--model\.rope\.original-max-seq=0: must be at least 1"),
         ("tiny --seed -1", r"--seed=-1: must be 0 to 2147483647"),
+        ("tiny --out /dev/null/run", r"--out=/dev/null/run: /dev/null must be a folder that can be written"),
         ("tiny --profile -1", r"--profile=\(-1,\): must be numbers of steps"),
     ],
 )

@@ -3,8 +3,10 @@
 next: config.py
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 
@@ -48,7 +50,17 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
+    if not cfg.dry_run:
+        require_writable(cfg.out)
     return cfg
+
+
+def require_writable(out: str) -> None:
+    """Raise ConfigError unless the run folder is there to be written, or can be made."""
+    path = Path(out).absolute()
+    nearest = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists raises where it may not look
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")
 
 
 def spell_booleans(argv: list[str]) -> list[str]:
