@@ -257,7 +257,7 @@ def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
     dense = logits(save(tmp_path, LLAMA))
     words = [tmp_path / "step-5", "--experts", 4, "--granularity", 2, "--top-k", 2]
     resumed = 0
-    for count in range(1, 200, 17):
+    for count in range(1, 200, 7):  # dense enough for several kills behind a finished group
         moe = tmp_path / f"moe-{count}"
         if not die_at(count, lambda moe=moe: run(words[0], moe, *words[1:])):
             break
@@ -265,7 +265,7 @@ def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
         if not moe.exists():
             run(words[0], moe, *words[1:])
         assert far(logits(load_step(moe)), dense) < 1e-5 and not rewrite.work_folder(moe).exists()
-    assert resumed and count > 50  # how many depends on which thread gets how far
+    assert resumed > 2 and count > 50
 
 
 RSS = """
