@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 import tmoe
-from tmoe.ops import exchange
+from tmoe.ops import exchange, router_product
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
 from tmoe.ops.precompile import precompile, trace, trace_router
@@ -185,7 +185,7 @@ def time_size(mib, rounds, programs, fp8):
     )  # fmt: skip
 
 
-def layer(name, mesh, ep, beside, wire="same"):
+def layer(name, mesh, ep, wire="same"):
     """A function that runs one layer forward and backward."""
     dim, cfg = LAYERS[name]
     torch.manual_seed(0)
@@ -199,8 +199,6 @@ def layer(name, mesh, ep, beside, wire="same"):
     route = torch.compile(moe.route, fullgraph=True, dynamic=False)
 
     def run():
-        if beside is not None:
-            symm.BESIDE = beside
         moe.experts(route, x, None)[0].backward(dy)
         x.grad = None
         moe.zero_grad(set_to_none=True)
@@ -208,23 +206,24 @@ def layer(name, mesh, ep, beside, wire="same"):
     return run
 
 
-def time_layer(name, mesh, rounds, beside, fp8):
+def time_layer(name, mesh, rounds, fp8):
     torch.compiler.reset()  # or the layers of all shapes count as one function's recompilations
     torch.cuda.empty_cache()
     world = dist.get_world_size()
-    fns = [layer(name, mesh, 1, None), *(layer(name, mesh, world, b) for b in beside)]
-    fns += [layer(name, mesh, world, beside[0], "fp8")] if fp8 else []
+    wires = ["same", "fp8"][: 1 + fp8]
+    fns = [layer(name, mesh, 1), *(layer(name, mesh, world, wire) for wire in wires)]
     for fn in fns:
         fn()
     one, *many = time_all(fns, rounds)
-    return dict(kind="layer", name=name, world=world, ms_ep1=one / 1e3, ms=[m / 1e3 for m in many], beside=beside,
-                fp8=fp8, kept=[one / m for m in many])  # fmt: skip
+    return dict(kind="layer", name=name, world=world, ms_ep1=one / 1e3, ms=[m / 1e3 for m in many], wires=wires,
+                kept=[one / m for m in many])  # fmt: skip
 
 
 def show(line):
     if line["kind"] == "layer":
-        names = [f"beside {b}" for b in line["beside"]] + ["fp8"] * line["fp8"]
-        many = "   ".join(f"{n} {m:.2f} ms {k:.0%}" for n, m, k in zip(names, line["ms"], line["kept"], strict=True))
+        many = "   ".join(
+            f"{n} {m:.2f} ms {k:.0%}" for n, m, k in zip(line["wires"], line["ms"], line["kept"], strict=True)
+        )
         return f"{line['name']:9} ep=1 {line['ms_ep1']:7.2f} ms   ep={line['world']} {many}"
     us = line["us"]
     others = " | ".join(
@@ -244,6 +243,7 @@ def warm(names, world, fp8):
         dim, cfg = LAYERS[name]
         traces += [
             (trace_router, T, cfg.experts, cfg.top_k, True),
+            (router_product.trace, T, dim, cfg.experts, torch.bfloat16),
             (exchange.trace, T, dim, cfg.top_k, world, torch.bfloat16, fp8),
         ]
         for ep in (1, world):
@@ -259,9 +259,6 @@ def main():
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument(
         "--programs", type=int, nargs="*", default=[0], help="programs of each kernel; 0: what training uses"
-    )
-    parser.add_argument(
-        "--beside", type=int, nargs="*", default=[symm.BESIDE, 24, 48], help="multiprocessors of a hidden exchange"
     )
     parser.add_argument("--fp8", action="store_true", help="also rows packed to float8")
     parser.add_argument("--rounds", type=int, default=20)
@@ -286,7 +283,7 @@ def main():
         for programs in args.programs:
             add(time_size(mib, args.rounds, programs, args.fp8))
     for name in args.layers:
-        add(time_layer(name, mesh, args.rounds, args.beside, args.fp8))
+        add(time_layer(name, mesh, args.rounds, args.fp8))
     if dist.get_rank() == 0:
         print("\n" + "\n".join(map(show, lines)))
     dist.destroy_process_group()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
 KINDS = [  # the first pattern that a kernel's name matches
-    ("exchange", r"nccl|^(push|pull|meet)_kernel"),
+    ("exchange", r"^(push|pull|meet)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
+    ("collectives", r"nccl"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|compute_dot_do_o"),
     ("experts", r"^(specialised|histogram|scan|tabulate|place|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"),
     ("optimizer, norm", r"adamw_kernel|multi_tensor|FusedAdam|lpnorm"),
@@ -38,8 +39,8 @@ def summary(shares: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
-    """ms from the first kernel to the last, of it nothing running, only the exchange running, and busy by kind (kernels that run at
-    the same time count each); kernels by time as (name, microseconds, launches)."""
+    """ms from the first kernel to the last, of it nothing running, only the exchange or other collectives running, and busy by kind
+    (kernels that run at the same time count each); kernels by time as (name, microseconds, launches)."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -61,16 +62,15 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
         return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
 
     times, launches, kinds = Counter(), Counter(), Counter()
-    others = []
-    for e in kernels:
-        its = kind(e)
+    by_kind = [(e, kind(e)) for e in kernels]
+    for e, its in by_kind:
         times[e["name"]] += e["dur"]
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
-        if its != "exchange":
-            others.append(e)
     total = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
-    shares = {"ms": total, "GPU idle": total - busy(kernels), "exchange not hidden": busy(kernels) - busy(others)}
+    shares = {"ms": total, "GPU idle": total - busy(kernels)}
+    for moving in ("exchange", "collectives"):
+        shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},

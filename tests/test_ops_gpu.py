@@ -3,11 +3,14 @@
 next: test_ops.py
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from tmoe import ops
 from tmoe.ops import gpu, reference, table
+from tmoe.ops.routing import route
 
 pytestmark = pytest.mark.gpu
 NAMES = ("y", "x", "gate_up", "down", "weights")
@@ -110,6 +113,22 @@ def test_graph_replays_with_new_routing():
         )
 
 
+def test_launches_from_a_thread_that_never_called_cuda():
+    """Autograd's thread may be one: binaries are there already, from another thread, and no call has made its context current."""
+    # dh gathers at this shape, so what the thread launches first is a kernel with tensor maps
+    x, gate_up, down, weights, ids, dy = layer(2000, 512, 256, 16, 4)
+    _, h, packed = gpu.forward(x, gate_up, down, weights, ids, None, "swiglu", 8000, True)
+
+    def call():
+        return gpu.backward(dy, x, gate_up, down, weights, h, packed, None, "swiglu", 8000)[0]
+
+    want = call()
+    for _ in range(3):  # what is let go here serves the thread, so that not even its allocations call CUDA
+        call()
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(call).result(), want)
+
+
 def test_no_host_sync():
     args = layer(512, 512, 128, 8, 2)
     run(ops.moe_mlp, args)
@@ -155,14 +174,44 @@ def test_more_than_2_to_the_31_elements():
     assert errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3  # other tiles may be chosen for 256 rows
 
 
+def opcheck(op, *args, **kwargs):
+    torch.library.opcheck(getattr(torch.ops.tmoe, op).default, args, **kwargs)
+
+
 def test_opcheck():
-    args = layer(300, 512, 128, 8, 2)
-    leaves = [t.requires_grad_() for t in args[:4]]
+    *leaves, ids, dy = layer(300, 512, 128, 8, 2)
+    how = None, "swiglu", 600
     # not test_aot_dispatch: it compares whole outputs, and the tile tables' unused ends are not written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(
-        torch.ops.tmoe.moe_mlp.default, (*leaves, args[4], None, "swiglu", 600, True), test_utils=checks
-    )
+    opcheck("moe_mlp", *[t.requires_grad_() for t in leaves], ids, *how, True, test_utils=checks)
+    with torch.no_grad():
+        _, h, packed = torch.ops.tmoe.moe_mlp(*leaves, ids, *how, True)
+        opcheck("moe_mlp_backward", dy, *(t.detach() for t in leaves), h, packed, *how)
+    a, b, dc = (torch.randn(s, device="cuda").bfloat16() for s in ((200, 512), (3, 128, 512), (200, 128)))
+    ends = torch.tensor([50, 50, 170], dtype=torch.int32, device="cuda")
+    opcheck("grouped_mm", a.clone().requires_grad_(), b.clone().requires_grad_(), ends)
+    opcheck("grouped_mm_backward", dc, a, b, ends)
+    logits = torch.randn(33, 60, device="cuda", requires_grad=True)
+    for renormalize in (True, False):
+        opcheck("softmax_topk", logits, 7, renormalize)
+
+
+@pytest.mark.parametrize("pairs", [None, 768])
+def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
+    """fill=False, one rank's part of an expert group: rows of tokens with a slot as ever, in every window; the others keep theirs."""
+    x, gate_up, down, weights, ids, _ = layer(1000, 512, 256, 16, 8, "absent")
+    ids[::3] = -1
+    here = (ids >= 0).any(1)
+    want = ops.moe_mlp(x, gate_up, down, weights, ids)
+    y = torch.full_like(x, float("nan"))
+    for i, window in enumerate(gpu.windows(route(ids, 16, pairs), ids.numel())):
+        part = gpu.Layer(x, down.shape, 8, window, weights, (gate_up, down))
+        part.combine(part.rows("down", part.up(gate_up, None, None), down, True), weights, y, add=i > 0, fill=False)
+    assert y[~here].isnan().all()
+    if pairs is None:
+        assert torch.equal(y[here], want[here])
+    else:
+        assert errors([y[here]], [want[here].double()])[0] < 4e-3
 
 
 @pytest.mark.parametrize("entry", sorted({(e[0], e[4]) for e in table.entries("cuda:90")}), ids=str)
@@ -275,4 +324,4 @@ def test_compiled_with_changing_routing_equals_eager_and_never_recompiles():
 def test_of_equal_logits_the_lower_experts_are_chosen():
     logits = torch.randint(0, 2, (500, 64), device="cuda").float()
     _, ids = ops.softmax_topk(logits, 8, False)
-    assert torch.equal(ids.long(), logits.sort(-1, descending=True, stable=True).indices[:, :8])
+    assert torch.equal(ids.long(), logits.sort(dim=-1, descending=True, stable=True).indices[:, :8])

@@ -246,7 +246,7 @@ def moe_bytes(cfg: Config, ep: int) -> int:
     T, K = cfg.train.batch * cfg.train.seq, moe.top_k
     R = rows_received(T, K, ep)
     kept = T * moe.experts * FP32  # the router's logits
-    kept += T * D * FP32 if width < FP32 else 0  # its fp32 copy of the input, operand of an fp32 product
+    kept += 2 * T * D * FP32 if moe.jitter else 0  # its input after jitter, operand of an fp32 product, and the factors
     kept += 3 * T * moe.shared_dim * width  # shared experts: gate, up, and their product
     kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width  # H
     if uses_symm(cfg, ep):
@@ -261,12 +261,12 @@ def uses_symm(cfg: Config, ep: int) -> bool:
 
 
 def exchange_bytes(cfg: Config, ep: int) -> int:
-    """What symm.py's `reserve` takes, once for all layers: x, dy and y of T*ep rows; ids, weights, their gradient."""
+    """What symm.py's `reserve` takes, once for all layers: x, dy, y and sums of T*ep rows; ids, weights, their gradient."""
     if not uses_symm(cfg, ep):
         return 0
     rows, D, width = ep * cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg)
     packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
-    return 3 * rows * (D * width + packed + cfg.model.moe.top_k * FP32)
+    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.top_k * FP32)
 
 
 def rows_received(T: int, top_k: int, ep: int) -> int:

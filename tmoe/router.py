@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tmoe.config import MoEConfig
 from tmoe.ops import softmax_topk
+from tmoe.ops.router_product import router_product
 
 
 class Routing(NamedTuple):
@@ -21,13 +22,18 @@ class Routing(NamedTuple):
     logits_TE: Tensor  # fp32, differentiable
 
 
+def on_matrix_units(x_TD: Tensor) -> bool:
+    """Whether `router_product` is faster than an fp32 product of a copy of x: it needs products of bf16 that stay fp32."""
+    return x_TD.is_cuda and torch.version.hip is None and x_TD.dtype == torch.bfloat16
+
+
 class Router(nn.Module):
     """logits = x W^T, then the top K of E.
 
     `softmax="before"`: scores (softmax over all E, or sigmoid of each), the K largest, divided by their sum if `renormalize`.
     `softmax="after"`: the K largest logits, softmax over those (Mixtral; the same numbers as before + renormalize).
-    Both times `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T + b (gpt-oss). Product, scores and
-    weights are fp32 whatever the type of x and W.
+    Both times `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T + b (gpt-oss). Scores and weights are
+    fp32 and so is the product's accuracy, whatever the type of x and W; `on_matrix_units` says where bf16 is multiplied as it is.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -42,10 +48,16 @@ class Router(nn.Module):
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
         cfg = self.cfg
         with torch.autocast(x_TD.device.type, enabled=False):
-            x_TD = x_TD.float()
-            if cfg.jitter and self.training:
-                x_TD = x_TD * (1 + cfg.jitter * (2 * torch.rand_like(x_TD) - 1))
-            logits_TE = F.linear(x_TD, self.weight.float(), None if self.bias is None else self.bias.float())
+            jitter = cfg.jitter if self.training else 0.0
+            bias = None if self.bias is None else self.bias.float()
+            if on_matrix_units(x_TD) and not jitter:
+                logits_TE = router_product(x_TD, self.weight)
+                logits_TE = logits_TE if bias is None else logits_TE + bias
+            else:
+                x_TD = x_TD.float()
+                if jitter:
+                    x_TD = x_TD * (1 + jitter * (2 * torch.rand_like(x_TD) - 1))
+                logits_TE = F.linear(x_TD, self.weight.float(), bias)
             after = cfg.softmax == "after"
             if after or (cfg.score == "softmax" and self.choice_bias is None and cfg.top_groups == cfg.groups):
                 weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)

@@ -18,7 +18,7 @@ import time
 import torch
 
 from tmoe.config import Config
-from tmoe.ops import exchange
+from tmoe.ops import exchange, router_product
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
@@ -37,6 +37,7 @@ def traces(cfg: Config) -> list[tuple]:
     return [
         (trace, T * ep, m.dim, experts.ffn_dim, E // ep, K, dtype, pairs, experts.activation, experts.bias),
         (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
+        *([(router_product.trace, T, m.dim, E, dtype)] if dtype == torch.bfloat16 else []),
         *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
     ]
 

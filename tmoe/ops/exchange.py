@@ -219,11 +219,13 @@ def unpack_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def meet_kernel(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
-    """Meet, and nothing else; one program."""
+def meet_kernel(states, rank, WORLD: tl.constexpr, WP: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr):
+    """Meet, and nothing else, or one half of it; one program."""
     own = section(states, rank, tl.int32)
-    arrive(states, rank, WORLD, WP)
-    tl.store(own + MET, wait(own, 1, WORLD, WP))
+    if ARRIVE:
+        arrive(states, rank, WORLD, WP)
+    if WAIT:
+        tl.store(own + MET, wait(own, 1, WORLD, WP))
 
 
 def _tiling(tokens, programs, D, K, world):
@@ -296,30 +298,34 @@ def unpack(x, ids_RK, packed, scales):
     _pack(unpack_kernel, x, ids_RK, packed, scales)
 
 
-def meet(states, rank):
-    """All ranks' streams wait here for each other."""
+def meet(states, rank, arrive=True, wait=True):
+    """All ranks' streams wait here for each other. Or in two halves: a stream that arrives, with what it has copied to the peers,
+    goes on; a later launch waits."""
     world = states.shape[0]
-    launch(meet_kernel, (1,), states, rank, world, power_of_2(world), num_warps=1)
+    launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
 
 
 def trace(T, D, K, world, dtype, fp8=False):
     """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
     x, ids = torch.empty(T, D, dtype=dtype, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
     weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
-    for programs in (24, 264):  # beside products, and alone
-        push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
-        push(x, ids, weights, at, at, at, at, 0, T, 1, programs, meet=False)
-        push(x, ids, None, at, at, at, at, 0, T, 1, programs)
-        pull(x, None, ids, at, at, at, 0, T, 1, programs)
-        pull(x, weights, ids, at, at, at, 0, T, 1, programs)
-    meet(at, 0)
+    programs = 264
+    push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
+    push(x, ids, weights, at, at, at, at, 0, T, 1, programs, meet=False)
+    push(x, ids, None, at, at, at, at, 0, T, 1, programs)
+    pull(x, None, ids, at, at, at, 0, T, 1, programs)
+    for meets in (True, False):
+        pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets)
+    for arrives, waits in ((True, True), (True, False), (False, True)):
+        meet(at, 0, arrives, waits)
     if fp8:
         packed, scales = torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta"), torch.empty(T, device="meta")
         pack(x, None, packed, scales)
         pack(x, ids, packed, scales)
         unpack(x, ids, packed, scales)
-        for programs in (24, 264):
-            push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, True, scales, at)
-            push(packed, ids, None, at, at, at, at, 0, T, 1, programs, True, scales, at)
-            pull(x, None, ids, at, at, at, 0, T, 1, programs, True, at)
-            pull(x, weights, ids, at, at, at, 0, T, 1, programs, True, at)
+        push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, True, scales, at)
+        push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, False, scales, at)
+        push(packed, ids, None, at, at, at, at, 0, T, 1, programs, True, scales, at)
+        pull(x, None, ids, at, at, at, 0, T, 1, programs, True, at)
+        for meets in (True, False):
+            pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)

@@ -2,8 +2,8 @@
 
 Forward: route, up (gathers x, keeps H), down, combine. Backward: dh (gathers dy, recomputes the activation), down's gradient,
 dx, gate_up's gradient, combine. With a bound on the routed pairs, the same walk goes over windows of so many sorted rows, adding up;
-windows behind the first are empty in all but skewed routing, and H is recomputed for them. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy
-serves all kernels that read it.
+windows behind the first are empty in all but skewed routing, and H is recomputed for them. Where a configuration asks for gathered
+copies instead of gathering inside a kernel, one copy serves all kernels that read it.
 """
 
 import torch
@@ -205,20 +205,24 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def combine(self, rows, weights, y=None, ds=None, d_weights=None, add=None):
+    def combine(self, rows, weights, y=None, ds=None, d_weights=None, add=None, fill=True):
         """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
 
-        Added to y and d_weights, if they are given, or with add=False written over them.
+        Added to y and d_weights, if they are given, or with add=False written over them. fill=False leaves the rows of tokens
+        that have no slot here (in any window) as they are, in y and in d_weights, instead of writing zeros.
         """
         add = y is not None if add is None else add
         y = self.empty(self.T, self.D) if y is None else y
         if ds is not None and d_weights is None:
             d_weights = self.weights.new_empty(self.weights.shape)
-        block = min(1024, power_of_2(self.D))
+        sparse = 2 * self.N <= self.T * self.K  # most slots are not here: look before loading, two at a time
+        block, group, warps = (2048, 2, 2) if sparse else (1024, self.K, 4)
+        block = min(block, power_of_2(self.D))
         launch(
             kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
             rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
-            0 if ds is None else ds.shape[0], self.K, block, weights is not None, ds is not None, add, num_warps=4,
+            0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None, ds is not None, add,
+            fill, num_warps=warps,
         )  # fmt: skip
         return y, d_weights
 

@@ -68,17 +68,8 @@ def store_rows(c, tile, lo, hi, row, col, width, stride, TMA: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    a,
-    lo,
-    hi,
-    row,
-    col,
-    width,
-    stride,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    a, lo, hi, row, col, width, stride, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
     """A [BM, BN] tile at (row, col) of an [N, width] operand; rows from hi on are zero."""
     if TMA:
         return load_tile(a, lo, hi - lo, row - lo, col)
@@ -361,54 +352,111 @@ def dw_kernel(
 
 
 @triton.jit
+def add_slots(
+    acc, t, at, rows, weights, cols, N, D, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t in this order, all of which are asked for before any is added."""
+    loaded = ()
+    for k in tl.static_range(FIRST, FIRST + G):
+        if k < K:
+            here = (at[k] >= 0) & (at[k] < N)
+            mask = (cols < D) & here
+            x = tl.load(rows + at[k].to(tl.int64) * D + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            w = 1.0
+            if WEIGHTED:
+                # a slot that is not here may carry any weight, NaN too
+                w = tl.load(weights + t * K + k, mask=here, other=0.0).to(tl.float32)
+            loaded = loaded + (x, w)
+    for j in tl.static_range(G):
+        if FIRST + j < K:
+            x = loaded[2 * j].to(tl.float32)
+            if WEIGHTED:
+                x *= loaded[2 * j + 1]
+            acc += x
+    return acc
+
+
+@triton.jit
+def any_here(at, N, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
+    """Whether any of the rows at[FIRST..FIRST + G - 1] is one of the N."""
+    some = tl.zeros((), tl.int1)
+    for k in tl.static_range(FIRST, FIRST + G):
+        if k < K:
+            some |= (at[k] >= 0) & (at[k] < N)
+    return some
+
+
+@triton.jit
+def add_parts(t, row_of, ds, d_weights, base, N, num_parts, K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr):
+    """d_weights of token t: the sum of the parts that dh left in ds, in order; where a slot is not here 0 (ADD: what is there)."""
+    k = tl.arange(0, KP)
+    row = tl.load(row_of + t * K + k, mask=k < K, other=-1) - base
+    here = (row >= 0) & (row < N)
+    total = tl.zeros((KP,), tl.float32)
+    part = ds + row
+    for _ in range(num_parts):
+        total += tl.load(part, mask=here, other=0.0)
+        part += N
+    tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty), mask=here if ADD else k < K)
+
+
+@triton.jit
 def combine_token(
     t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts,
-    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr, ADD: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    ADD: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """combine_kernel for one token and BLOCK columns."""
     t += tl.zeros((), tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    if ADD:
-        acc += tl.load(y + t * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    slots = ()
+    stored = tl.zeros((), tl.int1)
     for k in tl.static_range(K):
-        row = tl.load(row_of + t * K + k).to(tl.int64) - base
-        here = (row >= 0) & (row < N)
-        x = tl.load(rows + row * D + cols, mask=(cols < D) & here, other=0.0, eviction_policy="evict_first")
-        if WEIGHTED:
-            # a slot that is not here may carry any weight, NaN too
-            x = x.to(tl.float32) * tl.load(weights + t * K + k, mask=here, other=0.0).to(tl.float32)
-        acc += x.to(tl.float32)
+        row = tl.load(row_of + t * K + k)
+        stored |= row >= 0
+        slots = slots + (row - base,)
+    if ADD:
+        stored = any_here(slots, N, 0, K, K)  # adding nothing changes nothing
+    elif FILL:
+        stored = tl.full((), True, tl.int1)
+    if stored:
+        acc = tl.zeros((BLOCK,), tl.float32)
+        if ADD:
+            acc += tl.load(y + t * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        if G >= K:
+            acc = add_slots(acc, t, slots, rows, weights, cols, N, D, 0, K, K, WEIGHTED)
+        else:
+            for first in tl.static_range(0, K, G):
+                if any_here(slots, N, first, G, K):
+                    acc = add_slots(acc, t, slots, rows, weights, cols, N, D, first, G, K, WEIGHTED)
+        tl.store(y + t * D + cols, acc.to(y.dtype.element_ty), mask=cols < D)
         if DS and tl.program_id(1) == 0:
-            total = 0.0
-            at = ds + row
-            for _ in range(num_parts):
-                total += tl.load(at, mask=here, other=0.0)
-                at += N
-            stored = here if ADD else tl.full((), True, tl.int1)
-            tl.store(d_weights + t * K + k, total.to(d_weights.dtype.element_ty), mask=stored)
-    tl.store(y + t * D + cols, acc.to(y.dtype.element_ty), mask=cols < D)
+            add_parts(t, row_of, ds, d_weights, base, N, num_parts, K, KP, ADD)
 
 
 @triton.jit(do_not_specialize=["base", "N", "E", "T"])
 def combine_kernel(
     rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, T, D, num_parts,
-    K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr, ADD: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    ADD: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
 
-    Slots whose row lies outside of the N rows from base on add nothing. ADD: added to what y and d_weights hold, by a few
-    programs that go over all tokens; nearly always there is nothing to add.
+    Slots whose row lies outside of the N rows from base on add nothing; G of them at a time are passed over where none of these
+    is here. ADD: added to what y and d_weights hold, by a few programs that go over all tokens; nearly always there is nothing
+    to add. Not FILL: a token without any slot in row_of keeps what y and d_weights hold of it.
     """
     if ADD:
         tokens = tl.where(tl.load(offsets + E) > 0, T, 0)
         for t in range(tl.program_id(0), tokens, tl.num_programs(0)):
             combine_token(
-                t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, BLOCK, WEIGHTED, DS, True
-            )
+                t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G, WEIGHTED, DS, True, FILL
+            )  # fmt: skip
     else:
         t = tl.program_id(0)
-        combine_token(t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, BLOCK, WEIGHTED, DS, False)
+        combine_token(
+            t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G, WEIGHTED, DS, False, FILL
+        )  # fmt: skip
 
 
 @triton.jit

@@ -6,6 +6,7 @@ layouts): longer than such a kernel runs at T=4096. Here a launch looks its bina
 
 import contextlib
 import functools
+import threading
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
+_thread = threading.local()  # .ready: it has a CUDA context
 _binaries = {}  # (kernel, device, what its binary depends on) -> the compiled kernel
 
 
@@ -116,6 +118,10 @@ def launch(kernel, grid, *args, **options):
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
         compiled._init_handles()
         _binaries[key] = compiled
+    if not hasattr(_thread, "ready"):
+        # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
+        torch.cuda.mem_get_info()
+        _thread.ready = True
     stream = driver.get_current_stream(device)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     args = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]

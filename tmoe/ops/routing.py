@@ -198,7 +198,7 @@ def place_few(
     x = tl.load(ids + i, mask=i < N, other=-1)
     here = (x >= 0) & (x < E)
     x = tl.where(here, x, E).to(tl.int32)
-    tot = tl.where(ee < E, tl.histogram(x, BINS), 0)
+    tot = tl.histogram(x, BINS, mask=here)
     end = tl.cumsum(tot, 0)
     tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
     write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
@@ -237,7 +237,7 @@ def route(ids_TK, E, P=None):
             meta.P,
             max(1024, power_of_2(N)),
             E,
-            power_of_2(E + 1),
+            max(2, power_of_2(E)),
             *TILES,
             num_warps=8,
         )

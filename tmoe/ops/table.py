@@ -74,11 +74,13 @@ DESCRIPTOR = {
 def portable(kernel, arch, dtype, even):
     """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles.
 
-    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still (no spills: tests hold it to that).
+    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still, and the epilogues that read as well
+    as write go by halves (no spills: tests hold it to that).
     """
+    sub = 2 if arch.startswith("cuda") and (kernel == "dh" or (kernel == "dw_add" and even)) else 1
     if dtype == torch.float32:
-        return Config(64, 32 if kernel.startswith("dw") else 64, 16, 8, 1, 4, 2, 2, True)
+        return Config(64, 32 if kernel.startswith("dw") else 64, 16, 8, sub, 4, 2, 2, True)
     columns = 64 if kernel == "dh" or not even else 128
     if arch.startswith("hip"):
         return Config(128, columns, 32, 8, 1, 8, 2, 1, True)
-    return Config(64, columns if even else columns // 2, 32, 8, 1, 4, 3 if even else 2, 2, True)
+    return Config(64, columns if even else columns // 2, 32, 8, sub, 4, 3 if even else 2, 2, True)

@@ -168,9 +168,10 @@ def topk_backward_kernel(
     tl.store(d_logits + r.to(tl.int64)[:, None] * E + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask)
 
 
-def rows_a_program(E):
-    """Tokens whose logits fill 16 registers of each of 128 threads."""
-    return max(1, 2048 // power_of_2(E))
+def rows_a_program(E, T):
+    """Tokens whose logits fill 16 registers of each of 128 threads, or fewer: so many that about 128 programs share the work (512
+    tokens of 128 experts: 8.3 to 2.9 us)."""
+    return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
 
 def forward(logits, K, renormalize):
@@ -178,7 +179,7 @@ def forward(logits, K, renormalize):
     logits = logits.contiguous()
     T, E = logits.shape
     weights, ids = logits.new_empty(T, K, dtype=torch.float32), logits.new_empty(T, K, dtype=torch.int32)
-    R = rows_a_program(E)
+    R = rows_a_program(E, T)
     if T:
         launch(
             topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), K, power_of_2(K), R, renormalize,
@@ -192,7 +193,7 @@ def backward(dw, logits, weights, ids, renormalize):
     dw, logits, weights, ids = (t.contiguous() for t in (dw, logits, weights, ids))
     T, E = logits.shape
     d_logits = torch.empty_like(logits)
-    R = rows_a_program(E)
+    R = rows_a_program(E, T)
     if T:
         launch(
             topk_backward_kernel, (cdiv(T, R),), dw, logits, weights, ids, d_logits, T, E, power_of_2(E),

@@ -1,22 +1,28 @@
 """A Mixture-of-Experts layer's way through an expert group on one NVLink node: kernels store into the peers' memory.
 
     forward     push x ─ meet ─ experts ─ meet, pull y
-    backward    push dy, x ─ meet ─ experts backward ─ meet, pull dx and the routing weights' gradients
+    backward    push dy ─ meet ─ dH, dX ─ meet ─ weight gradients ─ meet ─ sum dx
+                         └ copy x ───────┘    └ copy dX ───────────┘
 
 One opaque op spans the three steps, so that nobody else ever holds a view of the buffers, which all layers share. No size in
 it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
 
-**What is kept for backward.** The received rows are not: backward pushes x again. Kept, they would be T * ranks rows a layer
-(the static bound), or a copy out of the buffer of those that came; at 24 layers of Qwen3-30B-A3B, 16384 tokens a GPU and ep=4 that is
-5.5 GiB, and the copy reads and writes 0.2 GiB a layer. Pushed again, they cost 0.6 ms of NVLink a layer, which passes under the
-products dH and dX on a few multiprocessors. So a layer keeps its inputs and the pre-activations H of `pairs` routed pairs,
-and the buffers, three times T * ranks rows for all layers together, do not grow with their number.
+**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows, but the copy
+engines need none: they carry x, again, and the partial dX while the products run, 3% slower for it (docs/lab.md). They copy every
+row to every rank, since only the device knows who needs which; that is what most layers need anyway (at K=8 on 4 ranks 90%),
+and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open.
 
-**Who may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, and reads a peer's y only in a pull.
-Both meet. A rank that pushes has left the pull before, where it met everyone after their experts had read x: the rows may go.
-A rank whose experts write y has left the push before, where it met everyone after their pull of the last y. That chain breaks
-in backward alone, where weight gradients read x and dy after the pull's meeting; so backward ends with one of its own.
-All calls of one group must come on one stream, in the same order on every rank. A rank without tokens calls as well.
+**What is kept for backward.** The received rows are not: backward moves x again. Kept, they would be T * ranks rows a layer
+(the static bound), or a copy out of the buffer of those that came; at 24 layers of Qwen3-30B-A3B, 16384 tokens a GPU and ep=4 that is
+5.5 GiB. So a layer keeps its inputs and the pre-activations H of `pairs` routed pairs, and the buffers, four times T * ranks rows
+for all layers together, do not grow with their number.
+
+**Who may write when.** A rank writes into a peer's x, dy, ids or weights only in a push or a copy behind one, and reads a peer's y
+only in a pull. Both meet. A rank that pushes has left the pull before, where it met everyone after their experts had read x:
+the rows may go. A rank whose experts write y has left the push before, where it met everyone after their pull of the last y.
+That chain breaks in backward alone, where weight gradients read x and dy, and sums are read, after the last meeting; so backward
+ends with one of its own. All calls of one group must come on one stream, in the same order on every rank. A rank without tokens
+calls as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3 with a scale each before they leave, and unpacked where they arrive, so that
 experts and sums see the type of x. Half the bytes; each movement adds about 2.6% of a row's norm in rounding, forward and backward.
@@ -42,10 +48,7 @@ from tmoe.ops.routing import route
 
 log = logging.getLogger(__name__)
 
-# Multiprocessors that an exchange takes when products run beside it; 0: it runs alone. On 2 GPUs 24 gained nothing (8.62 ms
-# for 8.64); on 4 the layers took 4 to 10 ms longer with 24 than their parts alone (docs/lab.md), so for now none are given.
-BESIDE = 0
-LINK = 300e9  # bytes a second from one GPU to its peers, on an H200
+LINK = 370e9  # bytes a second that one GPU's copy engines send to its peers, on an H200
 PRODUCT = 600e12  # operations a second of a product
 
 _exchanges: dict[str, "Exchange"] = {}
@@ -57,7 +60,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.world = group, group.rank(), group.size()
         self.capacity = self.width = self.K = 0  # tokens a rank, bytes a row, experts a token that there is room for
-        self.side = torch.cuda.Stream()
+        self.side = torch.cuda.Stream(priority=-1)  # what announces copies goes before the next product
         self.captured = False  # a CUDA graph holds the addresses
         self.packs = False  # there is room for packed rows
 
@@ -80,10 +83,10 @@ class Exchange:
         self.width, self.K, self.packs = max(self.width, width), max(self.K, K), self.packs or fp8
         rows = self.world * self.capacity
         pair, row = _up(rows * self.K * 4), _up(rows * self.width)
-        sizes = dict(main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row)
+        sizes = dict(main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row, sums=row)
         if self.packs:
-            sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y")}
-            sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y")}
+            sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y", "sums")}
+            sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y", "sums")}
         torch.cuda.synchronize()  # nobody frees what a peer still uses
         dist.barrier(self.group)
         # tmoe never multicasts, and on some hosts mapping multicast memory is what fails
@@ -92,9 +95,10 @@ class Exchange:
             sum(sizes.values()), dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
         )
         handle = symmetric.rendezvous(self.memory, self.group)
-        start, self.sections, self.addresses = 0, {}, {}
+        self.peers = [handle.get_buffer(q, self.memory.shape, torch.uint8) for q in range(self.world)]
+        start, self.sections, self.starts, self.addresses, self.tables = 0, {}, {}, {}, {}
         for name, size in sizes.items():
-            self.sections[name] = self.memory[start : start + size]
+            self.sections[name], self.starts[name] = self.memory[start : start + size], start
             self.addresses[name] = torch.tensor([p + start for p in handle.buffer_ptrs], device=self.memory.device)
             start += size
         self.memory[:512].zero_()
@@ -115,34 +119,91 @@ class Exchange:
         scales = self.sections[f"{name} scales"][: self.world * self.capacity * 4].view(torch.float32)
         return self.rows(f"{name} packed", D, torch.float8_e4m3fn), scales
 
-    def push(self, name, x_TD, ids_TK, weights_TK, L, fp8, state="main", programs=None, meet=True) -> None:
+    def wire_x(self, name, x_TD, fp8) -> dict[str, Tensor]:
+        """What travels for my tokens' rows, by the section it goes to: themselves, or packed rows and scales."""
+        if not fp8:
+            return {name: x_TD}
+        packed = torch.empty_like(x_TD, dtype=torch.float8_e4m3fn)
+        scales = x_TD.new_empty(len(x_TD), dtype=torch.float32)
+        exchange.pack(x_TD, None, packed, scales)
+        return {f"{name} packed": packed, f"{name} scales": scales}
+
+    def wire_y(self, D, dtype, K, fp8) -> dict[str, Tensor]:
+        """The same for all slots of my y; what is packed lies in sections of its own."""
+        y = self.rows("y", D, dtype)
+        if not fp8:
+            return {"y": y}
+        packed, scales = self.packed("y", D)
+        exchange.pack(y, self.routes("ids", K, torch.int32), packed, scales)
+        return {"y packed": packed, "y scales": scales}
+
+    def push(self, name, x_TD, ids_TK, weights_TK, L, fp8, meet=True, programs=None) -> None:
         """x_TD into section `name` of the ranks that hold its experts, with weights_TK also ids and weights."""
-        to, scales, (T, D) = self.addresses, None, x_TD.shape
-        if fp8:
-            scales, rows = x_TD.new_empty(T, dtype=torch.float32), x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
-            exchange.pack(x_TD, None, rows, scales)
-            x_TD = rows
+        to, (rows, *scales) = self.addresses, self.wire_x(name, x_TD, fp8).items()
         exchange.push(
-            x_TD, ids_TK, weights_TK, to[f"{name} packed" if fp8 else name], to["ids"], to["weights"], to[state],
-            self.rank, self.capacity, L, programs or _all(x_TD), meet, scales, to[f"{name} scales"] if fp8 else None,
+            rows[1], ids_TK, weights_TK, to[rows[0]], to["ids"], to["weights"], to["main"], self.rank, self.capacity, L,
+            programs or _all(x_TD), meet, *((scales[0][1], to[scales[0][0]]) if fp8 else ()),
         )  # fmt: skip
 
     def unpack(self, name, D, dtype, K) -> None:
         """Section `name` from the packed rows that have arrived there."""
         exchange.unpack(self.rows(name, D, dtype), self.routes("ids", K, torch.int32), *self.packed(name, D))
 
-    def pull(self, y_TD, d_weights_TK, ids_TK, L, fp8, state="main", programs=None) -> None:
+    def pull(self, y_TD, d_weights_TK, ids_TK, L, fp8, programs=None) -> None:
         """y_TD: my tokens' sums over all ranks' y; d_weights_TK, unless None, from their d_weights."""
-        of, D, K = self.addresses, y_TD.shape[1], ids_TK.shape[1]
-        if fp8:
-            exchange.pack(self.rows("y", D, y_TD.dtype), self.routes("ids", K, torch.int32), *self.packed("y", D))
+        of = self.addresses
+        rows, *scales = (of[name] for name in self.wire_y(y_TD.shape[1], y_TD.dtype, ids_TK.shape[1], fp8))
         exchange.pull(
-            y_TD, d_weights_TK, ids_TK, of["y packed" if fp8 else "y"], of["d_weights"], of[state], self.rank,
-            self.capacity, L, programs or _all(y_TD), True, of["y scales"] if fp8 else None,
+            y_TD, d_weights_TK, ids_TK, rows, of["d_weights"], of["main"], self.rank, self.capacity, L,
+            programs or _all(y_TD), True, *scales,
         )  # fmt: skip
+
+    def copy(self, q, name, slot, rows) -> None:
+        """Contiguous rows to those of rank q's section from `slot` on; without a kernel where the rank is another."""
+        if n := len(rows):
+            whole = rows.view(-1).view(torch.uint8)
+            start = self.starts[name] + slot * (whole.numel() // n)
+            self.peers[q][start : start + whole.numel()].copy_(whole, non_blocking=True)
+
+    def copy_x(self, wire) -> None:
+        """All my tokens' rows to their slots on every rank."""
+        for q in _others_first(self.rank, self.world):
+            for name, rows in wire.items():
+                self.copy(q, name, self.rank * self.capacity, rows)
+
+    def copy_y(self, wire) -> None:
+        """The slots of every other rank's tokens in my y, to my part of its sums."""
+        for q in _others_first(self.rank, self.world)[:-1]:
+            for name, rows in wire.items():
+                slots = rows[q * self.capacity : (q + 1) * self.capacity]
+                self.copy(q, name.replace("y", "sums", 1), self.rank * self.capacity, slots)
+
+    def sum(self, y_TD, d_weights_TK, ids_TK, L, wire) -> None:
+        """y_TD: my tokens' sums over all ranks' y that were copied here; d_weights_TK from their d_weights."""
+        rows, *scales = (self.table(name, y) for name, y in wire.items())
+        exchange.pull(
+            y_TD, d_weights_TK, ids_TK, rows, self.addresses["d_weights"], self.addresses["side"], self.rank,
+            self.capacity, L, _all(y_TD), False, *scales,
+        )  # fmt: skip
+
+    def table(self, name, y) -> Tensor:
+        """Addresses at which a pull finds my tokens' slots in my own memory: those of y for this rank, of another rank's part of
+        the sums for that one, each as if it began with rank 0's tokens."""
+        width = y[0].numel() * y.itemsize
+        if (name, width) not in self.tables:
+            q = torch.arange(self.world, device=y.device)
+            sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
+            parts = sums + (q - self.rank) * (self.capacity * width)
+            self.tables[name, width] = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
+        return self.tables[name, width]
 
     def meet(self) -> None:
         exchange.meet(self.addresses["main"], self.rank)
+
+
+def _others_first(rank: int, world: int) -> list[int]:
+    """All ranks, this one last, and no rank everybody's first."""
+    return [(rank + i) % world for i in range(1, world + 1)]
 
 
 def _up(n: int) -> int:
@@ -184,7 +245,10 @@ def moe(x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, 
 
 
 class _Experts:
-    """This rank's experts at work on the rows that arrived: moe_mlp's kernels, with results in the exchange's sections."""
+    """This rank's experts at work on the rows that arrived: moe_mlp's kernels, with results in the exchange's sections.
+
+    Slots to which no token came keep whatever y and d_weights hold there: nobody reads them.
+    """
 
     def __init__(self, ex, gate_up, down, bias, activation, K, dtype, pairs):
         (self.L, D, _), self.K, self.activation = down.shape, K, activation
@@ -195,29 +259,27 @@ class _Experts:
         ids = ex.routes("ids", K, torch.int32)
         self.windows = list(gpu.windows(route(ids, self.L, pairs), ids.numel()))
 
-    def layer(self, window, spared=0):
-        """moe_mlp's kernels for a window of the sorted rows, on all but `spared` multiprocessors."""
+    def layer(self, window):
+        """moe_mlp's kernels for a window of the sorted rows."""
         operands = (self.gate_up, self.down, self.dy)
-        layer = gpu.Layer(self.x, self.down.shape, self.K, window, self.weights, operands, self.activation)
-        layer.sms -= spared
-        return layer
+        return gpu.Layer(self.x, self.down.shape, self.K, window, self.weights, operands, self.activation)
 
     def forward(self, h):
         """y; H of the first window into h, unless it is None."""
         for i, window in enumerate(self.windows):
             layer = self.layer(window)
             act = layer.up(self.gate_up, self.bias, None if i else h)
-            layer.combine(layer.rows("down", act, self.down, True), self.weights, self.y, add=i > 0)
+            layer.combine(layer.rows("down", act, self.down, True), self.weights, self.y, add=i > 0, fill=False)
 
-    def backward(self, h, spared, x_is_here, dx_is_there):
+    def backward(self, h, x_is_here, dx_is_there):
         """d_gate_up, d_down, d_bias (None without one); dx and d_weights into their sections.
 
-        Before anything reads x, x_is_here() is called, and once dx and d_weights are complete, dx_is_there(): beside the
-        exchanges which these stand for run the products before the first and after the second, `spared` multiprocessors smaller.
-        Windows behind the first, empty unless routing is skewed, compute H again for either half.
+        Before anything reads x, x_is_here() is called, and once dx and d_weights are complete, dx_is_there(): what moves x runs
+        beside the products before the first, what moves dx beside those after the second. Windows behind the first, empty unless
+        routing is skewed, compute H again for either half.
         """
         first, *rest = self.windows
-        dh, act, ds = self.gradient_of_h(first, h, spared)
+        dh, act, ds = self.gradient_of_h(first, h)
         self.gradient_of_x(0, dh, ds)
         x_is_here()
         for i, window in enumerate(rest, 1):
@@ -225,16 +287,16 @@ class _Experts:
             self.gradient_of_x(i, dh_i, ds_i)
             del dh_i, ds_i
         dx_is_there()
-        grads = self.gradients_of_experts(0, dh, act, None, spared)
+        grads = self.gradients_of_experts(0, dh, act, None)
         del dh, act, ds
         for i, window in enumerate(rest, 1):
             dh, act, _ = self.gradient_of_h(window, None)
             grads = self.gradients_of_experts(i, dh, act, grads)
         return grads
 
-    def gradient_of_h(self, window, h, spared=0):
+    def gradient_of_h(self, window, h):
         """dH, the weighted activation and the parts of the routing weights' gradient; H is computed again where h is None."""
-        layer = self.layer(window, spared)
+        layer = self.layer(window)
         if h is None:
             h = layer.empty(layer.N, 2 * layer.F)
             layer.up(self.gate_up, self.bias, h)
@@ -243,15 +305,14 @@ class _Experts:
     def gradient_of_x(self, i, dh, ds):
         """dx into y, d_weights; windows behind the first add to what is there."""
         layer = self.layer(self.windows[i])
-        layer.combine(layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, add=i > 0)
+        layer.combine(layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, i > 0, fill=False)
 
-    def gradients_of_experts(self, i, dh, act, sums, spared=0):
+    def gradients_of_experts(self, i, dh, act, sums):
         """d_gate_up, d_down, d_bias (None without one) of window i, added to `sums` if that is not None."""
-        layer, sums = self.layer(self.windows[i], spared), sums or (None,) * 3
+        layer, sums = self.layer(self.windows[i]), sums or (None,) * 3
         gather = {kernel: layer.config(kernel).gather for kernel in ("dw_down", "dw_up")}
         dy = self.dy if gather["dw_down"] else layer.gathered(self.dy)
         d_down = layer.dw("dw_down", dy, act, "a" if gather["dw_down"] else "", sums[1])
-        layer.sms += spared
         x = self.x if gather["dw_up"] else layer.gathered(self.x)
         d_gate_up = layer.dw("dw_up", dh, x, "b" if gather["dw_up"] else "", sums[0])
         return d_gate_up, d_down, None if self.bias is None else layer.bias_gradient(dh, sums[2])
@@ -302,31 +363,46 @@ def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, p
         ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
         main, side = torch.cuda.current_stream(), ex.side
         dx, d_weights = torch.empty_like(x), torch.empty_like(weights)
-        beside = BESIDE if BESIDE and pays_beside(ex, x, K, down) else 0
+        hidden = hides(ex, x, K, down)
+        ex.push("dy", dy, ids, weights, L, fp8, meet=hidden)
 
-        def push_x(*where):
-            ex.push("x", x, ids, None, L, fp8, *where)
-            if fp8:
-                ex.unpack("x", D, x.dtype, K)
-
-        def beside_products(fn, *args):
+        def beside(copy, wire):
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                fn(*args, "side", beside)
+                copy(wire)
+                exchange.meet(ex.addresses["side"], ex.rank, wait=False)
+            return wire  # whose memory must live until the streams have joined
 
-        ex.push("dy", dy, ids, weights, L, fp8, meet=beside > 0)
-        if beside:
-            beside_products(push_x)
-            steps = lambda: main.wait_stream(side), lambda: beside_products(ex.pull, dx, d_weights, ids, L, fp8)
+        def arrived():
+            exchange.meet(ex.addresses["side"], ex.rank, arrive=False)
+
+        copied = []
+        if hidden:
+            copied.append(beside(ex.copy_x, ex.wire_x("x", x, fp8)))
         else:
-            push_x()
-            steps = lambda: None, lambda: ex.pull(dx, d_weights, ids, L, fp8)
+            ex.push("x", x, ids, None, L, fp8)
         if fp8:
             ex.unpack("dy", D, x.dtype, K)
         experts = _Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
-        grads = experts.backward(h, beside, *steps)
-        main.wait_stream(side)
-        ex.meet()  # weight gradients have read x and dy
+
+        def x_is_here():
+            if hidden:
+                arrived()
+            if fp8:
+                ex.unpack("x", D, x.dtype, K)
+
+        def dx_is_there():
+            if hidden:
+                copied.append(beside(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
+            else:
+                ex.pull(dx, d_weights, ids, L, fp8)
+
+        grads = experts.backward(h, x_is_here, dx_is_there)
+        if hidden:
+            arrived()
+            ex.sum(dx, d_weights, ids, L, copied[1])
+            main.wait_stream(side)
+        ex.meet()  # weight gradients have read x and dy, and sums are read
     d_gate_up, d_down, d_bias = grads
     return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias
 
@@ -352,17 +428,14 @@ def _differentiate(ctx, dy, _):
 torch.library.register_autograd("tmoe::symm_moe", _differentiate, setup_context=_save, lib=_lib)
 
 
-def pays_beside(ex, x, K, down) -> bool:
-    """Whether an exchange is better hidden under a product than shown, given that the product then has fewer processors.
-
-    Rows of `capacity` tokens go to min(K, ranks - 1) ranks at LINK bytes a second; 2 capacity K D F operations take their
-    time at PRODUCT a second, and with BESIDE processors fewer so much longer. All ranks must decide alike: nothing here
-    depends on how many tokens this one has.
+def hides(ex, x, K, down) -> bool:
+    """Whether the copy engines bring a copy of `capacity` rows to all peers while the products beside it run: 6 capacity K D F
+    operations, of dH and dX or of the weights' gradients. All ranks must decide alike: nothing here depends on how many tokens
+    this one has.
     """
-    (D, F), sms = down.shape[1:], device_facts(x.device)[1]
-    moving = ex.capacity * D * x.itemsize * min(K, ex.world - 1) / LINK
-    product = 2 * ex.capacity * K * D * F / PRODUCT
-    return sms > 2 * BESIDE and product * BESIDE / (sms - BESIDE) < moving
+    D, F = down.shape[1:]
+    moving = ex.capacity * D * x.itemsize * (ex.world - 1) / LINK
+    return moving < 6 * ex.capacity * K * D * F / PRODUCT
 
 
 @functools.cache

@@ -1,0 +1,79 @@
+"""How long an asynchronous checkpoint holds training up, beside the bare copy of as many bytes to pinned memory.
+
+    python -m benchmarks.save --gib 30 --folder /fast/disk --json save.jsonl
+
+One rank's state as training has it: fp32 weights and both moments, in tensors of 1 GiB. The first save also pins its buffers. When it
+is on the disk, bare copies into the same buffers are timed, and a second save. Seconds of each, until the GPU is free again.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from tmoe.checkpoint import Checkpoints
+
+PIECE = 2**28  # fp32 elements of a tensor: 1 GiB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=30, help="GiB of state")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    whole, rest = divmod(round(args.gib * 2**28), PIECE)
+    sizes = [PIECE] * whole + [rest] * (rest > 0)
+    state = {f"tensor{i}": torch.randn(n, device="cuda" if gpu else "cpu") for i, n in enumerate(sizes)}
+    bytes_ = sum(t.nbytes for t in state.values())
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    try:
+        checkpoints = Checkpoints(folder, keep=1, mode="async", info={})
+        first, on_disk = timed(lambda: checkpoints.save(1, dict(state), {}, {})), timed(checkpoints.finish)
+        buffers = checkpoints._staging
+
+        def copy() -> None:
+            for name, t in state.items():
+                buffers[name].copy_(t, non_blocking=True)
+
+        copies = [timed(copy) for _ in range(3)]
+        stall = timed(lambda: checkpoints.save(2, dict(state), {}, {}))
+        result = dict(
+            date=str(date.today()), gpu=torch.cuda.get_device_name() if gpu else None, torch=torch.__version__, bytes=bytes_,
+            first_stall_s=first, stall_s=stall, bare_copy_s=statistics.median(copies), on_disk_s=first + on_disk,
+        )  # fmt: skip
+        print(
+            f"{bytes_ / 2**30:.1f} GiB: training stood for {stall:.2f} s ({first:.1f} in the first save, which pins the memory); bare "
+            f"copy to pinned memory {result['bare_copy_s']:.2f} s; hashed, on the disk and synced after {first + on_disk:.1f} s",
+            flush=True,
+        )
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+        checkpoints.finish()
+    finally:
+        shutil.rmtree(folder)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds until it is done, on the GPU as well."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
