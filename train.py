@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
     run = runtime.start(cfg.seed)
-    with run.watch:
+    with run.watch, run.refusing(SkipGuard.TooMany):
         trainer = Trainer(cfg, run)
         with trainer.metrics:
             trainer.train()
@@ -79,17 +79,14 @@ class Trainer:
             info=dict(config=asdict(cfg), versions=versions()),
         )
         self.restore()
-        self.metrics = Metrics(
-            cfg,
-            rank=run.rank,
-            world=run.world,
-            device=run.device,
-            flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
-            peak=peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None,
-            start_step=self.step,
-            versions=versions(),
-            facts=dict(data=self.data.describe(), unigram_entropy=self.entropy),
+        peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
+        flops, facts = (
+            flops_per_token(cfg.model, cfg.train.seq),
+            dict(data=self.data.describe(), unigram_entropy=self.entropy),
         )
+        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), facts=facts)
+        ours |= dict(flops_per_token=flops, peak=peak, start_step=self.step)
+        self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with
         self.announce()
 
     def train(self) -> None:
@@ -195,7 +192,7 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                run.together(lambda: hf.require_same_model(path, cfg.model))
+                run.together(lambda: hf.require_same_run(path, cfg))
                 state, rng = self.checkpoints.load(path, self.tensors())
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])

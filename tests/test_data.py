@@ -1,73 +1,28 @@
-"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader, and every error."""
+"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader. Every error is in test_data_errors.py."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import random
 import subprocess
 import sys
 import threading
 from collections import Counter
 from pathlib import Path
 
+import corpora
 import numpy as np
 import pytest
-import tokenizers
 import torch
+from corpora import data, prose
 
-from tmoe.config import DataConfig
 from tmoe.corpus import HEADER_BYTES, held_out, open_shard, read_documents, stdlib_files
-from tmoe.data import IGNORE, Dataset, Loader, choose, convert, open_data, parse_sources, permute, unigram_entropy
+from tmoe.data import IGNORE, Dataset, Loader, choose, convert, parse_sources, permute, unigram_entropy
 from tmoe.tokenizer import ByteTokenizer, DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-WORDS = ["expert", "router", "token", "gate", "shard", "batch", "mesh", "world", "step", "norm"]
-
-
-def prose(seed: int, words: int) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=words))
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    for number in range(30):
-        path = folder / f"part{number % 3}" / f"{number}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(prose(number, 40 + number))
-    return folder
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "lines.jsonl"
-    path.write_text("\n".join(json.dumps({"text": prose(100 + n, 30) + "z" * (n == 17)}) for n in range(40)) + "\n\n")
-    return path
-
-
-@pytest.fixture
-def bpe(tmp_path: Path) -> Path:
-    """A byte-level BPE of 300 ids, trained on the words above, with an end-of-text token."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([prose(0, 500)], trainer)
-    path = tmp_path / "bpe" / "tokenizer.json"
-    path.parent.mkdir()
-    tokenizer.save(str(path))
-    return path
-
-
-def data(*paths: Path | str, seq: int = 16, vocab: int = 256, split: str = "train", **settings: object) -> Dataset:
-    return open_data(DataConfig(path=tuple(map(str, paths)), **settings), seq, vocab, split)
+texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -312,12 +267,6 @@ def test_text_through_a_tokenizer_json(texts: Path, bpe: Path):
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shards(texts: Path, jsonl: Path, tmp_path: Path) -> Path:
-    convert((str(texts), str(jsonl)), out=tmp_path / "made" / "shards", shard_tokens=2000)
-    return tmp_path / "made" / "shards"
-
-
 def test_shards_hold_what_the_texts_held(shards: Path, texts: Path, jsonl: Path):
     files = sorted(shards.iterdir())
     assert len(files) > 5
@@ -368,131 +317,6 @@ def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):
     with pytest.raises(DataError, match=r"zz\.jsonl:2: "):
         convert((str(texts),), out=tmp_path / "out", shard_tokens=500)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-def rewrite(path: Path, **fields: object) -> None:
-    raw = path.read_bytes()
-    header = {**json.loads(raw[:HEADER_BYTES]), **fields}
-    path.write_bytes(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n" + raw[HEADER_BYTES:])
-
-
-def test_id_above_the_vocabulary_names_file_and_byte(shards: Path):
-    path = sorted(shards.iterdir())[2]
-    _, run = open_shard(path, 256)
-    highest = int(run.tokens.argmax())
-    offset = HEADER_BYTES + 2 * highest
-    with pytest.raises(DataError, match=rf"{path.name}: token id {run.tokens[highest]} at byte {offset}: .*=100 - 1"):
-        open_shard(path, 100)
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str):
-    path = sorted(shards.iterdir())[1]
-    runs = data(shards, split=split, val_fraction=0.3).sources[0].runs
-    offset = next(run.offset for run in runs if run.where == str(path)) + 2 * 40
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write((777).to_bytes(2, "little"))
-    dataset = data(shards, split=split, val_fraction=0.3)
-    with pytest.raises(DataError, match=rf"{path.name}: token id 777 at byte {offset}: "):
-        for index in range(dataset.samples):
-            dataset.sample(index)
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (
-            lambda p: os.truncate(p, p.stat().st_size - 3),
-            r"truncated: ends at byte \d+, its header promises \d+ tokens",
-        ),
-        (lambda p: os.truncate(p, 500), r"truncated: ends at byte 500, inside the header"),
-        (lambda p: os.truncate(p, 0), r"empty shard: ends at byte 0"),
-        (lambda p: (os.truncate(p, HEADER_BYTES), rewrite(p, tokens=0)), r"empty shard: no tokens after .*byte 1024"),
-        (lambda p: p.write_bytes(p.read_bytes() + b"xx"), r"too long: ends at byte"),
-        (lambda p: p.write_bytes(bytes(2000)), r"byte 0 begins no tmoe-shard header"),
-        (lambda p: rewrite(p, version=2), r"version 1: .*version 2"),
-        (lambda p: rewrite(p, dtype="float32"), r"dtype 'float32'"),
-        (lambda p: rewrite(p, tokenizer="sha256:other"), r"tokenizer sha256:other"),
-    ],
-)
-def test_broken_shard(shards: Path, harm, message: str):
-    path = sorted(shards.iterdir())[1]
-    harm(path)
-    with pytest.raises(DataError, match=rf"{path.name}: .*{message}"):
-        data(shards)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "x"', r"l\.jsonl:2: not JSON"),
-        (b'{"body": "x"}', r'l\.jsonl:2: needs an object with a string field "text"'),
-        (b'["text"]', r'l\.jsonl:2: needs an object with a string field "text"'),
-        (b'{"text": "\xff"}', r"l\.jsonl:2: not JSON"),
-        (rb'{"text": "ab\ud800"}', r"l\.jsonl:2: not Unicode text at offset 2"),
-        (rb'{"text": "ab\u0000"}', r"l\.jsonl:2: holds the document separator \(id 0\) at token 2"),
-    ],
-)
-def test_malformed_jsonl_names_the_line(tmp_path: Path, line: bytes, message: str):
-    path = tmp_path / "l.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=message):
-        convert((str(path),), out=tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("nowhere", r"nowhere: no such file or folder"),
-        ("nowhere:3", r"nowhere: no such file or folder"),
-        ("stdlib:", r"--data\.path stdlib:: .*PATH:WEIGHT"),
-        ("stdlib:much", r"'much' is no weight"),
-        ("stdlib:-1", r"'-1' is no weight"),
-        ("stdlib:0", r"weight > 0"),
-        ("stdlib:1/0", r"'1/0' is no weight"),
-        (":2", r"PATH or PATH:WEIGHT"),
-    ],
-)
-def test_bad_source(spec: str, message: str):
-    with pytest.raises(DataError, match=message):
-        data(spec)
-
-
-def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
-    with pytest.raises(DataError, match=rf"{shards}: has no weight"):
-        data(f"{texts}:1", shards)
-    with pytest.raises(DataError, match=r"tokenizer bytes, not sha256:"):
-        data(shards, tokenizer=str(bpe), vocab=300)
-    with pytest.raises(DataError, match=r"ids up to 255: --model\.vocab=128 is too small"):
-        data(texts, vocab=128)
-    with pytest.raises(DataError, match=r"\d+ tokens in its val split, one sample needs 50001"):
-        data(texts, split="val", seq=50000)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: the folder holds no files"):
-        data(tmp_path / "empty")
-    (tmp_path / "empty" / "nothing.txt").touch()
-    with pytest.raises(DataError, match=r"empty: 0 tokens"):
-        data(tmp_path / "empty")
-    with pytest.raises(DataError, match=r"--data\.tokenizer=gone\.json: no such file"):
-        data(texts, tokenizer="gone.json")
-
-
-def test_text_that_is_none_names_file_and_offset(tmp_path: Path, bpe: Path):
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"abc\xff")
-    assert bytes(data(bad, seq=1).sources[0].runs[0].tokens) == b"abc\xff\0", "bytes need not be UTF-8"
-    with pytest.raises(DataError, match=r"bad\.txt: not Unicode text at offset 3"):
-        data(bad, tokenizer=str(bpe), vocab=300)
-    bad.write_bytes(b"abcd\0")
-    with pytest.raises(DataError, match=r"bad\.txt: holds the document separator \(id 0\) at token 4"):
-        data(bad)
-    bpe.write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json: not a Hugging Face tokenizer\.json"):
-        load_tokenizer(str(bpe))
 
 
 # ---- loader ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Cases 9 and 16 to 24; checkpoints are in test_faults_checkpoint.py, ranks that s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -270,6 +271,23 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
         assert "step 4" in result["error"] and "3 times in a row" in result["error"]
         assert_equal_state(result["seen"][2], result["end"])
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} <= {"step-2", "step-4"}
+
+
+def all_skipped(rank: int, world: int, argv: list[str], folder: Path) -> tuple[int, str]:
+    train.all_finite = lambda *values: torch.zeros(())
+    with (folder / f"said-{rank}").open("w+") as said:
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+            train.main(argv)
+        said.seek(0)
+        return ended.value.code, said.read()
+
+
+def test_21_the_end_by_skipped_steps_is_one_line(tmp_path, gloo):
+    flags = [*EP2, "--out", str(tmp_path / "run"), "--optim.max-skips", "2", "--optim.lr", "1e-3"]
+    (code, said), (other, quiet) = gloo(2, all_skipped, flags, tmp_path)
+    assert code == other == 2 and "Traceback" not in said + quiet and "error" not in quiet
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: step 1: loss or gradient norm was not finite 2 times in a row (--optim.max-skips=2)")
 
 
 def spiking(rank: int, world: int, argv: list[str]) -> None:

@@ -3,9 +3,9 @@
 next: ../tmoe/hf.py
 """
 
+import ctypes
 import json
 import re
-import resource
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from test_train import SMALL, run
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from tmoe import manifest, shards
 from tmoe.checkpoint import MismatchError, read_manifest
 from tmoe.cli import parse
 from tmoe.config import ConfigError
@@ -92,15 +93,25 @@ def test_damage_is_named(tmp_path):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("num_experts", "6", "num_experts='6': must be int"),
-        ("vocab_size", True, "vocab_size=True: must be int"),
-        ("rms_norm_eps", float("nan"), "rms_norm_eps=nan: must be float"),
-        ("norm_topk_prob", "no", "norm_topk_prob='no': must be bool"),
-        ("mlp_only_layers", "x", "mlp_only_layers='x': must be tuple"),
-        ("layer_types", 3, "layer_types=3: must be tuple"),
-        ("rope_parameters", "x", "rope_parameters='x': must be dict"),
+        ("num_experts", "6", "num_experts='6': must be a whole number"),
+        ("num_experts", [6], "num_experts=[6]: must be a whole number"),
+        ("hidden_size", {}, "hidden_size={}: must be a whole number"),
+        ("vocab_size", True, "vocab_size=True: must be a whole number"),
+        ("vocab_size", 31.0, "vocab_size=31.0: must be a whole number"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps=nan: must be a number"),
+        ("rms_norm_eps", float("inf"), "rms_norm_eps=inf: must be at least 0 and finite"),
+        ("rms_norm_eps", [1e-5], "rms_norm_eps=[1e-05]: must be a number"),
+        ("norm_topk_prob", "no", "norm_topk_prob='no': must be true or false"),
+        ("mlp_only_layers", "x", "mlp_only_layers='x': must be a list, each a whole number"),
+        ("mlp_only_layers", 1, "mlp_only_layers=1: must be a list, each a whole number"),
+        ("mlp_only_layers", ["1"], "mlp_only_layers=['1']: must be a list, each a whole number"),
+        ("layer_types", 3, "layer_types=3: must be a list, each text"),
+        ("rope_parameters", "x", "rope_parameters='x': must be an object"),
         ("rope_parameters", dict(rope_type=["yarn"]), "rope_type=['yarn']: valid are"),
-        ("rope_parameters", dict(rope_theta="a"), "rope.theta='a': must be float"),
+        ("rope_parameters", dict(rope_theta="a"), "rope_theta='a': must be a number"),
+        ("rope_parameters", dict(rope_theta=10**400), "0: must be a number"),
+        ("rope_parameters", dict(rope_type="linear", factor=[2]), "factor=[2]: must be a number"),
+        ("quantization_config", dict(quant_method=["fp8"]), "only None"),
         ("rope_parameters", dict(rope_type="llama3", factor=2), "low_freq_factor of rope_type llama3: missing"),
         ("quantization_config", "x", "quantization_config='x': only None"),
     ],
@@ -112,6 +123,61 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         import_hf(hf_dir, tmp_path / "step")
     assert sorted(tmp_path.iterdir()) == [hf_dir]
+
+
+@pytest.mark.timeout(20)  # lists as long as such a number would take minutes, then all memory
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("num_hidden_layers", 10**30, f"num_hidden_layers={10**30}: must be at most 4096"),
+        ("num_hidden_layers", 10**9, f"num_hidden_layers={10**9}: must be at most 4096"),
+        ("num_hidden_layers", -2, "num_hidden_layers=-2: must be at least 1"),
+        ("hidden_size", 10**30, f"hidden_size={10**30}: must be at least 1 and at most 1048576"),
+        ("hidden_size", 0, "hidden_size=0: must be at least 1"),
+        ("vocab_size", 10**30, f"vocab_size={10**30}: must be at least 1 and at most 2147483647"),
+        ("intermediate_size", 10**12, f"intermediate_size={10**12}: must be at least 1 and at most 1048576"),
+        ("moe_intermediate_size", -1, "moe_intermediate_size=-1: must be at least 1"),
+        (
+            "num_local_experts",
+            10**30,
+            f"num_local_experts={10**30}: with num_hidden_layers=2 more than 1048576 experts",
+        ),
+        ("num_local_experts", 10**5, f"num_local_experts={10**5}: must be at least 1 and at most 65536"),
+        ("num_experts_per_tok", 10**30, f"num_experts_per_tok={10**30}: must be 1 to num_local_experts=6"),
+        ("num_experts", 5, "num_experts=5 and num_local_experts=6: must be equal"),
+        ("num_attention_heads", 10**30, f"num_attention_heads={10**30}: must be"),
+        ("head_dim", 10**30, f"head_dim={10**30}: must be at least 1 and at most 1048576"),
+        ("max_position_embeddings", 10**30, f"max_position_embeddings={10**30}: must be at least 1 and at most"),
+        ("max_position_embeddings", 0, "max_position_embeddings=0: must be at least 1, or null"),
+        ("num_nextn_predict_layers", 10**9, f"num_nextn_predict_layers={10**9}: must be at most 4096"),
+        ("decoder_sparse_step", 0, "decoder_sparse_step=0: must be at least 1, or null"),
+        ("decoder_sparse_step", -1, "decoder_sparse_step=-1: must be at least 1, or null"),
+        ("mlp_only_layers", [0, 2], "mlp_only_layers=[0, 2]: must be numbers of the 2 layers, from 0 to 1"),
+        ("mlp_only_layers", [-1], "mlp_only_layers=[-1]: must be numbers of the 2 layers, from 0 to 1"),
+        ("quantization_config", dict(quant_method="mxfp4"), "quant_method='mxfp4', but no tensor is packed so"),
+    ],
+)
+def test_a_number_that_cannot_be_is_named(tmp_path, key, value, message):
+    """One ConfigError in config.json's own words, by the import and by a direct start, before any shape is made."""
+    hf_dir = saved(tmp_path / "hf", "qwen3_moe")
+    config = json.loads((hf_dir / "config.json").read_text())
+    model = Transformer(read_config(config))
+    (hf_dir / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        import_hf(hf_dir, tmp_path / "step")
+    assert "--model" not in str(error.value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_hf(hf_dir, model.state_dict(), model.cfg)
+    assert sorted(tmp_path.iterdir()) == [hf_dir]
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_a_window_of_nothing_is_named(tmp_path, value):
+    hf_dir = saved(tmp_path / "hf", "mixtral")
+    config = json.loads((hf_dir / "config.json").read_text())
+    (hf_dir / "config.json").write_text(json.dumps(config | dict(sliding_window=value)))
+    with pytest.raises(ConfigError, match=f"sliding_window={value}: must be at least 1, or null"):
+        import_hf(hf_dir, tmp_path / "step")
 
 
 @pytest.mark.parametrize(
@@ -218,25 +284,40 @@ def test_which_folder_is_hugging_faces(tmp_path):
     assert is_folder(hf_dir) and not is_folder(tmp_path / "step") and not is_folder(tmp_path)
 
 
-def peak(rank: int, world: int, folder: Path) -> list[int]:
-    """Bytes by which the largest resident size grows in an import and in the export of what came."""
+def resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (the most since the mark was taken down) of this process, in bytes."""
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+
+def peak(rank: int, world: int, folder: Path, threads: int) -> list[int]:
+    """Bytes by which the resident size grows in an import and in the export of what came.
+
+    glibc keeps what a thread has freed in an arena of that thread's, up to twice the largest block it has seen, and which arena a
+    new thread gets is a matter of timing: 7 to 14 MB were seen for what is 5.3. A fixed threshold hands every tensor straight back.
+    """
+    M_MMAP_THRESHOLD = -3
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    shards.WRITERS = manifest.READERS = threads
     found = []
     for size in ("small", "large"):  # the small model's round loads code and warms allocators
         for convert, source, target in ((import_hf, "hf", "step"), (export_hf, "step", "back")):
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            Path("/proc/self/clear_refs").write_text("5")  # takes the mark down to what is resident now
+            before = resident("VmRSS")
             convert(folder / size / source, folder / size / target)
-            found.append(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+            found.append(resident("VmHWM") - before)
     return found[2:]
 
 
-def test_memory_is_that_of_a_few_tensors(gloo, tmp_path):
-    """32 layers, 76 MB in files of 24 MB, no tensor above 1 MB; beside them the first 4 layers alone."""
+@pytest.mark.parametrize(("threads", "limit"), [(1, 4e6), (8, 7e6)])
+def test_memory_is_that_of_a_few_tensors(gloo, tmp_path, threads, limit):
+    """32 layers, 76 MB in files of 24 MB, no tensor above 1 MB; beside them the first 4 layers alone. Measured: 3.2 and 5.3 MB, for
+    of up to eight threads such a model keeps two at work."""
     sizes = SIZES | dict(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=512)
     for name, layers in (("small", 4), ("large", 32)):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes | dict(num_hidden_layers=layers)))
         model.save_pretrained(tmp_path / name / "hf", max_shard_size="24MB")
-    for growth in gloo(1, peak, tmp_path)[0]:
-        assert growth < 20e6, f"{growth / 1e6:.1f} MB"
+    for growth in gloo(1, peak, tmp_path, threads)[0]:
+        assert growth < limit, f"{growth / 1e6:.1f} MB"
 
 
 def test_command_line(tmp_path, capsys):

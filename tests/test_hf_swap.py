@@ -164,5 +164,7 @@ def test_swap_refuses_what_it_does_not_compute():
     with pytest.raises(ConfigError, match=r"swiglu_alpha=1.702, swiglu_limit=6.0; computed: \(1.702, 7.0\)"):
         swap_experts(model)
     model = swap_experts(make("mixtral"))
-    with pytest.raises(ConfigError, match="no module"):
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="2 blocks of this mixtral have tmoe's experts already; swap a model once"):
         swap_experts(model)
+    assert all(before[name] is p for name, p in model.named_parameters())

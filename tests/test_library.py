@@ -8,6 +8,7 @@ from torch import nn
 
 import tmoe
 from tmoe.balance import Balancer, stack
+from tmoe.parallel.apply import apply_ep
 
 CFG = tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=12, shared_dim=8, balance_coeff=0.1)
 D, STEPS, ROWS = 16, 6, 8
@@ -75,6 +76,34 @@ def test_bf16_trains_fp32_masters(gloo):
     assert all(p.dtype == torch.float32 for p in got.values())
     assert norms == pytest.approx(want, rel=0.1)
     assert norms != want
+
+
+def twice(rank: int, world: int) -> list[str]:
+    said, mesh = [], tmoe.parallel.build_mesh(ep=world)
+    cfg = tmoe.Config(compile=False)
+    whole = tmoe.Transformer(tmoe.config.ModelConfig(vocab=16, dim=16, layers=1, head_dim=4, moe=CFG))
+    half = nn.ModuleList(tmoe.MoE(D, CFG) for _ in range(2))
+    apply_ep(half[1], mesh, "auto")
+    theirs = Theirs()
+    for model in theirs, whole:
+        tmoe.parallel.parallelize(model, mesh, cfg)
+    for again in (
+        *(lambda m=m: tmoe.parallel.parallelize(m, mesh, cfg) for m in (theirs, whole, half)),
+        lambda: apply_ep(half[1], mesh, "auto"),
+    ):
+        with pytest.raises(ValueError) as error:
+            again()
+        said.append(str(error.value))
+    return [*said, type(half[0].experts.gate_up.data).__name__]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_is_laid_out_once(gloo, world):
+    for *said, untouched in gloo(world, twice):
+        assert [text.split(" is laid")[0] for text in said[:3]] == [
+            f"parallelize: this {name}" for name in ("Theirs", "Transformer", "ModuleList")
+        ]
+        assert "spread over a mesh already" in said[3] and untouched == "Tensor"
 
 
 def test_stand_alone_layer_and_its_losses():

@@ -2,15 +2,20 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import two_hosts
+from test_train import SMALL, lines
 
 import train
+from tmoe import runtime
 from tmoe.cli import parse
 from tmoe.parallel import build_mesh
 from tmoe.parallel.mesh import require_ep_inside_nodes
@@ -141,6 +146,78 @@ def test_train_ends_with_code_2_on_every_rank(gloo, tmp_path):
     assert ends[0][1].startswith("error: --parallel.ep=2: 1 of 2 expert groups would span nodes (of [1, 3] processes)")
     assert [said for _, said in ends[1:]] == [""] * 3, "said once"
     assert not (tmp_path / "run").exists()
+
+
+def test_each_life_meets_under_a_name_of_its_own(monkeypatch):
+    """Workers that torchrun started again share its store with the dead ones, and one of them comes late."""
+    agents = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(agents, 0, 1)]))
+
+    def join(rank: int, world: int, late: int) -> dist.Store:
+        time.sleep(0.2 * (rank == late))
+        return runtime.meet(rank, world)
+
+    lives = []
+    for world, late in ((3, 0), (3, 1), (2, 0), (4, 3), (1, None)):
+        with ThreadPoolExecutor(world) as pool:
+            stores = [joined.result(20) for joined in [pool.submit(join, r, world, late) for r in range(world)]]
+        stores[0].set("address", f"of life {len(lives)}")
+        assert {store.get("address").decode() for store in stores} == {f"of life {len(lives)}"}
+        lives.append(stores[-1])
+    assert [life.get("address").decode() for life in lives] == [f"of life {n}" for n in range(5)]
+
+
+DIES_ONCE = """
+import os, sys
+from pathlib import Path
+import train
+
+dead, compute = Path(sys.argv[1]), train.Trainer.forward_backward
+
+def dying(self, *args):
+    if self.step == 3 and os.environ["RANK"] == "1" and not dead.exists():
+        dead.write_text(os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+        os._exit(9)
+    return compute(self, *args)
+
+train.Trainer.forward_backward = dying
+train.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", [1, 2])
+def test_torchrun_starts_dead_workers_again(tmp_path, agents):
+    """--max-restarts as it stands: two gloo workers, rank 1 dies in its first life, the second goes on from the checkpoint. With
+    two agents only one of them counts the restart."""
+    (tmp_path / "worker.py").write_text(DIES_ONCE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "run"
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(agents), "--max-restarts", "1"]
+    agent += ["--nproc-per-node", str(2 // agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    agent += ["--rdzv-id", "x", "--local-addr", "127.0.0.1", str(tmp_path / "worker.py"), str(tmp_path / "dead")]
+    flags = [*SMALL, "--steps", "6", "--checkpoint.every", "2", "--checkpoint.mode", "sync", "--out", str(out)]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(train.__file__).parent),
+    }
+    env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
+    logs = [(tmp_path / f"log-{i}").open("w+") for i in range(agents)]
+    runs = [subprocess.Popen([*agent, *flags], env=env, stdout=log, stderr=log) for log in logs]
+    try:
+        codes = [run.wait(150) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    said = "".join(Path(log.name).read_text() for log in logs)
+    assert codes == [0] * agents, said
+    assert (tmp_path / "dead").read_text() == "True", "the agent's store is what this is about"
+    assert "resumed after step 2" in said
+    assert [line["step"] for line in lines(out)] == list(range(6))
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ import torch
 import train
 from tmoe import runtime
 from tmoe.cli import parse
+from tmoe.offline import plan_reshard
+from tmoe.rewrite import rewrite
 
 SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
     --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32 --steps 8 --optim.warmup 2
@@ -191,24 +193,58 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
         ("tiny --world 4", r"--world=4: only for --dry-run"),
         ("tiny --dry-run --world -4", r"--world=-4: must be at least 1"),
         ("tiny --optim.lr inf", r"--optim\.lr=inf: must be positive and finite"),
-        ("tiny --optim.weight-decay nan", r"--optim\.weight-decay=nan: must be at least 0 and finite"),
+        ("tiny --optim.weight-decay nan", r"--optim\.weight-decay=nan: must be a number"),
+        ("tiny --optim.weight-decay inf", r"--optim\.weight-decay=inf: must be at least 0 and finite"),
         ("tiny --model.moe.scaling 0", r"--model\.moe\.scaling=0\.0: must be positive"),
         ("tiny --model.norm-eps -1", r"--model\.norm-eps=-1\.0: must be at least 0"),
         ("tiny --model.rope.beta-slow 40", r"--model\.rope\.beta-slow=40\.0: .*below --model\.rope\.beta-fast=32\.0"),
         ("tiny --model.rope.original-max-seq 0", r"--model\.rope\.original-max-seq=0: must be at least 1"),
-        ("tiny --seed -1", r"--seed=-1: must be 0 to 2147483647"),
+        ("tiny --seed -1", r"--seed=-1: must be at least 0 and at most 2147483647"),
         ("tiny --out /dev/null/run", r"--out=/dev/null/run: /dev/null must be a folder that can be written"),
         ("tiny --profile -1", r"--profile=\(-1,\): must be numbers of steps"),
+        ("tiny --steps 5 --profile 3 5", r"--profile=\(3, 5\): must be numbers of steps, from 0 to --steps=5 - 1"),
+        ("tiny --eval-only --profile 3", r"--profile=\(3,\): a run without steps has none"),
+        ("tiny --model.rope.factor 8", r"--model\.rope\.factor=8\.0: needs --model\.rope\.scaling"),
+        (["tiny", "--out", ""], r"--out='': must not be empty"),
+        (["tiny", "--init", ""], r"--init='': must not be empty"),
+        (["tiny", "--data.path", ""], r"--data\.path=\('',\): needs at least one source, and no empty one"),
+        ("tiny --parallel.dispatch symm", r"--parallel\.dispatch=symm: needs --parallel\.ep above 1.*auto or local"),
+        ("tiny --log.wandb p", r"--log\.wandb=p: needs the package wandb, which is not installed"),
+        ("tiny --model.layers 1000000000", r"--model\.layers=1000000000: must be at least 1 and at most 4096"),
+        (f"tiny --model.dim {10**30}", r"--model\.dim=10{30}: must be at least 1 and at most 1048576"),
+        (f"tiny --steps {10**400}", r"--steps=1[0 ]+: must be at least 0 and at most 2147483647"),
+        ("tiny --dry-run --world 1000000000000", r"--world=1000000000000: must be at least 1 and at most 65536"),
+        ("tiny --train.batch 2147483647", r"--train\.batch=2147483647 x .* tokens a rank in a step; must be below"),
     ],
 )
-def test_invalid_settings_are_one_error(argv, says, capsys):
+def test_invalid_settings_are_one_error(argv, says, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(SystemExit) as error:
-        parse(argv.split(), "")
+        parse(argv.split() if isinstance(argv, str) else argv, "")
     printed = capsys.readouterr()
     text = f"{error.value} {printed.out} {printed.err}"
     text = " ".join(re.sub(r"[│╭╮╰╯─\n]", " ", text).split())
     assert re.search(says, text), text
     assert error.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "{", "config.json: no config.json of a run"),
+        ("config.json", "[]", "config.json: no config.json of a run"),
+        ("config.json", '{"starts": [3]}', "config.json: no config.json of a run"),
+        ("config.json", None, "Is a directory: "),
+        ("metrics.jsonl", None, "Is a directory: "),
+        ("checkpoints", "", "checkpoints must be a folder that can be written"),
+    ],
+)
+def test_a_run_folder_that_cannot_go_on_is_one_line(gloo, tmp_path, file, content, says):
+    """Before step 0 and on every rank, though rank 0 alone writes there."""
+    (tmp_path / file).mkdir() if content is None else (tmp_path / file).write_text(content)
+    (code, said), (other, quiet) = gloo(2, other_state, [*SMALL, "--out", str(tmp_path)])
+    assert code == other == 2 and says in said and not quiet
+    assert sum(line.startswith(("error: ", "rank")) for line in said.splitlines()) == 1
 
 
 def bad_data(rank: int, world: int, path: str) -> tuple[int, str]:
@@ -219,6 +255,37 @@ def bad_data(rank: int, world: int, path: str) -> tuple[int, str]:
         except SystemExit as error:
             return error.code, said.getvalue()
     return 0, ""
+
+
+def other_state(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            cfg = parse(argv, "", rank=rank, world=world)
+            train.Trainer(cfg, runtime.start(cfg.seed))
+        except SystemExit as error:
+            return error.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_resume_with_another_kind_of_state_is_one_line(gloo, tmp_path, kept):
+    """An average that is switched off or on, and weights alone: one hint instead of a line for each tensor."""
+    flags = [*SMALL, "--steps", "1", "--out", str(tmp_path / "run")]
+    ema = ["--optim.ema", "0.9"]
+    gloo(1, run, flags + ema * kept)
+    (code, said), (other, quiet) = gloo(2, other_state, flags + ema * (not kept))
+    assert code == other == 2 and said.count("\n") == 1 and not quiet
+    step = tmp_path / "run/checkpoints/step-1"
+    if kept:
+        assert said.startswith(f"error: --optim.ema=0.0: {step} holds an average of the weights; keep the setting")
+        rewrite(plan_reshard(step, world=1, only=["model"]), tmp_path / "weights")
+        (code, said), _ = gloo(2, other_state, [*flags, "--resume", str(tmp_path / "weights")])
+        assert code == 2 and said.count("\n") == 1 and f"{tmp_path / 'weights'} holds no optimizer state" in said
+    else:
+        assert said.startswith(
+            f"error: --optim.ema=0.9: {step} holds no average of the weights; resume with --optim.ema 0"
+        )
+    assert f"--init {step}" in said or kept
 
 
 def test_bad_input_on_one_rank_ends_all(gloo, tmp_path):
@@ -240,7 +307,9 @@ def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):
         raise Stop
 
     monkeypatch.setattr(train, "Trainer", trainer)
-    monkeypatch.setattr(runtime, "start", lambda seed: SimpleNamespace(watch=nullcontext()))
+    monkeypatch.setattr(
+        runtime, "start", lambda seed: SimpleNamespace(watch=nullcontext(), refusing=lambda *_: nullcontext())
+    )
     with pytest.raises(Stop):
         train.main([w for w in SMALL if w != "--no-compile"])
     assert seen["compile"] is False

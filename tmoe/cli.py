@@ -3,6 +3,7 @@
 next: config.py
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -51,13 +52,17 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
     if not cfg.dry_run:
-        require_writable(cfg.out)
+        for place in (cfg.out, f"{cfg.out}/checkpoints", *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else [])):
+            require_writable(cfg.out, place)
+        for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
+            if wanted and importlib.util.find_spec(flag) is None:
+                raise ConfigError(f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here")
     return cfg
 
 
-def require_writable(out: str) -> None:
-    """Raise ConfigError unless the run folder is there to be written, or can be made."""
-    path = Path(out).absolute()
+def require_writable(out: str, place: str) -> None:
+    """Raise ConfigError unless the place in the run folder is a folder to be written, or can be made."""
+    path = Path(place).absolute()
     nearest = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists raises where it may not look
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")

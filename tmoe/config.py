@@ -11,6 +11,7 @@ next: train.py
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -24,20 +25,54 @@ def require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def require_choices(cfg: Any, section: str) -> None:
-    """Library users pass strings past the command line: a typo must not quietly mean the last branch."""
-    for name, hint in get_type_hints(type(cfg)).items():
-        value, valid = getattr(cfg, name), get_args(hint)
-        if get_origin(hint) is Literal and value not in valid:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{section}.{flag}={value}: must be one of {', '.join(map(str, valid))}")
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
+# largest whole numbers by name: far above any model, and no product of them overflows 63 bits of bytes
+MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
+MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
+MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
 
 
-def require_at_least(cfg: Any, flags: str, low: int, *names: str) -> None:
-    """Whole numbers and finite floats from `low` on (NaN is none). flags: what their flags start with."""
-    for name in names:
+def spell(kind: Any) -> str:
+    """A type of a setting in words."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, options))}"
+    if get_origin(kind) is tuple:
+        return f"a list{'' if ... in options else f' of {len(options)}'}, each {spell(options[0])}"
+    return " or ".join(map(spell, options)) or KINDS.get(kind, "none" if kind is type(None) else kind.__name__)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of this type, lists for tuples: whole numbers are floats as well, true and false are no numbers, nor is NaN."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return isinstance(value, type(options[0])) and value in options
+    if get_origin(kind) is tuple:
+        listed = isinstance(value, (list, tuple)) and (... in options or len(value) == len(options))
+        return listed and all(fits(one, options[0]) for one in value)
+    if options:
+        return any(fits(value, option) for option in options)
+    if kind is float:
+        return value == value if isinstance(value, float) else fits(value, int) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = "") -> None:
+    """Types of all settings (library users pass them past the command line), and ranges of those named in "batch seq": from 1 or
+    0 on to MOST, above 0 and finite, at least 0 and below 1. flags: what their flags start with. None is fine where the type says so."""
+    for name, kind in get_type_hints(type(cfg)).items():
         value, flag = getattr(cfg, name), flags + name.replace("_", "-")
-        require(low <= value < math.inf, f"{flag}={value}: must be at least {low} and finite")
+        shown = value if get_origin(kind) is Literal else repr(value)
+        require(fits(value, kind), f"{flag}={shown}: must be {spell(kind)}")
+        require(value != "", f"{flag}='': must not be empty")
+        most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else sys.float_info.max
+        end = f"at most {most}" if isinstance(value, int) else "finite"
+        for low, names in enumerate((zero, one)):
+            ok = value is None or name not in names.split() or low <= value <= most
+            require(ok, f"{flag}={value}: must be at least {low} and {end}")
+        ok = value is None or name not in positive.split() or 0 < value <= most
+        require(ok, f"{flag}={value}: must be positive and finite")
+        require(name not in share.split() or 0 <= value < 1, f"{flag}={value}: must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -72,14 +107,15 @@ class RopeConfig:
     """yarn: the ramp between the two begins and ends at whole pairs (False: gpt-oss)"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "model.rope")
+        zero = "attention_factor mscale mscale_all_dim"
+        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=zero)
         require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
-        require_at_least(self, "--model.rope.", 1, "max_seq", "factor", "original_max_seq")
+        stretched = self.scaling != "none" or self.factor == 1
+        require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
             a, b, (flag, other) = getattr(self, low), getattr(self, high), (n.replace("_", "-") for n in (low, high))
-            require(
-                0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be above 0 and below --model.rope.{other}={b}"
-            )
+            valid = f"above 0 and below --model.rope.{other}={b}"
+            require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
 
 
 @dataclass(frozen=True)
@@ -100,8 +136,7 @@ class MLAConfig:
     """rotary pairs are neighbours (2i, 2i+1), as in DeepSeek's checkpoints; False: (i, i + rope-dim/2)"""
 
     def __post_init__(self) -> None:
-        require_at_least(self, "--model.mla.", 1, "kv_rank", "nope_dim", "rope_dim", "v_dim")
-        require(self.q_rank >= 0, f"--model.mla.q-rank={self.q_rank}: must be 0 (no latent) or more")
+        check(self, "--model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
         require(self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)")
 
 
@@ -153,41 +188,25 @@ class MoEConfig:
     """routed experts: silu(gate) up, or with g = min(gate, 7), u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (gpt-oss)"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "model.moe")
-        require_at_least(self, "--model.moe.", 1, "experts", "ffn_dim")
-        require(
-            1 <= self.top_k <= self.experts,
-            f"--model.moe.top-k={self.top_k}: must be 1 to --model.moe.experts={self.experts}",
-        )
-        require(
-            self.groups >= 1 and self.experts % self.groups == 0,
-            f"--model.moe.groups={self.groups}: must divide --model.moe.experts={self.experts}; valid: {divisors(self.experts)}",
-        )
-        size = self.experts // self.groups
-        require(
-            1 <= self.top_groups <= self.groups,
-            f"--model.moe.top-groups={self.top_groups}: must be 1 to --model.moe.groups={self.groups}",
-        )
-        require(
-            self.top_k <= self.top_groups * size,
-            f"--model.moe.top-k={self.top_k}: {self.top_groups} groups of {size} experts hold only {self.top_groups * size}",
-        )
-        require(
-            self.groups == 1 or self.group_score == "max" or size > 1,
-            f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={self.groups} leaves {size}",
-        )
+        zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
+        check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
+        k, e, n, best = self.top_k, self.experts, self.groups, self.top_groups
+        require(1 <= k <= e, f"--model.moe.top-k={k}: must be 1 to --model.moe.experts={e}")
+        valid = f"must divide --model.moe.experts={e}; valid: {divisors(e)}"
+        require(e % n == 0, f"--model.moe.groups={n}: {valid}")
+        require(1 <= best <= n, f"--model.moe.top-groups={best}: must be 1 to --model.moe.groups={n}")
+        size = e // n
+        held = f"{best} groups of {size} experts hold only {best * size}"
+        require(k <= best * size, f"--model.moe.top-k={k}: {held}")
+        ok = n == 1 or self.group_score == "max" or size > 1
+        require(ok, f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}")
         plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
         require(
             plain or self.softmax == "before",
             "--model.moe.softmax=after: not with --model.moe.score=sigmoid, --model.moe.groups or --model.moe.choice-bias",
         )
-        require_at_least(self, "--model.moe.", 0, "bias_speed", "shared_dim", "balance_coeff", "z_coeff")
-        require(0 < self.scaling < math.inf, f"--model.moe.scaling={self.scaling}: must be positive and finite")
-        require(
-            not self.shared_gate or self.shared_dim > 0,
-            "--model.moe.shared-gate: needs --model.moe.shared-dim above 0",
-        )
-        require(0.0 <= self.jitter < 1.0, f"--model.moe.jitter={self.jitter}: must be at least 0 and below 1")
+        ungated = not self.shared_gate or self.shared_dim > 0
+        require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
 
 
 # what grouped-query attention alone computes, and the value that switches it off
@@ -253,31 +272,20 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
-        require_choices(self, "model")
-        sizes = "vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "moe_every", "ffn_dim"
-        require_at_least(self, "--model.", 1, *sizes)
-        require_at_least(self, "--model.", 0, "dense_layers", "norm_eps", "init_std")
-        require(
-            self.attention == "mla" or self.heads % self.kv_heads == 0,
-            f"--model.kv-heads={self.kv_heads}: must divide --model.heads={self.heads}",
-        )
+        one = "vocab dim layers heads kv_heads head_dim moe_every ffn_dim"
+        zero, share = "dense_layers norm_eps init_std window", "dropout"
+        positive = "attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
+        check(self, "--model.", one=one, zero=zero, positive=positive, share=share)
+        h, g = self.heads, self.kv_heads
+        require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
         for name, off in LATENT_LACKS.items():
             value, flag = getattr(self, name), name.replace("_", "-")
             require(self.attention == "gqa" or value == off, f"--model.{flag}={value}: not with --model.attention=mla")
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
-        require(0.0 <= self.dropout < 1.0, f"--model.dropout={self.dropout}: must be at least 0 and below 1")
-        require(
-            all(block >= 0 for block in self.dense_blocks),
-            f"--model.dense-blocks={self.dense_blocks}: must be numbers of blocks, from 0 on",
-        )
-        require(self.window >= 0, f"--model.window={self.window}: must be 0 (none) or more")
-        require(
-            len(self.windowed) > 0 and {*self.windowed} <= {0, 1},
-            f"--model.windowed={self.windowed}: must be one or more of 1 (with the window) and 0 (without)",
-        )
-        for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            value, flag = getattr(self, name), name.replace("_", "-")
-            require(value is None or 0 < value < math.inf, f"--model.{flag}={value}: must be positive and finite")
+        blocks = self.dense_blocks
+        require(all(b >= 0 for b in blocks), f"--model.dense-blocks={blocks}: must be numbers of blocks, from 0 on")
+        valid = "one or more of 1 (with the window) and 0 (without)"
+        require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
 
     @property
     def rotary_dim(self) -> int:
@@ -313,9 +321,10 @@ class TrainConfig:
     """validation micro-batches a rank"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "train")
-        require_at_least(self, "--train.", 1, "batch", "seq", "accumulate", "eval_batches")
-        require_at_least(self, "--train.", 0, "eval_every")
+        check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every")
+        tokens = self.batch * self.accumulate * self.seq
+        sizes = f"--train.batch={self.batch} x --train.accumulate={self.accumulate} x --train.seq={self.seq}"
+        require(tokens < 2**31, f"{sizes}: {tokens} tokens a rank in a step; must be below {2**31}")
 
 
 @dataclass(frozen=True)
@@ -338,17 +347,14 @@ class ParallelConfig:
     norm, attention with its norm, all"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "parallel")
-        require(self.ep >= 1, f"--parallel.ep={self.ep}: must be at least 1")
-        require(self.dp is None or self.dp >= 1, f"--parallel.dp={self.dp}: must be at least 1")
-        require(
-            not (self.dispatch == "local" and self.ep > 1),
-            f"--parallel.dispatch=local: needs --parallel.ep=1, not {self.ep}; use auto or nccl",
-        )
-        require(
-            not (self.wire == "fp8" and (self.ep == 1 or self.dispatch == "nccl")),
-            f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {self.dispatch}",
-        )
+        check(self, "--parallel.", one="ep dp")
+        alone, dispatch = self.ep == 1, self.dispatch
+        ok = dispatch != "local" or alone
+        require(ok, f"--parallel.dispatch=local: needs --parallel.ep=1, not {self.ep}; use auto or nccl")
+        ok = dispatch != "symm" or not alone
+        require(ok, "--parallel.dispatch=symm: needs --parallel.ep above 1, not 1; use auto or local")
+        ok = self.wire != "fp8" or not (alone or dispatch == "nccl")
+        require(ok, f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {dispatch}")
 
 
 @dataclass(frozen=True)
@@ -381,15 +387,11 @@ class OptimConfig:
     """non-finite steps in a row after which the run ends with an error"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "optim")
-        require(0 < self.lr < math.inf, f"--optim.lr={self.lr}: must be positive and finite")
-        require_at_least(self, "--optim.", 0, "eps", "weight_decay", "warmup")
+        check(self, "--optim.", one="max_skips", zero="eps weight_decay warmup", positive="lr", share="ema")
         require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
         require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")
         require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
-        require(0 <= self.ema < 1, f"--optim.ema={self.ema}: at least 0 and below 1")
-        require(self.max_skips >= 1, f"--optim.max-skips={self.max_skips}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -406,7 +408,11 @@ class DataConfig:
     """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
 
     def __post_init__(self) -> None:
-        require(len(self.path) > 0, "--data.path: needs at least one source")
+        check(self, "--data.")
+        require(
+            len(self.path) > 0 and all(self.path),
+            f"--data.path={self.path}: needs at least one source, and no empty one",
+        )
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
 
 
@@ -422,9 +428,7 @@ class CheckpointConfig:
     """async: training goes on while a copy of the state is written; off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
-        require_choices(self, "checkpoint")
-        require(self.every >= 0, f"--checkpoint.every={self.every}: must be 0 or more")
-        require(self.keep >= 0, f"--checkpoint.keep={self.keep}: must be 0 (all) or more")
+        check(self, "--checkpoint.", zero="every keep")
 
 
 @dataclass(frozen=True)
@@ -441,7 +445,7 @@ class LogConfig:
     """name of a Weights & Biases project (needs the wandb extra)"""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, f"--log.every={self.every}: must be at least 1")
+        check(self, "--log.", one="every")
 
 
 @dataclass(frozen=True)
@@ -477,16 +481,12 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, "--", 0, "steps")
-        require(0 <= self.seed < 2**31, f"--seed={self.seed}: must be 0 to {2**31 - 1}")
-        require(self.world is None or self.world >= 1, f"--world={self.world}: must be at least 1")
-        require(
-            all(step >= 0 for step in self.profile), f"--profile={self.profile}: must be numbers of steps, from 0 on"
-        )
-        require(
-            self.train.seq <= self.model.rope.max_seq,
-            f"--train.seq={self.train.seq}: must be at most the RoPE range --model.rope.max-seq={self.model.rope.max_seq}",
-        )
+        check(self, "--", one="world", zero="steps seed")
+        steps = 0 if self.eval_only else self.steps
+        valid = f"must be numbers of steps, from 0 to --steps={steps} - 1" if steps else "a run without steps has none"
+        require(all(0 <= step < steps for step in self.profile), f"--profile={self.profile}: {valid}")
+        seq, longest = self.train.seq, self.model.rope.max_seq
+        require(seq <= longest, f"--train.seq={seq}: must be at most the RoPE range --model.rope.max-seq={longest}")
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")

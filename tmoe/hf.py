@@ -30,7 +30,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint import Checkpoints
-from tmoe.config import ModelConfig
+from tmoe.config import Config, ModelConfig, fits, require
 from tmoe.hf_config import architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
@@ -44,7 +44,7 @@ from tmoe.offline import one_message
 from tmoe.parallel.mesh import local_part, local_slices
 from tmoe.rewrite import Output, Plan, check_space, keeping, rewrite
 
-__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_model", "swap_experts"]
+__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_run", "swap_experts"]
 
 
 # ---- import ----
@@ -196,6 +196,23 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
             f"{step_dir} is not this model's (here: this run, there: the step)",
             differences(model_cfg, build_config(settings)),
         )
+
+
+def require_same_run(step_dir: Path, cfg: Config) -> None:
+    """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds."""
+    require_same_model(step_dir, cfg.model)
+    manifest = read_manifest(step_dir)
+    held = {name.partition(".")[0] for name in manifest.tensors}
+    other = f"; start anew from its weights with --init {step_dir}"
+    require("optim" in held, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{other}")
+    counts: list[Any] = [manifest.state.get(name) for name in ("step", "tokens")]
+    whole = all(fits(n, int) and 0 <= n < 2**63 for n in counts) and isinstance(manifest.state.get("guard"), dict)
+    require(whole, f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}")
+    ema = f"--optim.ema={cfg.optim.ema}: {step_dir} holds"
+    require(
+        cfg.optim.ema > 0 or "ema" not in held, f"{ema} an average of the weights; keep the setting of its run{other}"
+    )
+    require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
 
 
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:

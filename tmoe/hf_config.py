@@ -5,11 +5,11 @@ next: hf.py
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import asdict, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from tmoe.config import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config import MOST, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
 from tmoe.hf_rules import HF, Architecture
 from tmoe.hf_tables import ARCHITECTURES
 
@@ -23,9 +23,10 @@ KINDS = get_type_hints(ModelConfig) | {
     f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
 }
 WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
-WHOLE += ("n_shared_experts", "n_group", "topk_group")
+WHOLE += ("n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers")
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
+TENSORS = 2**20  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
 
 
 def architecture(hf: HF) -> Architecture:
@@ -41,10 +42,7 @@ def read_config(hf: HF) -> ModelConfig:
     """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute."""
     arch = architecture(hf)
     kinds = READ | {key: KINDS[field.ours] for field in arch.fields for key in field.keys}
-    if problems := [
-        _mistyped(key, hf[key], kind) for key, kind in kinds.items() if not _fits(hf.get(key), kind | None)
-    ]:
-        raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
+    _refuse(arch, [_mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)])
     problems = [
         f"{key}={hf[key]!r}: only {value!r} is computed"
         for key, value in arch.theirs.items()
@@ -52,7 +50,10 @@ def read_config(hf: HF) -> ModelConfig:
     ]
     found = dict(arch.ours)
     for field in arch.fields:
-        value = next((hf[key] for key in field.keys if hf.get(key) is not None), field.default)
+        given = {key: hf[key] for key in field.keys if hf.get(key) is not None}
+        if len({*given.values()}) > 1:
+            problems.append(" and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal")
+        value = next(iter(given.values()), field.default)
         try:
             found[field.ours] = value(hf) if callable(value) else value
         except KeyError as missing:
@@ -60,11 +61,48 @@ def read_config(hf: HF) -> ModelConfig:
         else:
             if found[field.ours] is None:
                 problems.append(f"{(field.keys or (field.ours,))[0]}: missing")
-    read_layers(arch, hf, found)
+    _refuse(arch, _miscounted(arch, hf, found))
+    problems += read_layers(arch, hf, found)
     problems += read_windows(arch, hf, found) + read_rope(arch, hf, found)
-    if problems := list(dict.fromkeys(problems)):  # a key that others are derived from is missing once
+    _refuse(arch, list(dict.fromkeys(problems)))  # a key that others are derived from is missing once
+    try:
+        return build_config(nested(found))
+    except ConfigError as error:
+        _refuse(arch, [_in_their_words(arch, hf, str(error))])
+        raise
+
+
+def _refuse(arch: Architecture, problems: list[str]) -> None:
+    if problems:
         raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
-    return build_config(nested(found))
+
+
+def _miscounted(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+    """Numbers too small to mean anything, or too large to list what they count: said before a list or a shape is made of them."""
+    least = dict(max_position_embeddings=1, n_shared_experts=0, num_nextn_predict_layers=0)
+    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1)).get(arch.layers, {})
+    given = {key: hf[key] for key in least if hf.get(key) is not None}
+    problems = [f"{key}={n}: must be at least {least[key]}, or null" for key, n in given.items() if n < least[key]]
+    layers, experts = found.get("layers") or 0, found.get("moe.experts") or 0
+    counts = dict(num_hidden_layers=layers, num_nextn_predict_layers=given.get("num_nextn_predict_layers", 0))
+    problems += [f"{key}={n}: must be at most {MOST['layers']}" for key, n in counts.items() if n > MOST["layers"]]
+    if any("{expert}" in part.name for rule in arch.rules for part in rule.parts) and layers * experts > TENSORS:
+        key = next(k for field in arch.fields if field.ours == "moe.experts" for k in field.keys if k in hf)
+        problems.append(f"{key}={experts}: with num_hidden_layers={layers} more than {TENSORS} experts")
+    return problems
+
+
+def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
+    """Flags of train.py in what ModelConfig says, as the keys of config.json that they were read from."""
+    keys = {field.ours: next((k for k in field.keys if k in hf), field.keys[0]) for field in arch.fields if field.keys}
+    keys |= {"rope.max_seq": "max_position_embeddings", "rope.theta": "rope_theta", "window": "sliding_window"}
+    keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
+
+    def key(flag: re.Match) -> str:
+        ours = flag[1].replace("-", "_")
+        return keys.get(ours, flag[0])
+
+    return re.sub(r"(?:--model\.|\b(?=(?:moe|rope|mla)\.))([a-z0-9_.-]+)", key, said)
 
 
 def write_config(cfg: ModelConfig, dtype: str) -> HF:
@@ -186,17 +224,19 @@ def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
     )
 
 
-def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> None:
-    """dense_layers, moe_every and dense_blocks of a config.json."""
+def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+    """dense_layers, moe_every and dense_blocks of a config.json, and what keeps them from existing."""
     layers = found.get("layers") or 0
     if arch.layers == "deepseek":  # among the blocks from the first on, those whose number the step divides
         step = found["moe_every"] = hf.get("moe_layer_freq") or 1
         found["dense_layers"] = -(-found["dense_layers"] // step) * step
-        return
+        return []
     if arch.layers != "qwen":
         found["dense_layers"] = layers if arch.layers == "dense" else 0
-        return
+        return []
     step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    if not all(0 <= i < layers for i in dense):
+        return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
     first = sparse[0] if sparse else layers
     every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
@@ -204,6 +244,7 @@ def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> None:
         every = 1
         found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
     found["dense_layers"], found["moe_every"] = first, every
+    return []
 
 
 def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
@@ -222,6 +263,8 @@ def read_windows(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
     if windows is None or ("use_sliding_window" in windows.keys and not hf.get("use_sliding_window")):
         return []
+    if hf.get("sliding_window") is not None and hf["sliding_window"] < 1:
+        return [f"sliding_window={hf['sliding_window']}: must be at least 1, or null"]
     slides = [kind == "sliding_attention" for kind in types] or [windows.sliding(hf, i) for i in range(layers)]
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
@@ -261,7 +304,7 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
         if problems := [
             _mistyped(name, value, KINDS[name])
             for name, value in _flat(settings).items()
-            if name in KINDS and not _fits(value, KINDS[name])
+            if name in KINDS and not fits(value, KINDS[name])
         ]:
             raise ConfigError("\n  ".join(["model settings are malformed", *problems]))
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
@@ -273,18 +316,4 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
 
 
 def _mistyped(name: str, value: Any, kind: Any) -> str:
-    return f"{name}={value!r}: must be {kind.__name__ if isinstance(kind, type) else f'{kind}'.removeprefix('typing.')}"
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of this type: whole numbers are floats as well, true and false are no numbers, NaN is none either."""
-    options = get_args(kind)
-    if get_origin(kind) is Literal:
-        return value in options
-    if get_origin(kind) is tuple:
-        return isinstance(value, (list, tuple)) and all(_fits(one, options[0]) for one in value)
-    if options:
-        return any(_fits(value, option) for option in options)
-    if isinstance(value, bool) or kind is not float:
-        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    return isinstance(value, int | float) and math.isfinite(value)
+    return f"{name}={value!r}: must be {spell(kind)}"

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tmoe.checkpoint import MismatchError
+from tmoe.config import ConfigError
 from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf_rules import HF, Architecture, Piece
 from tmoe.manifest import CheckpointError
@@ -60,19 +61,24 @@ class Folder:
     def _see_through(self, quantised: HF) -> str:
         """Put views in the place of the tensors that they are computed from; the name of the format if there are any."""
         method = quantised.get("quant_method", "")
-        if method not in FORMATS:
+        if not isinstance(method, str) or method not in FORMATS:
             return ""
         del self.config[QUANTISED]
         self.views = FORMATS[method](
             self.shapes, {n: kind for group in self.layout.values() for n, kind in group.items()}, quantised
         )
+        if not self.views:
+            raise ConfigError(
+                f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor is packed so; "
+                f"where the weights are plain, remove {QUANTISED}"
+            )
         for name, view in self.views.items():
             file = self.file_of[view.parts[0]]
             for part in view.parts:
                 del self.layout[self.file_of.pop(part)][part], self.shapes[part]
             self.layout[file][name], self.shapes[name], self.file_of[name] = view.dtype, view.shape, file
         self.layout = {file: names for file, names in self.layout.items() if names}
-        return method if self.views else ""
+        return method
 
     def _json(self, name: str) -> Any:
         try:

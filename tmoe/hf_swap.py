@@ -95,6 +95,8 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     if kind not in SWAPPABLE:
         raise ConfigError(f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}")
     swap = SWAPPABLE[kind]
+    if done := sum(isinstance(module, SwappedExperts) for module in model.modules()):
+        raise ConfigError(f"swap_experts: {done} blocks of this {kind} have tmoe's experts already; swap a model once")
     found = {n: m for n, m in model.named_modules() if n.endswith(f".{swap.place}") and _is_experts(m, swap)}
     if not found:
         raise ConfigError(
@@ -117,8 +119,4 @@ def _is_experts(module: nn.Module, swap: Swap) -> bool:
     """Whether it has the weights that the entry says, lying as it says; transformers marks how they lie."""
     lie = (getattr(module, "is_transposed", swap.transposed), not getattr(module, "is_concatenated", not swap.woven))
     names = {name for name, _ in module.named_parameters()}
-    return (
-        names in ({*WEIGHTS}, {*WEIGHTS, *BIASES})
-        and lie == (swap.transposed, swap.woven)
-        and not isinstance(module, SwappedExperts)
-    )
+    return names in ({*WEIGHTS}, {*WEIGHTS, *BIASES}) and lie == (swap.transposed, swap.woven)

@@ -108,6 +108,10 @@ GPT_OSS = (  # x W, where tmoe and the others have W x
 # ---- settings ----
 
 
+def last_full_layer(hf: HF) -> int:
+    return 28 if hf.get("max_window_layers") is None else hf["max_window_layers"]
+
+
 def width_of_head(hf: HF) -> int:
     return hf["hidden_size"] // (hf["num_attention_heads"] or 1)  # no heads at all are refused with the other settings
 
@@ -192,7 +196,7 @@ ARCHITECTURES = (
         theirs=PLAIN,
         windows=Windows(
             ("sliding_window", "use_sliding_window", "layer_types"),
-            lambda hf, layer: layer >= hf.get("max_window_layers", 28),
+            lambda hf, layer: layer >= last_full_layer(hf),
             4096,
         ),
     ),
@@ -235,7 +239,7 @@ ARCHITECTURES = (
         layers="qwen",
         windows=Windows(
             ("sliding_window", "use_sliding_window", "layer_types"),
-            lambda hf, layer: layer % 2 == 0 and layer < hf.get("max_window_layers", 28),
+            lambda hf, layer: layer % 2 == 0 and layer < last_full_layer(hf),
             4096,
         ),
     ),

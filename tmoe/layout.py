@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
 
+from tmoe.config import MOST
 from tmoe.parallel.mesh import shard_dim
 
 EXPERTS = re.compile(
@@ -45,6 +46,8 @@ def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str
     """
     if world < 1 or ep < 1 or world % ep:
         raise ValueError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
+    if world > MOST["world"]:
+        raise ValueError(f"--world={world}: must be at most {MOST['world']}")
     modules: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if EXPERTS.fullmatch(name) and shape:

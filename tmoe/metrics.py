@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
-from tmoe.config import Config, require
+from tmoe.config import Config, ConfigError, require
 from tmoe.progress import make_display
 
 GIB = 2**30
@@ -296,7 +296,8 @@ def rewind(path: Path, start_step: int) -> tuple[float, int]:
             if line is None or line["step"] >= start_step:
                 dropped += 1
                 continue
-            seconds = line.get("seconds") or seconds
+            if isinstance(spent := line.get("seconds"), float | int):
+                seconds = spent or seconds
             file.write(json.dumps(line, separators=COMPACT) + "\n")
     return seconds, dropped
 
@@ -319,8 +320,13 @@ def write_config(
     path = run / "config.json"
     mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
     start = {"step": start_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "world": world, "mesh": mesh}
-    starts = json.loads(path.read_text()).get("starts", []) if path.exists() else []
-    starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
+    try:
+        starts = json.loads(path.read_text()).get("starts", []) if path.exists() else []
+        starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: no config.json of a run ({error}); move it away, or choose another --out"
+        ) from error
     total, active, _ = count_parameters(cfg.model)
     resolved = dataclasses.asdict(cfg)
     content = {"config": resolved, "world": world, "mesh": mesh, "parameters": {"total": total, "active": active}}

@@ -260,6 +260,9 @@ class SkipGuard:
 
     WINDOW, WARM, SPIKE = 64, 8, 2.0
 
+    class TooMany(RuntimeError):
+        """max_skips steps in a row were not finite; raised on every rank in the same step."""
+
     def __init__(self, max_skips: int):
         self.max_skips = max_skips
         self.in_a_row = 0
@@ -268,14 +271,14 @@ class SkipGuard:
 
     def check(self, finite: bool, step: int, loss: float) -> bool:
         """Whether someone should look at the step: its loss is a spike, or it was skipped. Every rank passes the same values.
-        Raises RuntimeError once max_skips steps in a row were not finite."""
+        Raises TooMany once max_skips steps in a row were not finite."""
         spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
         if math.isfinite(loss):  # the window outlives a NaN
             self.losses.append(loss)
         self.in_a_row = 0 if finite else self.in_a_row + 1
         self.total += not finite
         if self.in_a_row >= self.max_skips:
-            raise RuntimeError(
+            raise self.TooMany(
                 f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "
                 f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or other data"
             )

@@ -1,5 +1,6 @@
 """The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
 
+import json
 import logging
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from tmoe.parallel.mesh import patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
+PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
 log = logging.getLogger(__name__)
 
 
@@ -56,12 +59,12 @@ class Runtime:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def together(self, work: Callable[[], T]) -> T:
-        """Runs what needs no collective on every rank. If it raises ValueError anywhere, all ranks end with code 2 and rank
+        """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and rank
         0 prints each different message once, with the ranks that met it."""
         result, error = None, None
         try:
             result = work()
-        except ValueError as caught:
+        except (ValueError, OSError) as caught:
             error = str(caught)
         errors: list[str | None] = [None] * self.world
         dist.all_gather_object(errors, error, group=self.control)
@@ -74,12 +77,13 @@ class Runtime:
         return cast(T, result)
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Around collective work whose CheckpointError or ValueError all ranks raise alike: they end with code 2, and rank 0 says
-        why, once and without a traceback."""
+    def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Around collective work whose errors of these kinds (CheckpointError and ValueError) all ranks raise alike: they end with
+        code 2, and rank 0 says why, once and without a traceback."""
+        kinds = kinds or (CheckpointError, ValueError)
         try:
             yield
-        except (CheckpointError, ValueError) as error:
+        except kinds as error:
             if self.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
@@ -120,7 +124,10 @@ def start(seed: int) -> Runtime:
         if "RANK" not in os.environ:  # no launcher: a group of one needs no address to meet at
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+            meeting: dict[str, Any] = (
+                dict(store=meet(rank, world), rank=rank, world_size=world) if shares_store() else {}
+            )
+            dist.init_process_group(backend, timeout=PATIENCE, **meeting)
     random.seed(seed + rank)
     np.random.seed(seed + rank)
     torch.manual_seed(seed + rank)
@@ -134,6 +141,45 @@ def start(seed: int) -> Runtime:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, hear)
     return runtime
+
+
+def shares_store() -> bool:
+    """Whether torchrun's agent holds the store, one for all lives of its workers (--max-restarts)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(rank: int, world: int) -> dist.Store:
+    """The agent's store under a name of this life alone: under the common one gloo would look for the dead workers' addresses.
+
+    What the environment says does not tell lives apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves
+    a name of its own, rank 0 repeats all names that it reads beside the life's, and who finds itself there has met this life's rank 0.
+    """
+    agents, _, _ = next(dist.rendezvous("env://", rank, world, timeout=PATIENCE))
+    store, me, end = (
+        dist.PrefixStore("tmoe lives", agents),
+        uuid.uuid4().hex,
+        time.monotonic() + PATIENCE.total_seconds(),
+    )
+    store.set(f"{rank}", me)
+    life, missing = me, [f"{me} {r}" for r in range(1, world)]
+    while rank == 0 and missing:
+        names = [
+            name.decode() for name in store.multi_get([f"{r}" for r in range(world)])
+        ]  # a dead worker's, until the new one has come
+        store.set("life", json.dumps([life, names]))
+        missing = [key for key in missing if not store.check([key])]
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"ranks {[int(key.split()[1]) for key in missing]} did not come within {PATIENCE}")
+        time.sleep(0.02)
+    while rank > 0:
+        life, names = json.loads(store.get("life"))
+        if names[rank : rank + 1] == [me]:
+            store.set(f"{life} {rank}", "")
+            break
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0 did not come within {PATIENCE}")
+        time.sleep(0.02)
+    return dist.PrefixStore(life, store)
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:

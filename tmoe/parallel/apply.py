@@ -37,9 +37,13 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.M
     Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
     rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
     `train.batch` and `.seq`, `parallel.dispatch` and `.checkpoint` and `compile` are read; None: fp32, auto, none, eager.
+    Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
+    if isinstance(model, FSDPModule) or any(isinstance(moe.experts.gate_up, DTensor) for moe in layers):
+        kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
+        raise ValueError(f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model")
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, cfg.train.batch * cfg.train.seq, cfg.parallel.wire)
     if isinstance(model, Transformer):
@@ -60,6 +64,8 @@ def all_reduce(t: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:
     """Experts become DTensors, Shard(0) on ep; rank p of the group holds experts p*L and on. tokens: most a rank has, if known."""
+    if isinstance(moe.experts.gate_up, DTensor):
+        raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
     ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")

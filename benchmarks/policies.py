@@ -1,0 +1,66 @@
+"""What each checkpointing policy, and moments in the host's memory, cost and save: speed and peak memory of whole steps, in one table.
+
+    python -m benchmarks.policies --json policies.jsonl -- qwen3-30b-a3b --model.layers 4
+    python -m benchmarks.policies --gpus 4 -- qwen3-30b-a3b --model.layers 24 --parallel.ep 4
+
+Each line is a run of benchmarks/train.py. Speed is given beside that of the first, which recomputes nothing; peak is torch's, the dry
+run's beside it. A run that fails is named in the table, the others go on, and the exit code is 1.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from benchmarks.train import measure
+from tmoe.accounting import memory_per_rank, peak_bytes
+from tmoe.cli import parse
+
+POLICIES = [
+    ["--parallel.checkpoint", "none"],
+    ["--parallel.checkpoint", "moe"],
+    ["--parallel.checkpoint", "attention"],
+    ["--parallel.checkpoint", "block"],
+    ["--optim.offload"],
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
+    parser.add_argument("--json", type=Path, help="append a line for every run to this file")
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
+    args = parser.parse_args()
+    words = [w for w in args.train if w != "--"]
+    if taken := [w for w in words if w.startswith(("--parallel.checkpoint", "--optim.offload"))]:
+        parser.error(f"{taken[0]}: the policies are this benchmark's own")
+    heads = "policy", "tokens/s/GPU", "of the first", "MFU", "peak GiB (dry run)"
+    print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|", flush=True)
+    failed, first = False, None
+    for policy in POLICIES:
+        name = " ".join(policy).removeprefix("--")
+        try:
+            with tempfile.TemporaryDirectory() as out:
+                result = measure(args.gpus, args.steps, [*words, *policy], Path(out, "run"), args.timeout)
+        except SystemExit as failure:
+            print(f"| {name} | {failure} | | | |", flush=True)
+            failed = True
+            continue
+        cfg = parse([*words, *policy], "", world=args.gpus)
+        dry = peak_bytes(memory_per_rank(cfg, args.gpus // cfg.parallel.ep, cfg.parallel.ep)) / 2**30
+        rate = result["tokens_per_s_gpu"]
+        first = first or rate
+        mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        print(
+            f"| {name} | {rate:,.0f} | {rate / first:.1%} | {mfu} | {result['peak_gib']:.1f} ({dry:.1f}) |", flush=True
+        )
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Data that is damaged, malformed or does not fit: every error names its file and place.
+
+next: ../tmoe/corpus.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import corpora
+import pytest
+from corpora import data
+
+from tmoe.corpus import HEADER_BYTES, open_shard
+from tmoe.data import convert
+from tmoe.tokenizer import DataError, load_tokenizer
+
+texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures
+
+
+def rewrite(path: Path, **fields: object) -> None:
+    raw = path.read_bytes()
+    header = {**json.loads(raw[:HEADER_BYTES]), **fields}
+    path.write_bytes(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n" + raw[HEADER_BYTES:])
+
+
+def test_id_above_the_vocabulary_names_file_and_byte(shards: Path):
+    path = sorted(shards.iterdir())[2]
+    _, run = open_shard(path, 256)
+    highest = int(run.tokens.argmax())
+    offset = HEADER_BYTES + 2 * highest
+    with pytest.raises(DataError, match=rf"{path.name}: token id {run.tokens[highest]} at byte {offset}: .*=100 - 1"):
+        open_shard(path, 100)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str):
+    path = sorted(shards.iterdir())[1]
+    runs = data(shards, split=split, val_fraction=0.3).sources[0].runs
+    offset = next(run.offset for run in runs if run.where == str(path)) + 2 * 40
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write((777).to_bytes(2, "little"))
+    dataset = data(shards, split=split, val_fraction=0.3)
+    with pytest.raises(DataError, match=rf"{path.name}: token id 777 at byte {offset}: "):
+        for index in range(dataset.samples):
+            dataset.sample(index)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda p: os.truncate(p, p.stat().st_size - 3),
+            r"truncated: ends at byte \d+, its header promises \d+ tokens",
+        ),
+        (lambda p: os.truncate(p, 500), r"truncated: ends at byte 500, inside the header"),
+        (lambda p: os.truncate(p, 0), r"empty shard: ends at byte 0"),
+        (lambda p: (os.truncate(p, HEADER_BYTES), rewrite(p, tokens=0)), r"empty shard: no tokens after .*byte 1024"),
+        (lambda p: p.write_bytes(p.read_bytes() + b"xx"), r"too long: ends at byte"),
+        (lambda p: p.write_bytes(bytes(2000)), r"byte 0 begins no tmoe-shard header"),
+        (lambda p: rewrite(p, version=2), r"version 1: .*version 2"),
+        (lambda p: rewrite(p, dtype="float32"), r"dtype 'float32'"),
+        (lambda p: rewrite(p, tokenizer="sha256:other"), r"tokenizer sha256:other"),
+    ],
+)
+def test_broken_shard(shards: Path, harm, message: str):
+    path = sorted(shards.iterdir())[1]
+    harm(path)
+    with pytest.raises(DataError, match=rf"{path.name}: .*{message}"):
+        data(shards)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "x"', r"l\.jsonl:2: not JSON"),
+        (b'{"body": "x"}', r'l\.jsonl:2: needs an object with a string field "text"'),
+        (b'["text"]', r'l\.jsonl:2: needs an object with a string field "text"'),
+        (b'{"text": "\xff"}', r"l\.jsonl:2: not JSON"),
+        (rb'{"text": "ab\ud800"}', r"l\.jsonl:2: not Unicode text at offset 2"),
+        (rb'{"text": "ab\u0000"}', r"l\.jsonl:2: holds the document separator \(id 0\) at token 2"),
+    ],
+)
+def test_malformed_jsonl_names_the_line(tmp_path: Path, line: bytes, message: str):
+    path = tmp_path / "l.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(DataError, match=message):
+        convert((str(path),), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere", r"nowhere: no such file or folder"),
+        ("nowhere:3", r"nowhere: no such file or folder"),
+        ("stdlib:", r"--data\.path stdlib:: .*PATH:WEIGHT"),
+        ("stdlib:much", r"'much' is no weight"),
+        ("stdlib:-1", r"'-1' is no weight"),
+        ("stdlib:0", r"weight > 0"),
+        ("stdlib:1/0", r"'1/0' is no weight"),
+        (":2", r"PATH or PATH:WEIGHT"),
+    ],
+)
+def test_bad_source(spec: str, message: str):
+    with pytest.raises(DataError, match=message):
+        data(spec)
+
+
+def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
+    with pytest.raises(DataError, match=rf"{shards}: has no weight"):
+        data(f"{texts}:1", shards)
+    with pytest.raises(DataError, match=r"tokenizer bytes, not sha256:"):
+        data(shards, tokenizer=str(bpe), vocab=300)
+    with pytest.raises(DataError, match=r"ids up to 255: --model\.vocab=128 is too small"):
+        data(texts, vocab=128)
+    with pytest.raises(DataError, match=r"\d+ tokens in its val split, one sample needs 50001"):
+        data(texts, split="val", seq=50000)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty: the folder holds no files"):
+        data(tmp_path / "empty")
+    (tmp_path / "empty" / "nothing.txt").touch()
+    with pytest.raises(DataError, match=r"empty: 0 tokens"):
+        data(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"--data\.tokenizer=gone\.json: no such file"):
+        data(texts, tokenizer="gone.json")
+
+
+def test_text_that_is_none_names_file_and_offset(tmp_path: Path, bpe: Path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"abc\xff")
+    assert bytes(data(bad, seq=1).sources[0].runs[0].tokens) == b"abc\xff\0", "bytes need not be UTF-8"
+    with pytest.raises(DataError, match=r"bad\.txt: not Unicode text at offset 3"):
+        data(bad, tokenizer=str(bpe), vocab=300)
+    bad.write_bytes(b"abcd\0")
+    with pytest.raises(DataError, match=r"bad\.txt: holds the document separator \(id 0\) at token 4"):
+        data(bad)
+    bpe.write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a Hugging Face tokenizer\.json"):
+        load_tokenizer(str(bpe))
