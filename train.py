@@ -80,10 +80,8 @@ class Trainer:
         )
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        flops, facts = (
-            flops_per_token(cfg.model, cfg.train.seq),
-            dict(data=self.data.describe(), unigram_entropy=self.entropy),
-        )
+        flops = flops_per_token(cfg.model, cfg.train.seq)
+        facts = dict(data=self.data.describe(), unigram_entropy=self.entropy)
         ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), facts=facts)
         ours |= dict(flops_per_token=flops, peak=peak, start_step=self.step)
         self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with
@@ -196,6 +194,9 @@ class Trainer:
                 state, rng = self.checkpoints.load(path, self.tensors())
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
+                # in samples: the saved steps may have had more of them, or fewer
+                a_step = cfg.train.batch * cfg.train.accumulate * run.world
+                self.data.ahead = self.tokens // cfg.train.seq - self.step * a_step
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)
             elif cfg.init:

@@ -8,6 +8,7 @@
 Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were
 measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has become
 faster, measure again, `--fit` the constants that have moved, and write the values that it prints into the file.
+--check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else `skew`.
 A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
@@ -23,13 +24,15 @@ A step is the sum of these parts, of the busiest rank:
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through
 all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
-failures, stragglers or checkpoints. What an exchange costs inside a layer was measured on four GPUs. A global batch
-grows with the GPUs: whether it still trains well is not in these numbers.
+failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of the gathers of dense parameters
+hides, was measured on four GPUs with dp 1. A global batch grows with the GPUs: whether it still trains well is not in
+these numbers.
 """
 
 import argparse
 import json
 import math
+import statistics
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,6 +328,8 @@ class Point(NamedTuple):
     dp: int
     ep: int
     seconds: float
+    skew: float | None = None
+    """pairs of the busiest rank over the mean; None: the line does not say"""
 
 
 def read_points(paths: list[Path]) -> list[Point]:
@@ -336,12 +341,13 @@ def read_points(paths: list[Path]) -> list[Point]:
         cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
         ep, train = cfg.parallel.ep, cfg.train
         seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
-        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds))
+        skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
+        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
     return points
 
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
-    return predict(point.cfg, point.dp, point.ep, m).seconds / point.seconds
+    return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:

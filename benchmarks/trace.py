@@ -12,15 +12,15 @@ from pathlib import Path
 
 RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
 KINDS = [  # the first pattern that a kernel's name matches
-    ("exchange", r"^(push|pull|meet)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
+    ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|compute_dot_do_o"),
-    ("experts", r"^(specialised|histogram|scan|tabulate|place|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"),
-    ("optimizer, norm", r"adamw_kernel|multi_tensor|FusedAdam|lpnorm"),
+    ("experts", r"^(specialised|histogram|scan|tabulate|place\w*|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"),
+    ("optimizer, norm", r"adamw_kernel|LpNorm|FusedAdam"),
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
     ("loss", r"cross_entropy"),
 ]
-REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies
+REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies and casts around collectives
 
 
 def main(path: str) -> None:

@@ -6,9 +6,12 @@
 Everything behind `--` goes to train.py. Tokens are drawn at random from the whole vocabulary, as torchtitan's benchmark has them,
 and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. Few different tokens, as bytes of text are, give a new
 model's experts far less even loads, and so do first steps at the full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
-The start counts from the launch of torchrun to the end of the first step on the GPU; with
---cold it is taken twice, first with empty caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps
-out. With --trace one more step is traced, and where its GPU time went is told below the table.
+The start counts from the launch of torchrun to the end of the first step on the GPU; with --cold it is taken twice, first with empty
+caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps out. With --trace one more step is traced, and where its GPU time went is told below the table. Table and JSON line are there before
+the trace is read, which then joins the line: a run killed meanwhile keeps its figures.
+
+`busiest_rank` says how unevenly tokens were routed, a number a step: pairs of a layer's busiest rank over the mean, averaged over
+layers; 1 without expert parallelism, --parallel.ep at most.
 """
 
 import argparse
@@ -52,14 +55,25 @@ def main() -> None:
         steps = args.steps + 2 * args.trace  # not the last, which validates
         words += ["--profile", str(args.steps)] if args.trace else []
         result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
+        print(table(result), flush=True)
+        begin = write_line(args.json, result) if args.json else None
         if args.trace:
             result["trace_ms"], kernels = read(Path(out, f"run/trace-step{args.steps}-rank0.json.gz"))
             result["kernels"] = [(name[:160], round(us), launches) for name, us, launches in kernels[:40]]
-    print(table(result))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+            print(summary(result["trace_ms"]))
+            if args.json:
+                write_line(args.json, result, begin)
+
+
+def write_line(path: Path, result: dict, at: int | None = None) -> int:
+    """Puts a JSON line at the end of the file, or over what follows byte `at`; the byte at which it begins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("r+b") as file:
+        begin = file.seek(0, os.SEEK_END) if at is None else file.seek(at)
+        file.write(json.dumps(result).encode() + b"\n")
+        file.truncate()
+    return begin
 
 
 def launch(
@@ -77,12 +91,12 @@ def launch(
         *words,
     ]
     command += ["--steps", str(steps), "--out", str(out), "--checkpoint.mode", "off"]
-    if "--data.path" not in words:
+    if not given("--data.path", words):
         command += [
             "--data.path",
             str(random_tokens(out.with_name("random"), parse(words, "", world=gpus).model.vocab)),
         ]
-    if "--optim.warmup" not in words:
+    if not given("--optim.warmup", words):
         command += ["--optim.warmup", "2000"]
     began = time.monotonic()
     process = subprocess.Popen([*command, "--resume", "none"], cwd=Path(__file__).parents[1], env=env)
@@ -94,6 +108,10 @@ def launch(
         process.terminate()  # torchrun then ends its workers; killed, it would leave them on the GPUs
         process.wait()
     return start_s
+
+
+def given(flag: str, words: list[str]) -> bool:
+    return any(word.split("=")[0] == flag for word in words)
 
 
 def random_tokens(folder: Path, vocab: int, tokens: int = 2**23) -> Path:
@@ -124,9 +142,10 @@ def measure(
     # the last step validates; starting the trace delays the step before
     steady = steady[: -3 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())
+    ep = config["config"]["parallel"]["ep"]
     return {
         "command": " ".join(["train.py", *words, "--steps", str(steps)]),
-        "data": words[words.index("--data.path") + 1] if "--data.path" in words else "random tokens",
+        "data": "as the command says" if given("--data.path", words) else "random tokens",
         "date": date.today().isoformat(),
         "versions": config["versions"],
         "gpus": gpus,
@@ -141,7 +160,18 @@ def measure(
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
         "max_violation": [max(line["max_violation"] or [0.0]) for line in steady],
+        "busiest_rank": [busiest_rank(line["expert_counts"], ep) for line in steady],
     }
+
+
+def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:
+    """Pairs of a layer's busiest rank of `ep` over the mean, averaged over layers; the groups of ranks that hold all experts count
+    as one, so with dp > 1 it is a little low."""
+    if not counts_LE:
+        return 1.0
+    layers = np.array(counts_LE, dtype=float)
+    pairs = layers.reshape(len(layers), ep, -1).sum(2)  # rank r holds experts r*E/ep to (r+1)*E/ep
+    return float((pairs.max(1) / pairs.mean(1)).mean())
 
 
 def first_line(path: Path, process: subprocess.Popen, began: float, timeout: float) -> float:
@@ -159,8 +189,7 @@ def table(r: dict) -> str:
     cold = f"{r['cold_start_s']:.1f}, " if r.get("cold_start_s") else ""
     head = "GPUs | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GiB | start s (cold, warm) | loss"
     row = f"{r['gpus']} | {r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu} | {r['peak_gib']:.1f} | {cold}{r['start_s']:.1f}"
-    lines = [r["command"], f"| {head} |", f"| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"]
-    return "\n".join([*lines, summary(r["trace_ms"])] if "trace_ms" in r else lines)
+    return f"{r['command']}\n| {head} |\n| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"
 
 
 if __name__ == "__main__":

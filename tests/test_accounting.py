@@ -295,18 +295,21 @@ def test_offloaded_moments_and_document_masks_take_nothing():
     [
         ("qwen3-30b-a3b --model.layers 4 --train.no-isolate-documents", 1, 49.10),
         ("olmoe-1b-7b --model.layers 8", 1, 59.20),
-        ("qwen3-30b-a3b --model.layers 24 --parallel.ep 4 --train.no-isolate-documents", 4, 88.18),
-        ("olmoe-1b-7b --parallel.ep 4 --train.no-isolate-documents", 4, 50.66),
+        ("qwen3-30b-a3b --model.layers 24 --parallel.ep 4 --train.no-isolate-documents", 4, 85.16),
+        ("olmoe-1b-7b --parallel.ep 4 --train.no-isolate-documents", 4, 48.65),
+        ("moe-pilot-14b --parallel.ep 4 --train.no-isolate-documents", 4, 96.10),
+        ("qwen3-30b-a3b --parallel.checkpoint block --parallel.ep 4 --train.no-isolate-documents", 4, 118.69),
+        ("mixtral-8x7b --model.layers 8 --parallel.ep 4 --train.no-isolate-documents", 4, 80.61),
     ],
 )
 def test_measured_peaks(words, world, gib):
     """torch.cuda.max_memory_allocated on H200s (benchmarks/results/steps-*), which the exchange's buffers are not part of.
 
-    Measured when every router still kept an fp32 copy of its input.
+    On one GPU measured when every router still kept an fp32 copy of its input.
     """
     cfg = parse(words.split(), "", world=world)
     memory = memory_per_rank(cfg, world // cfg.parallel.ep, cfg.parallel.ep)
-    copies = cfg.model.layers * cfg.train.batch * cfg.train.seq * cfg.model.dim * 4
+    copies = cfg.model.layers * cfg.train.batch * cfg.train.seq * cfg.model.dim * 4 if world == 1 else 0
     assert (peak_bytes(memory) - memory["exchange"] + copies) / 2**30 == pytest.approx(gib, rel=0.04)
 
 

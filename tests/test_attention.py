@@ -94,19 +94,18 @@ def test_frequencies_equal_hugging_faces(rope, head_dim):
     freq, factor = rope_frequencies(rope, head_dim)
     theirs, their_factor = hf_rope(rope, head_dim)
     assert freq.shape == (head_dim // 2,)
-    # theirs is fp32: theta ** x costs ln(theta) ulps, and a blend of two frequencies a few more
-    torch.testing.assert_close(freq, theirs.double(), rtol=5e-6, atol=0)
+    assert freq.dtype == torch.float32 and torch.equal(freq, theirs)
     assert factor == pytest.approx(their_factor, rel=1e-12)
 
 
 def test_scalings_do_something():
     """Each of them, and the settings that only one of them reads."""
-    base = RopeConfig(factor=8, original_max_seq=1024)
+    base = RopeConfig(scaling="llama3", factor=8, original_max_seq=1024)
     kinds = [
+        RopeConfig(),
+        RopeConfig(scaling="linear", factor=8),
         base,
-        replace(base, scaling="linear"),
-        replace(base, scaling="llama3"),
-        replace(base, scaling="llama3", low_freq_factor=2),
+        replace(base, low_freq_factor=2),
         replace(base, scaling="yarn"),
         replace(base, scaling="yarn", beta_fast=16),
         replace(base, scaling="yarn", truncate=False),
@@ -115,17 +114,14 @@ def test_scalings_do_something():
     assert len(seen) == len(kinds)
 
 
-def test_table_is_exact_far_out():
-    """cos and sin at 100,000 positions to fp32's last place: the angle is taken in fp64 (in fp32 it is off by 4e-3)."""
-    rope = RopeConfig(max_seq=100_001, scaling="yarn", factor=4, attention_factor=1.2)
+@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}")
+def test_table_equals_hugging_faces_far_out(rope):
+    """To fp32's last place at 100,000 positions, where one rounding of the angle is 4e-3."""
     cos, sin = rope_table(rope, 16, 100_001, CPU)
-    freq = rope_frequencies(rope, 16)[0].tolist()
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (100_001, 16)
-    for position in (0, 1, 4095, 99_999, 100_000):
-        for i in range(16):
-            angle = position * freq[i % 8]
-            assert cos[position, i].item() == pytest.approx(1.2 * math.cos(angle), abs=1.2e-7)
-            assert sin[position, i].item() == pytest.approx(1.2 * math.sin(angle), abs=1.2e-7)
+    freq, factor = hf_rope(rope, 16)
+    angle = torch.arange(100_001)[:, None].float() * torch.cat([freq, freq])  # LlamaRotaryEmbedding.forward
+    assert torch.equal(cos, angle.cos() * factor) and torch.equal(sin, angle.sin() * factor)
 
 
 def test_table_made_in_inference_mode_serves_training():

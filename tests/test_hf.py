@@ -190,6 +190,20 @@ def test_a_malformed_index_is_named(tmp_path, index):
         import_hf(hf_dir, tmp_path / "step")
 
 
+@pytest.mark.parametrize("place", ["../away/{}", "sub/{}", "{root}/away/{}", ".."])
+def test_an_index_that_leaves_the_folder_is_named(tmp_path, place):
+    """Its tensors could be read, but no export could write them back to such a place."""
+    hf_dir = saved(tmp_path / "hf", "llama", files=2)
+    for folder in (tmp_path / "away", hf_dir / "sub"):
+        shutil.copytree(hf_dir, folder, ignore=shutil.ignore_patterns("sub"))
+    index = json.loads((hf_dir / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {n: place.format(file, root=tmp_path) for n, file in index["weight_map"].items()}
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: file names .* leave the folder"):
+        import_hf(hf_dir, tmp_path / "step")
+    assert {p.name for p in tmp_path.iterdir()} == {"hf", "away"}
+
+
 def test_nothing_is_overwritten_and_space_is_counted(tmp_path, monkeypatch):
     hf_dir = saved(tmp_path / "hf", "llama")
     import_hf(hf_dir, tmp_path / "step")

@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_tiny import (
+    LLAMA3,
     MODELS,
     assert_bits,
     assert_same_function,
     far,
     files_of,
+    load_step,
     saved,
     tensors_of,
     train_and_save,
@@ -112,10 +114,49 @@ def test_every_wrong_setting_is_listed(tmp_path):
         "num_experts_per_tok: missing",
     ):
         assert word in str(error.value)
+    kinds = dict(full_attention=dict(rope_theta=1e4), sliding_attention=dict(rope_theta=1e6))
+    (hf_dir / "config.json").write_text(json.dumps(config | dict(rope_parameters=kinds)))
+    with pytest.raises(ConfigError, match="RoPE of its own for each of full_attention, sliding_attention"):
+        import_hf(hf_dir, tmp_path / "step")
     (hf_dir / "config.json").write_text(json.dumps(config | dict(model_type="gemma")))
     with pytest.raises(ConfigError, match="'gemma' has no table entry; there are: llama, qwen3, mixtral, "):
         import_hf(hf_dir, tmp_path / "step")
     assert {p.name for p in tmp_path.iterdir()} == {"hf"}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40),  # beside it, and first
+        dict(rope_scaling=dict(LLAMA3, factor=3.0), rope_parameters=dict(LLAMA3, factor=2.0)),
+        dict(rope_scaling=None, rope_theta=3e4, rope_parameters=dict(LLAMA3, rope_theta=2e4)),
+        dict(rope_scaling=dict(type="linear", factor=3.0), rope_theta=3e4),
+        dict(rope_scaling=dict(type="yarn", factor=3.0, beta_fast=None)),
+        dict(),
+    ],
+)
+def test_rope_in_any_spelling_is_what_transformers_computes(tmp_path, rope):
+    hf_dir = saved(tmp_path / "hf", "llama")
+    config = json.loads((hf_dir / "config.json").read_text())
+    del config["rope_parameters"]
+    (hf_dir / "config.json").write_text(json.dumps(config | rope))
+    import_hf(hf_dir, tmp_path / "step")
+    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
+    x = torch.randint(31, (2, 120))
+    assert far(load_step(tmp_path / "step")(x), theirs(x).logits) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "llama, tied, llama3, narrow heads", "qwen3, tied, yarn"])
+def test_far_into_a_sequence_it_is_still_the_same_function(tmp_path, name):
+    """Angles are rounded there as theirs are; exact ones gave logits up to 3e-5 apart at 6,000 tokens."""
+    hf_dir = saved(tmp_path / "hf", name)
+    config = json.loads((hf_dir / "config.json").read_text()) | dict(max_position_embeddings=8192)
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    import_hf(hf_dir, tmp_path / "step")
+    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, experts_implementation="eager")
+    x = torch.randint(31, (1, 4000))
+    with torch.no_grad():
+        assert far(load_step(tmp_path / "step")(x), theirs(x).logits) < 1e-6
 
 
 KINDS = {  # settings of each architecture beside the common ones

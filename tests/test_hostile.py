@@ -8,12 +8,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from steps import ROOT, Hostile, forge
+from steps import step as step  # a fixture
 from test_train import SMALL, run
 
 import train
@@ -61,6 +65,38 @@ def test_steps(gloo, tmp_path, flag, kind):
     assert not sentinel.exists()
     pickle.loads(pickle.dumps(Hostile(sentinel)))
     assert sentinel.exists()  # the file was hostile
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json", "empty"])
+def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, kind):
+    """A pipe waits for a writer, /dev/zero never ends; both are 0 bytes long, as the manifest may say as well."""
+    if name == "empty":
+        forge(step, name, b"")
+    (step / name).unlink()
+    os.mkfifo(step / name) if kind == "pipe" else (step / name).symlink_to(kind)
+    calls = [["verify", str(step)], ["reshard", str(step), str(tmp_path / "dst"), "--world", "2"]]
+    calls += [["inspect", str(step), "--tensor", "model.w"]] if name != "empty" else []
+    source = """if True:
+        import sys
+        from tmoe import offline
+        from tmoe.checkpoint import Checkpoints, Path
+        for words in eval(sys.argv[2]):
+            try:
+                offline.main(words)
+            except SystemExit as error:
+                print("offline:", error)
+        Checkpoints(Path(sys.argv[1]), keep=0, mode="sync", info={}).find("auto")"""
+    command = [
+        sys.executable,
+        "-c",
+        source,
+        str(step.parent),
+        repr(calls),
+    ]  # a process: what hangs in a thread ends with it
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    says = f"{name}: no regular file"
+    assert done.stdout.count(says) >= (2 if name != "empty" else 1) and says in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("place", ["shard", "shard's body", "tokenizer", "text", "jsonl"])

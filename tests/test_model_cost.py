@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import model as cost
 from benchmarks import scaling
+from benchmarks import train as steps
 from benchmarks.moe_layer import ALL
 from tmoe.accounting import (
     count_parameters,
@@ -142,16 +143,17 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
         assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record["shape"]
 
 
-def test_four_h200_layers_are_within_two_percent_of_four_measured():
+def test_four_h200_layers_are_within_one_percent_of_three_measured():
     """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on these."""
     m = cost.values(CONSTANTS)
-    measured = {r["name"]: r for r in records("exchange/2026-11-21-4xH200.jsonl") if r["kind"] == "layer"}
-    for name in ("qwen3", "olmoe", "mixtral", "deepseek"):
+    measured = {r["name"]: r for r in records("exchange/2026-11-21-4xH200-layers.jsonl")}
+    assert set(measured) == {"qwen3", "olmoe", "mixtral"}
+    for name in measured:
         shape = (16384, *ALL[name][1:])
         one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
         added = four - one + cost.exchange_seconds(layer(*shape, ep=4), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
-        assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=0.02), name
+        assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=0.01), name
 
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 8), (4, 2), (8, 1)])
@@ -289,11 +291,80 @@ def test_tendencies_that_a_user_relies_on():
 
 
 def test_the_shipped_steps_are_predicted_within_ten_percent():
-    """Three of the five are predictions; single kernels and layers of their runs' day set the other constants."""
+    """Three of the seven are predictions; single kernels and layers of their runs' day set the other constants."""
     table, good = cost.check(cost.read_points(cost.CHECKED), CONSTANTS)
-    assert good and table.row_count == 5
+    assert good and table.row_count == 7
     roles = list(table.columns[-1].cells)
-    assert roles == ["fitted", "fitted", "predicted", "predicted", "predicted"]
+    assert roles == ["fitted", "fitted", "predicted", "predicted", "fitted", "fitted", "predicted"]
+
+
+def test_what_the_traces_say_of_the_collectives():
+    """fsdp_overlap and copy_factor are read off two traced steps; their own predictions then are those traces' milliseconds."""
+    m = cost.values(CONSTANTS)
+    for point, record in zip(cost.read_points([FOUR_GPUS])[1:3], records("steps-4xH200/bench.jsonl")[1:3], strict=True):
+        parts = cost.predict(point.cfg, point.dp, point.ep, m).parts
+        assert parts["exposed all-gathers"] * 1e3 == pytest.approx(
+            record["trace_ms"]["collectives not hidden"], rel=0.05
+        )
+        kinds = "chunk_cat_cuda", "split_with_sizes_copy"
+        copies = [us for name, us, _ in record["kernels"] if any(kind in name for kind in kinds)]
+        assert len(copies) == 2
+        # two gathers write and read whole parameters in bf16, gradients go from bf16 to fp32: 14 bytes of 17 that are counted
+        assert sum(copies) / 1e3 == pytest.approx(parts["copies"] * 1e3 * 14 / 17, rel=0.03)
+
+
+def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
+    """The median over steps of the busiest rank's pairs; of lines without it the assumed skew."""
+    plain = records("steps-4xH200/bench.jsonl")[1]
+    uneven = tmp_path / "uneven.jsonl"
+    uneven.write_text(json.dumps(plain | {"busiest_rank": [1.9, 1.5, 1.6]}) + "\n")
+    (known,), m = cost.read_points([uneven]), cost.values(CONSTANTS)
+    (unknown,) = (p for p in cost.read_points([FOUR_GPUS]) if p.command == plain["command"])
+    assert (known.skew, unknown.skew) == (1.6, None)
+    for point, skew in ((known, 1.6), (unknown, m.skew)):
+        want = cost.predict(point.cfg, 1, 4, m, skew).seconds / point.seconds
+        assert cost.ratio(point, m) == want
+    assert cost.ratio(known, m) > 1.1 * cost.ratio(unknown, m)
+
+
+def test_busiest_rank_worked_by_hand():
+    """Ranks of two experts: 60 and 40 of 100 pairs, then 10 and 90; alone, a rank is its own mean."""
+    counts = [[50, 10, 40, 0], [10, 0, 30, 60]]
+    assert steps.busiest_rank(counts, 2) == pytest.approx((1.2 + 1.8) / 2)
+    assert steps.busiest_rank(counts, 4) == pytest.approx((2.0 + 2.4) / 2)
+    assert steps.busiest_rank(counts, 1) == steps.busiest_rank(None, 4) == 1.0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, capsys, killed):
+    """A run that ends while it reads the trace has left table and line; else the trace joins the line, which stays one."""
+    keys = "command tflops_gpu mfu start_s first_loss last_loss".split()
+    result = {key: records("steps-4xH200/bench.jsonl")[0][key] for key in keys}
+    result |= dict(gpus=4, tokens_per_s_gpu=31200.0, peak_gib=85.2)
+    out = tmp_path / "deep" / "out.jsonl"
+
+    def read(path):
+        last = json.loads(out.read_text().splitlines()[-1])
+        assert last["tokens_per_s_gpu"] == 31200.0 and "trace_ms" not in last
+        assert "| 4 | 31,200 |" in capsys.readouterr().out
+        if killed:
+            raise KeyboardInterrupt
+        return {"ms": 2.0, "GPU idle": 1.0}, [("kernel", 7.4, 3)]
+
+    monkeypatch.setattr(steps, "measure", lambda *args: result)
+    monkeypatch.setattr(steps, "read", read)
+    monkeypatch.setattr(sys, "argv", ["train", "--trace", "--json", str(out), "--", "tiny"])
+    for count in (1, 2):
+        if killed:
+            with pytest.raises(KeyboardInterrupt):
+                steps.main()
+        else:
+            steps.main()
+            assert "| GPU idle | 1.00 | 50.0% |" in capsys.readouterr().out
+        lines = [json.loads(text) for text in out.read_text().splitlines()]
+        assert len(lines) == count
+        assert all(("kernels" in line) is not killed for line in lines)
+    assert killed or lines[0]["kernels"] == [["kernel", 7, 3]]
 
 
 def test_fit_finds_the_constants_that_made_the_points():
@@ -310,7 +381,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, 5), ([ONE_GPU], 0, 3), ([FOUR_GPUS, off], 1, 3), ([other], None, 0):
+    for files, code, lines in ([], 0, 7), ([ONE_GPU], 0, 3), ([FOUR_GPUS, off], 1, 5), ([other], None, 0):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()
@@ -401,4 +472,4 @@ def test_scaling_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):
 def test_records_are_read_as_train_reads_its_words():
     point = cost.read_points([FOUR_GPUS])[1]
     assert point.cfg == parse(point.command.split()[1:], "", world=4)
-    assert (point.dp, point.ep) == (1, 4) and point.seconds == pytest.approx(0.4036, rel=1e-3)
+    assert (point.dp, point.ep) == (1, 4) and point.seconds == pytest.approx(0.3114, rel=1e-3)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from tmoe import offline, rewrite, shards
 from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
 from tmoe.config import ModelConfig, MoEConfig
 from tmoe.layout import Box, lay_out
-from tmoe.manifest import Chunk, TensorEntry
+from tmoe.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh, local_part
@@ -307,7 +308,11 @@ def halves(*offsets: int) -> dict[str, TensorEntry]:
     [
         (dict(tensors=halves(0, 0)), "chunks at (0, 0) and (0, 0) overlap"),
         (dict(tensors=halves(1, 2)), "chunks at (1, 0) and (2, 0) overlap"),
-        (dict(tensors={"a": TensorEntry((-2, -3), "float32", "", "", ())}), "hold 0 of 6"),
+        (dict(tensors={"a": TensorEntry((-2, -3), "float32", "", "", ())}), "must be counts"),
+        (dict(tensors={"a": TensorEntry((0, 1 << 70), "float32", "", "", ())}), "is none of a tensor"),
+        (dict(tensors={"a": TensorEntry((0,), "qint8", "", "", ())}), "dtype 'qint8' is unknown"),
+        (dict(files={"z": FileEntry(cast(Any, None), "")}, tensors={}), "size None is not a count"),
+        (dict(files={"z\0": FileEntry(0, "")}, tensors={}), "leaves the folder"),
         (dict(tensors={"a": replace(halves(0, 2)["a"], shape=(4.0, 3))}), "must be counts"),
         (dict(saved_ns=1 << 80), "is not a time in ns"),
         (dict(world=0), "world 0 is not a positive number"),

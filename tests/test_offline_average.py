@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -222,6 +223,27 @@ def test_verify_names_every_problem_of_every_step(tmp_path, capsys):
         assert text in out, out
     assert out.count("whole ") == 2
     assert "1 of 1" in refused("verify", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_verify_looks_on_while_a_run_goes_on(tmp_path, monkeypatch, capsys, again):
+    """A step that retention removes, or a save replaces, between two looks is not damaged."""
+    for i in range(3):
+        save(tmp_path, i, plain(i))
+    digest = files._digest
+
+    def and_the_run_goes_on(file, advance):
+        if file.parent == tmp_path / "step-1" and file.name == "__0_0.distcp":
+            monkeypatch.setattr(files, "_digest", digest)
+            shutil.rmtree(file.parent)
+            if again:
+                save(tmp_path, 1, plain(9))
+        return digest(file, advance)
+
+    monkeypatch.setattr(files, "_digest", and_the_run_goes_on)
+    run("verify", tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("whole ") == 2 + again and said.count("removed ") == 1 - again and "damaged" not in said
 
 
 def test_the_command_line(step):

@@ -3,11 +3,15 @@
 next: test_ops_kernels.py
 """
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 
 from tmoe import ops
-from tmoe.ops import reference
+from tmoe.ops import exchange, launch, reference
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -269,3 +273,25 @@ def test_softmax_topk_compiles_and_names_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             ops.softmax_topk(*args)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
+    """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""
+    asked, ran = [], []
+    compiled = SimpleNamespace(
+        launch_metadata=lambda *_: None, function=0, packed_metadata=(), run=lambda *_: ran.append(len(asked))
+    )
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setitem(
+        launch._binaries, launch._key(exchange.meet_kernel, 0, args, {}, launch._fixed(exchange.meet_kernel)), compiled
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)])
+        thread.start()
+        thread.join()
+    assert ran == ([0] * 6 if capturing else [1, 1, 1, 2, 2, 2])

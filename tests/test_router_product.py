@@ -227,6 +227,42 @@ def test_autocast_and_recomputation_change_nothing(dtype):
 
 
 @TYPES
+def test_a_second_derivative_is_refused(dtype):
+    """F.linear, which stands here on other devices, has one; this would leave its terms out without a word."""
+    x, w, g = operands(30, 16, 6, dtype)
+    y = router_product(x, w)
+    dx, dw = torch.autograd.grad((y * y * g).sum(), (x, w), create_graph=True)
+    assert torch.equal(dx, step(x, w, (2 * y * g).detach())[1])
+    for grad in dx, dw:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.float().square().sum().backward(retain_graph=True)
+
+
+def every_layout(T=40, D=16, E=6):
+    xs = (
+        torch.randn(D, T).bfloat16().t(),
+        torch.randn(1, D).bfloat16().expand(T, D),
+        torch.randn(T, 2 * D).bfloat16()[:, ::2],
+    )
+    ws = torch.randn(E, D), torch.randn(D, E).t(), torch.randn(1, D).expand(E, D)
+    return [(x, w) for x in xs for w in ws]
+
+
+@pytest.mark.parametrize(("x", "w"), every_layout())
+def test_any_strides_and_either_gradient_alone(x, w):
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    g = torch.randn(len(x), 1).expand(-1, len(w))
+    want = step(x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_(), g.contiguous())
+    for got, same in zip(step(x, w, g), want, strict=True):
+        torch.testing.assert_close(got, same)
+    for one, other, same in ((x, w, want[1]), (w, x, want[2])):
+        other.requires_grad_(False)
+        (alone,) = torch.autograd.grad(router_product(x, w), one, g)
+        other.requires_grad_()
+        torch.testing.assert_close(alone, same)
+
+
+@TYPES
 def test_it_keeps_its_inputs_and_nothing_else(dtype):
     x, w, _ = operands(30, 16, 6, dtype)
     kept = []

@@ -143,6 +143,26 @@ def test_resume_on_other_layouts(gloo, tmp_path):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
+def next_samples(rank: int, world: int, argv: list[str]) -> list[list[int]]:
+    """Global samples that this rank reads in the two steps after the resume."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    size = dict(batch=cfg.train.batch, accumulate=cfg.train.accumulate, rank=rank, world=world)
+    return [trainer.data.indices(trainer.step + i, **size) for i in range(2)]
+
+
+def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
+    """Two ranks read 4 samples a step; resumed after step 3 with 2 or 6 a step, the 13th sample comes next: none twice, none left out."""
+    flags = [*SMALL, "--checkpoint.every", "3", "--train.batch", "2", "--out", str(tmp_path / "a")]
+    gloo(2, run, flags, 2, timeout=120)
+    step3 = ["--resume", str(tmp_path / "a/checkpoints/step-3")]
+    other = [*flags, "--out", str(tmp_path / "b"), *step3]
+    assert gloo(1, next_samples, other)[0] == [[12, 13], [14, 15]]
+    ranks = gloo(2, next_samples, [*other, "--train.batch", "3"])
+    assert [sorted(ranks[0][i] + ranks[1][i]) for i in range(2)] == [list(range(12, 18)), list(range(18, 24))]
+    assert [r[0] for r in gloo(2, next_samples, other)] == [[12, 13], [14, 15]]
+
+
 def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
     """All ranks stop at the same boundary, the step is saved, and `--resume auto` goes on with the same numbers."""
     flags = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]

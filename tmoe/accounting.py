@@ -290,6 +290,15 @@ def loss_bytes(cfg: Config) -> int:
 
 
 def backward_bytes(cfg: Config, ep: int, layer: int) -> int:
-    """Temporaries of one block's backward: a gradient for each saved tensor, and what is recomputed."""
+    """Temporaries of one block's backward: a gradient for each saved tensor, what is recomputed, and symm's further windows."""
     whole = layer_bytes(cfg, ep, layer)
-    return 2 * whole - layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint)
+    return 2 * whole - layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) + window_bytes(cfg, ep, layer)
+
+
+def window_bytes(cfg: Config, ep: int, layer: int) -> int:
+    """H, dH and activations of a window behind the first, which symm's backward allocates beside the first's, empty or not."""
+    moe, T = cfg.model.moe, cfg.train.batch * cfg.train.seq
+    if not (cfg.model.is_moe(layer) and uses_symm(cfg, ep)):
+        return 0
+    pairs = pairs_bound(T, moe.top_k, ep, moe.experts // ep) or 0
+    return 5 * pairs * moe.ffn_dim * compute_bytes(cfg) if pairs < T * ep * moe.top_k else 0

@@ -142,6 +142,7 @@ class Dataset:
 
     def __init__(self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int) -> None:
         self.sources, self.weights, self.eos, self.seed = sources, weights, eos, seed
+        self.ahead = 0  # samples by which a run is ahead of its step number: earlier steps were of another size
         self.fingerprint = fingerprint
         self.seq, self.vocab = sources[0].seq, sources[0].vocab
         self.tokens = sum(source.tokens for source in sources)
@@ -156,12 +157,12 @@ class Dataset:
         return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
 
     def indices(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> list[int]:
-        """One rank's part of a step: global samples (step * accumulate + a) * world * batch + rank * batch + b.
+        """One rank's part of a step: global samples ahead + (step * accumulate + a) * world * batch + rank * batch + b.
 
         Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
         (world, batch, accumulate) of one product.
         """
-        firsts = [((step * accumulate + a) * world + rank) * batch for a in range(accumulate)]
+        firsts = [self.ahead + ((step * accumulate + a) * world + rank) * batch for a in range(accumulate)]
         return [first + b for first in firsts for b in range(batch)]
 
     def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:

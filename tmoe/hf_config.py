@@ -23,7 +23,7 @@ KINDS = get_type_hints(ModelConfig) | {
     f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
 }
 WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
-WHOLE += ("n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers")
+WHOLE += ("n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers", "original_max_position_embeddings")
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
 TENSORS = 2**20  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
@@ -188,8 +188,10 @@ def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
 
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it."""
-    stated = (hf.get("rope_scaling") or {}) | (hf.get("rope_parameters") or {})
+    """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it; where keys contradict, as 5 decides."""
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
+        return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
     given = {"rope_theta": hf.get("rope_theta")} | (stated or arch.rope)
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
@@ -203,6 +205,8 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     found["rope.max_seq"] = hf.get("max_position_embeddings")
     read = {ours: given[key] for ours, key in ROPE[scaling].items() if given.get(key) is not None}
     if "original_max_seq" in ROPE[scaling]:
+        if (outside := hf.get(ROPE[scaling]["original_max_seq"])) is not None:  # Phi-3's place for it goes first
+            read["original_max_seq"] = outside
         read.setdefault("original_max_seq", hf.get("max_position_embeddings"))
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if name in ROPE[scaling] and name not in read:

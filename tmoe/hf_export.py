@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +34,7 @@ from tmoe.hf_files import (
     Layout,
     is_folder,
     refuse,
+    require_names,
     split,
 )
 from tmoe.hf_packed import unpacked
@@ -142,7 +143,7 @@ def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
     tensors = manifest.tensors
 
     files, layout = _carried(step, tensors), json.loads(_content(step, tensors[LAYOUT]))
-    _require_names(step, layout)
+    require_names(step, layout)
     extra, packed = lambda name: _whole(step, tensors[EXTRA + name]), manifest.info.get("packed", "")
     return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step))
 
@@ -150,13 +151,8 @@ def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
 def _carried(step: Path, tensors: dict[str, TensorEntry]) -> dict[str, Callable[[], bytes]]:
     """The files of the original that travel in a step folder, by name."""
     carried = {name.removeprefix(FILE): entry for name, entry in tensors.items() if name.startswith(FILE)}
-    _require_names(step, carried)
+    require_names(step, carried)
     return {name: partial(_content, step, entry) for name, entry in carried.items()}
-
-
-def _require_names(step: Path, names: Iterable[str]) -> None:
-    if odd := [name for name in names if Path(name).name != name or name in ("", ".", "..")]:
-        raise CheckpointError(f"{step}: file names {odd} leave the folder")
 
 
 def _content(step: Path, entry: TensorEntry) -> bytes:

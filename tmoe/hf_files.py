@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class Folder:
         index = self._json(INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
             raise CheckpointError(f"{self.path / INDEX}: malformed: weight_map must give each tensor's file")
+        require_names(self.path / INDEX, sorted(set(index.values())))  # read here, no export could write them
         return index
 
     def _read_header(self, file: str) -> None:
@@ -171,6 +172,12 @@ def refuse(what: str, problems: list[str]) -> None:
     """MismatchError with every problem, if there is one."""
     if problems:
         raise MismatchError("\n  ".join([f"{what}: {len(problems)} differences", *problems]))
+
+
+def require_names(where: Path, names: Iterable[str]) -> None:
+    """CheckpointError if one of the file names found at `where` is not that of a file in a folder, but a path."""
+    if odd := [name for name in names if Path(name).name != name or name in ("", ".", "..")]:
+        raise CheckpointError(f"{where}: file names {odd} leave the folder")
 
 
 @contextmanager

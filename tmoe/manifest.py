@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ READERS = 8  # files hashed at once; sha256 releases the GIL
 _HEAD = b'{\n"sha256": "'
 _BLANK = b"0" * 64
 _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
+_DTYPE = re.compile(
+    r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)"
+)  # stored whole bytes each
+_MOST = 1 << 58  # elements that torch can count the bytes of, whatever their type
 
 
 class CheckpointError(Exception):
@@ -127,6 +132,7 @@ def read_saved_ns(path: Path) -> int:
 
 def _read_bytes(file: Path) -> bytes:
     try:
+        _require_regular(file)
         raw = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{file}: missing; {file.parent} is no step folder, or was never finished") from None
@@ -138,6 +144,12 @@ def _read_bytes(file: Path) -> bytes:
     return raw
 
 
+def _require_regular(file: Path) -> None:
+    """OSError unless it is a plain file (or a link to one): a pipe would never end, nor does /dev/zero."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(f"{file}: no regular file")
+
+
 def _parse(fields: dict[str, Any]) -> Manifest:
     del fields["sha256"]
     if (found := fields.pop("format")) != FORMAT:
@@ -147,9 +159,11 @@ def _parse(fields: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name} {fields[name]!r} is not {says}")
     files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
     tensors = {name: _parse_tensor(entry) for name, entry in fields.pop("tensors").items()}
-    for name in files:
-        if Path(name).name != name or name in ("", ".", "..", NAME):
+    for name, file in files.items():
+        if Path(name).name != name or name in ("", ".", "..", NAME) or "\0" in name:
             raise ValueError(f"file name {name!r} leaves the folder")
+        if not _is_count(file.size):
+            raise ValueError(f"file {name}: size {file.size!r} is not a count")
     for name, entry in tensors.items():
         _check_tensor(name, entry, files)
     return Manifest(files=files, tensors=tensors, **fields)
@@ -183,8 +197,10 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
     dtype_of(entry.dtype)
     if not isinstance(entry.placement, str):
         raise ValueError(f"tensor {name}: placement {entry.placement!r} is no text")
+    if not all(map(_is_count, entry.shape)) or math.prod(n or 1 for n in entry.shape) > _MOST:
+        raise ValueError(f"tensor {name}: shape {entry.shape} is none of a tensor, its lengths must be counts")
     for chunk in entry.chunks:
-        if not all(map(_is_count, (*entry.shape, *chunk.offset, *chunk.shape, chunk.at, chunk.size))):
+        if not all(map(_is_count, (*chunk.offset, *chunk.shape, chunk.at, chunk.size))):
             raise ValueError(f"tensor {name}: shape, offset and position must be counts")
         inside = all(o + s <= n for o, s, n in zip(chunk.offset, chunk.shape, entry.shape, strict=True))
         if not inside or chunk.at + chunk.size > files[chunk.file].size:
@@ -219,8 +235,8 @@ def tensor_entry(shape: tuple[int, ...], dtype: torch.dtype, placement: str, chu
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch.bfloat16 for "bfloat16"; ValueError for anything that is no dtype."""
-    dtype = getattr(torch, name, None)
+    """torch.bfloat16 for "bfloat16"; ValueError for anything that is no dtype, or none of plain elements (qint8, int4)."""
+    dtype = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
     return dtype
@@ -260,6 +276,7 @@ def _file_problem(
     file: Path, entry: FileEntry, content: bool, advance: Callable[[int], None] | None = None
 ) -> str | None:
     try:
+        _require_regular(file)
         size = file.stat().st_size
         if size != entry.size:
             return f"{file}: damaged: {size} bytes, the manifest says {entry.size}"
@@ -379,6 +396,7 @@ def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     """The chunk as a CPU tensor, checked against shape, dtype and hash; CheckpointError names file and byte where it differs."""
     where = f"{folder / chunk.file} at byte {chunk.at}"
     try:
+        _require_regular(folder / chunk.file)
         with open(folder / chunk.file, "rb", buffering=0) as file:
             window = cast(IO[bytes], _Window(file, chunk.at, chunk.size))
             tensor = torch.load(window, map_location="cpu", weights_only=True)

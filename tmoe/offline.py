@@ -35,7 +35,7 @@ from tmoe import folders, inspection
 from tmoe import manifest as files
 from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
-from tmoe.rewrite import Output, Plan, bar, check_space, divide, keeping, read_boxes, rewrite, size_on_disk
+from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, rewrite
 from tmoe.shards import RNG
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -81,13 +81,27 @@ def verify(path: Path, /) -> None:
     """
     steps = folders.entries(path, published=True) or [folders.resolve(path)]
     damaged = 0
-    with bar("verifying", sum(size_on_disk(step) for step in steps if step.is_dir())) as advance:
+    with bar("verifying", sum(size for step in steps for _, size, *_ in files.stamp(step) or ())) as advance:
         for step in steps:
-            problems = files.verify(step, advance=advance)
+            if (problems := _problems(step, advance)) is None:
+                print(f"removed  {step}")
+                continue
             print("\n  ".join([f"damaged  {step}" if problems else f"whole    {step}", *problems]))
             damaged += bool(problems)
     if damaged:
         raise CheckpointError(f"{damaged} of {len(steps)} steps damaged")
+
+
+def _problems(step: Path, advance: Advance) -> list[str] | None:
+    """What is wrong with a step; None if the run that owns it removed it meanwhile. One that was replaced is looked at again."""
+    for _ in range(3):
+        before = files.stamp(step)
+        problems = files.verify(step, advance=advance)
+        if not problems or (now := files.stamp(step)) == before:
+            break
+        if now is None:
+            return None
+    return problems
 
 
 # ---- reshard ----

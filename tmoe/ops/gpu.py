@@ -222,7 +222,7 @@ class Layer:
             kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
             rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
             0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None, ds is not None, add,
-            fill, num_warps=warps,
+            fill or add, num_warps=warps,
         )  # fmt: skip
         return y, d_weights
 

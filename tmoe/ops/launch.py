@@ -120,7 +120,9 @@ def launch(kernel, grid, *args, **options):
         _binaries[key] = compiled
     if not hasattr(_thread, "ready"):
         # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
-        torch.cuda.mem_get_info()
+        # (the question whether a graph is captured makes one too, and a capture may not survive the call)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.mem_get_info()
         _thread.ready = True
     stream = driver.get_current_stream(device)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -12,6 +12,7 @@ gradient of a softmax adds up to zero over experts, and what is left of the sum 
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops.check import require
 from tmoe.ops.launch import cdiv, launch
@@ -89,6 +90,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _differentiate(ctx, dlogits):
     if dlogits is None:
         return None, None

@@ -11,10 +11,18 @@ nothing recompiles when the routing changes.
 next: parallel/dispatch.py
 """
 
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # how functional collectives find a group by name
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _resolve_process_group,  # how functional collectives find a group by name
+)
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -113,3 +121,28 @@ def _pull_backward(ctx, grad_TD):
 
 push.register_autograd(_push_backward, setup_context=_push_setup)
 pull.register_autograd(_pull_backward, setup_context=_pull_setup)
+
+
+def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]) -> list[Any] | None:
+    """The words (JSON) of all ranks of a group that call this with one key, through its store; None once ahead() says that one never will.
+
+    For what should be a collective, but other ranks may not see the reason for: all_gather_object would wait for them until the
+    watchdog ends the process. Raises TimeoutError after the store's timeout.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    prefix = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
+    store, keys = _get_process_group_store(group), [f"{prefix} {q}" for q in ranks]
+    store.set(keys[group.rank()], json.dumps(word))
+    end = time.monotonic() + store.timeout.total_seconds()
+    while not store.check(keys):
+        if ahead():
+            return None
+        if time.monotonic() > end:
+            missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
+            raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
+        time.sleep(0.01)
+    words = [json.loads(store.get(k)) for k in keys]
+    if store.add(prefix, 1) == len(keys):  # all have read: the key is free again
+        for k in (*keys, prefix):
+            store.delete_key(k)
+    return words

@@ -97,8 +97,8 @@ class AllToAllDispatcher(Dispatcher):
 class SymmDispatcher(Dispatcher):
     """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes.
 
-    tokens: the most that any rank has in a call, 0 if all have as many in each call. More tokens than ever before grow the
-    buffers, which takes all ranks: that is agreed by their seeing the same shapes, or by none exceeding `tokens`.
+    tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
+    `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
     fp8: rows travel as float8 e4m3, half the bytes, 2.6% of rounding each way.
     """
 

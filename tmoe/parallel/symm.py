@@ -45,6 +45,7 @@ from tmoe.ops import exchange, gpu
 from tmoe.ops.check import check_moe_mlp
 from tmoe.ops.launch import cdiv, device_facts
 from tmoe.ops.routing import route
+from tmoe.parallel.collectives import together
 
 log = logging.getLogger(__name__)
 
@@ -64,18 +65,29 @@ class Exchange:
         self.captured = False  # a CUDA graph holds the addresses
         self.packs = False  # there is room for packed rows
 
+    @torch.inference_mode(False)  # the buffers outlive the caller's mode, and backward copies into them
     def reserve(self, tokens: int, width: int, K: int, fp8: bool = False) -> None:
-        """Room for rows of `width` bytes of `tokens` tokens a rank, fp8: also packed. A collective when there is less."""
-        self.captured |= torch.cuda.is_current_stream_capturing()
+        """Room for rows of `width` bytes of `tokens` tokens a rank, fp8: also packed. A collective when there is less.
+
+        ValueError where a rank finds less and another does not, which goes on into the exchange and there waits for this one.
+        """
+        capturing = torch.cuda.is_current_stream_capturing()
         if tokens <= self.capacity and width <= self.width and K <= self.K and fp8 <= self.packs:
+            self.captured |= capturing
             return
-        if self.captured:
+        if capturing or self.captured:
             raise RuntimeError(
                 f"symm: no room for {tokens} tokens of {width} bytes; run the largest batch once before capturing a CUDA graph"
             )
-        asks: list[tuple] = [()] * self.world
-        dist.all_gather_object(asks, (tokens, width, K, fp8), group=self.group)
-        if len({ask[1:] for ask in asks}) > 1:
+        asks = together(self.group, "room", (tokens, width, K, fp8), self.ahead)
+        if asks is None:
+            raise ValueError(
+                f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than that on rank "
+                f"{dist.get_global_rank(self.group, self.ahead()[0])} of this expert group: room grows only where all its ranks ask for "
+                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or more: train.batch * train.seq "
+                "of parallelize's cfg, or tokens of apply_ep"
+            )
+        if len({tuple(ask[1:]) for ask in asks}) > 1:
             raise ValueError(
                 f"symm: ranks of one expert group call different layers: (tokens, bytes a row, K, fp8) is {asks}"
             )
@@ -104,6 +116,13 @@ class Exchange:
         self.memory[:512].zero_()
         torch.cuda.synchronize()
         dist.barrier(self.group)
+
+    def ahead(self) -> list[int]:
+        """Ranks of the group that have arrived at a meeting to which this one has not come. Waits for this rank's own work."""
+        if not self.capacity:
+            return []
+        state = self.sections["main"].view(torch.int32).cpu()
+        return (state[: self.world] - state[exchange.MET.value] > 0).nonzero().flatten().tolist()
 
     def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
         """My section of rows, [world * capacity, D]."""
@@ -190,12 +209,15 @@ class Exchange:
         """Addresses at which a pull finds my tokens' slots in my own memory: those of y for this rank, of another rank's part of
         the sums for that one, each as if it began with rank 0's tokens."""
         width = y[0].numel() * y.itemsize
-        if (name, width) not in self.tables:
-            q = torch.arange(self.world, device=y.device)
-            sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
-            parts = sums + (q - self.rank) * (self.capacity * width)
-            self.tables[name, width] = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
-        return self.tables[name, width]
+        if (name, width) in self.tables:
+            return self.tables[name, width]
+        q = torch.arange(self.world, device=y.device)
+        sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
+        parts = sums + (q - self.rank) * (self.capacity * width)
+        table = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
+        if not (y.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's is empty until it is replayed
+            self.tables[name, width] = table
+        return table
 
     def meet(self) -> None:
         exchange.meet(self.addresses["main"], self.rank)
@@ -355,7 +377,6 @@ def _forward_fake(x, weights, ids, gate_up, down, bias, activation, tokens, pair
     return x.new_empty(x.shape), x.new_empty(pairs if keep else 0, gate_up.shape[1])
 
 
-@torch.library.impl("tmoe::symm_moe_backward", "CUDA", lib=_lib)
 def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, pairs, fp8, group):
     """Gradients of x, weights, gate_up, down and the bias (empty without one)."""
     with torch.cuda.device(x.device):
@@ -374,6 +395,7 @@ def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, p
             return wire  # whose memory must live until the streams have joined
 
         def arrived():
+            main.wait_stream(side)  # or a CUDA graph might wait for peers before it runs the branch that they wait for
             exchange.meet(ex.addresses["side"], ex.rank, arrive=False)
 
         copied = []
@@ -401,10 +423,12 @@ def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, p
         if hidden:
             arrived()
             ex.sum(dx, d_weights, ids, L, copied[1])
-            main.wait_stream(side)
         ex.meet()  # weight gradients have read x and dy, and sums are read
     d_gate_up, d_down, d_bias = grads
     return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias
+
+
+_lib.impl("symm_moe_backward", _backward, "CUDA")
 
 
 @torch.library.register_fake("tmoe::symm_moe_backward", lib=_lib)
