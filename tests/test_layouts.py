@@ -67,6 +67,7 @@ def train(
     balance: str = "sequence",
     compile: bool = False,
     model_cfg: ModelConfig = MODEL,
+    seed: int = 0,
 ):
     """20 steps; (losses, norms, final parameters on rank 0)."""
     cfg = config(ep, balance, compile, model_cfg)
@@ -75,7 +76,7 @@ def train(
         model = Transformer(cfg.model)
     parallelize(model, mesh, cfg)
     model.to_empty(device="cpu")
-    model.init_weights(0)
+    model.init_weights(seed)
     optimizer = build_optimizer(model.named_parameters(), cfg.optim, torch.device("cpu"))
     draw = torch.Generator().manual_seed(1)
     # one target in ten is ignored, unevenly over ranks: means over a rank's own targets would be wrong
@@ -134,8 +135,9 @@ def test_layout_global_balance(gloo, one_process, world, ep):
 
 
 def test_layout_biases(gloo):
-    one = gloo(1, train, 1, 2, "sequence", False, BIASED)[0]
-    assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, timeout=120)[0], one)
+    seed = 1  # from 0, one token's third and fourth expert come within 1.2e-7 of each other in step 9: a tie, which rounding decides
+    one = gloo(1, train, 1, 2, "sequence", False, BIASED, seed)[0]
+    assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, seed, timeout=120)[0], one)
 
 
 @pytest.mark.slow

@@ -301,4 +301,4 @@ def window_bytes(cfg: Config, ep: int, layer: int) -> int:
     if not (cfg.model.is_moe(layer) and uses_symm(cfg, ep)):
         return 0
     pairs = pairs_bound(T, moe.top_k, ep, moe.experts // ep) or 0
-    return 5 * pairs * moe.ffn_dim * compute_bytes(cfg) if pairs < T * ep * moe.top_k else 0
+    return 5 * pairs * moe.ffn_dim * compute_bytes(cfg) if pairs < T * ep * min(moe.top_k, moe.experts // ep) else 0
