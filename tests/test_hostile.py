@@ -6,7 +6,6 @@ The offline tools' places are in test_offline.py, Hugging Face's in test_hf_writ
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import os
 import pickle
@@ -18,25 +17,12 @@ import pytest
 import torch
 from steps import ROOT, Hostile, forge
 from steps import step as step  # a fixture
-from test_train import SMALL, run
+from test_train import SMALL, begin, run
 
-import train
-from tmoe import runtime
 from tmoe.checkpoint import read_manifest
-from tmoe.cli import parse
 from tmoe.data import convert
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "1"]
-
-
-def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            cfg = parse(argv, "", rank=rank, world=world)
-            train.Trainer(cfg, runtime.start(cfg.seed))
-        except SystemExit as error:
-            return error.code, said.getvalue()
-    return 0, said.getvalue()
 
 
 def payload(kind: str, sentinel: Path) -> bytes:

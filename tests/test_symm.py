@@ -62,31 +62,6 @@ def test_compiles(arch):
             assert name == "meet_kernel" or ("st.global.v4" in ptx and "st.global.b16" not in ptx), "16 bytes at a time"
 
 
-def refusals(rank, world):
-    from tmoe import MoE, MoEConfig
-    from tmoe.parallel import build_mesh
-    from tmoe.parallel.apply import apply_ep
-    from tmoe.parallel.dispatch import AllToAllDispatcher
-
-    moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
-    for dispatch, wire in (("symm", "same"), ("auto", "fp8")):
-        with pytest.raises(ValueError) as error:
-            apply_ep(moe, mesh, dispatch, 8, wire)
-        said.append(str(error.value))
-    moe = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8))
-    apply_ep(moe, mesh, "auto")
-    assert isinstance(moe.dispatcher, AllToAllDispatcher)
-    return said
-
-
-def test_without_gpus(gloo):
-    """auto falls back without a word of the user; what cannot work is refused, alike on all ranks."""
-    first, second = gloo(2, refusals)
-    assert first == second
-    assert all(part in first[0] for part in ("--parallel.dispatch=symm", "GPU", "auto or nccl"))
-    assert all(part in first[1] for part in ("--parallel.wire=fp8", "symm", "--parallel.wire same"))
-
-
 # ---- in the interpreter: ranks are lists of sections in one process
 
 

@@ -306,3 +306,28 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
             run()
     assert len(launched) > 10
     assert not {name for key, name in launched.items() if key not in compiled}
+
+
+def refusals(rank, world):
+    from tmoe import MoE, MoEConfig
+    from tmoe.parallel import build_mesh
+    from tmoe.parallel.apply import apply_ep
+    from tmoe.parallel.dispatch import AllToAllDispatcher
+
+    moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
+    for dispatch, wire in (("symm", "same"), ("auto", "fp8")):
+        with pytest.raises(ValueError) as error:
+            apply_ep(moe, mesh, dispatch, 8, wire)
+        said.append(str(error.value))
+    moe = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8))
+    apply_ep(moe, mesh, "auto")
+    assert isinstance(moe.dispatcher, AllToAllDispatcher)
+    return said
+
+
+def test_without_gpus(gloo):
+    """auto falls back without a word of the user; what cannot work is refused, alike on all ranks."""
+    first, second = gloo(2, refusals)
+    assert first == second
+    assert all(part in first[0] for part in ("--parallel.dispatch=symm", "GPU", "auto or nccl"))
+    assert all(part in first[1] for part in ("--parallel.wire=fp8", "symm", "--parallel.wire same"))

@@ -262,7 +262,7 @@ def test_invalid_settings_are_one_error(argv, says, capsys, monkeypatch):
 def test_a_run_folder_that_cannot_go_on_is_one_line(gloo, tmp_path, file, content, says):
     """Before step 0 and on every rank, though rank 0 alone writes there."""
     (tmp_path / file).mkdir() if content is None else (tmp_path / file).write_text(content)
-    (code, said), (other, quiet) = gloo(2, other_state, [*SMALL, "--out", str(tmp_path)])
+    (code, said), (other, quiet) = gloo(2, begin, [*SMALL, "--out", str(tmp_path)])
     assert code == other == 2 and says in said and not quiet
     assert sum(line.startswith(("error: ", "rank")) for line in said.splitlines()) == 1
 
@@ -277,7 +277,7 @@ def bad_data(rank: int, world: int, path: str) -> tuple[int, str]:
     return 0, ""
 
 
-def other_state(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             cfg = parse(argv, "", rank=rank, world=world)
@@ -293,13 +293,13 @@ def test_resume_with_another_kind_of_state_is_one_line(gloo, tmp_path, kept):
     flags = [*SMALL, "--steps", "1", "--out", str(tmp_path / "run")]
     ema = ["--optim.ema", "0.9"]
     gloo(1, run, flags + ema * kept)
-    (code, said), (other, quiet) = gloo(2, other_state, flags + ema * (not kept))
+    (code, said), (other, quiet) = gloo(2, begin, flags + ema * (not kept))
     assert code == other == 2 and said.count("\n") == 1 and not quiet
     step = tmp_path / "run/checkpoints/step-1"
     if kept:
         assert said.startswith(f"error: --optim.ema=0.0: {step} holds an average of the weights; keep the setting")
         rewrite(plan_reshard(step, world=1, only=["model"]), tmp_path / "weights")
-        (code, said), _ = gloo(2, other_state, [*flags, "--resume", str(tmp_path / "weights")])
+        (code, said), _ = gloo(2, begin, [*flags, "--resume", str(tmp_path / "weights")])
         assert code == 2 and said.count("\n") == 1 and f"{tmp_path / 'weights'} holds no optimizer state" in said
     else:
         assert said.startswith(
