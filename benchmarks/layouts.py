@@ -1,68 +1,113 @@
 """Layout never changes the mathematics, on this machine's GPUs: a small model in fp32, kernels and compile on, on every layout.
 
     python -m benchmarks.layouts --gpus 4
+    python -m benchmarks.layouts --gpus 2 -- --no-compile           on a CPU: two processes
 
 Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1 beyond 1e-5.
+The processes of a world start once and train on one layout after another; a world that fails is named, and the code is 1.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.train import launch
+import torch
+
+import train
 
 SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
 MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 64 --train.seq 64
     --model.moe.balance-coeff 0.1 --optim.lr 3e-3 --optim.eps 1e-4 --optim.clip 0.5 --train.eval-every 0 --train.eval-batches 1
-    --log.no-progress --data.path stdlib --optim.warmup 0"""
+    --log.no-progress --data.path stdlib --optim.warmup 0 --checkpoint.mode off --resume none"""
+
+
+class Layout(NamedTuple):
+    world: int  # processes, one a GPU
+    ep: int
+    micro: int  # micro-batches a step
+    dispatch: str
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="the most processes, one a GPU")
-    parser.add_argument("--jobs", type=int, default=1, help="layouts that run at a time, sharing the GPUs")
-    parser.add_argument("--timeout", type=float, default=200, help="seconds for each layout")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for all layouts of one world")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)  # a world's process: WORLD:FOLDER
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
     more = [w for w in args.train if w != "--"]
-    want, worst = curves(1, 1, 1, "auto", more, args.timeout), 0.0
+    if args.inside:
+        world, out = args.inside.split(":", 1)
+        for layout in layouts(int(world)):
+            run(layout, more, Path(out))
+        return
     print(
         "| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |\n|---|---|---|---|---|"
     )
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = layouts(args.gpus)
-        runs = pool.map(lambda layout: curves(*layout, more=more, timeout=args.timeout), found)
-        for layout, got in zip(found, runs, strict=True):
-            far = [max(abs(a - b) / abs(b) for a, b in zip(got[k], want[k], strict=True)) for k in want]
-            worst = max(worst, *far)
-            print(f"| {' | '.join(map(str, layout))} | {', '.join(f'{x:.1e}' for x in far)} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        out, worst = Path(folder), 0.0
+        for world in (n for n in (1, 2, 4, 8) if n <= args.gpus):
+            failure = start(world, out, more, args.timeout)
+            want = curves(Layout(1, 1, 1, "auto"), out)
+            for layout in layouts(world):
+                got = curves(layout, out)
+                far = [max(abs(a - b) / abs(b) for a, b in zip(got[k], want[k], strict=True)) for k in want if got]
+                worst = max(worst, *far) if far else 1.0
+                print(
+                    f"| {' | '.join(map(str, layout))} | {', '.join(f'{x:.1e}' for x in far) or failure} |", flush=True
+                )
     sys.exit(worst > LIMIT)
 
 
-def layouts(gpus: int) -> list[tuple[int, int, int, str]]:
-    """(processes, ep, micro-batches, dispatch) of which the batch is a multiple."""
-    found = [(1, 1, micro, "auto") for micro in (2, 4)]
-    for world in (n for n in (2, 4, 8) if n <= gpus):
-        found += [(world, 1, 1, "auto")]
-        for ep in (e for e in (2, 4, 8) if e <= world):
-            found += [
-                (world, ep, micro, how) for how in ("auto", "nccl") for micro in (1, 2) if micro * world <= SEQUENCES
-            ]
+def layouts(world: int) -> list[Layout]:
+    """Those of so many processes of which the batch is a multiple."""
+    found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
+    for ep in (e for e in (2, 4, 8) if e <= world):
+        found += [
+            Layout(world, ep, micro, how) for how in ("auto", "nccl") for micro in (1, 2) if micro * world <= SEQUENCES
+        ]
     return found
 
 
-def curves(world: int, ep: int, micro: int, dispatch: str, more: list[str], timeout: float) -> dict[str, list[float]]:
-    batch = SEQUENCES // world // micro
-    words = [*MODEL.split(), "--parallel.ep", str(ep), "--parallel.dispatch", dispatch, "--train.batch", str(batch)]
-    with tempfile.TemporaryDirectory() as out:
-        launch(world, STEPS, [*words, "--train.accumulate", str(micro), *more], Path(out), timeout)
-        lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == STEPS and lines[-1]["loss"] < lines[0]["loss"] - 0.5, (
-        "nothing was learnt: the test has no point"
-    )
+def start(world: int, out: Path, more: list[str], timeout: float) -> str:
+    """Trains on all layouts of a world; what went wrong, if anything did."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    try:
+        code = process.wait(timeout)
+        return f"ended with code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"not within {timeout} s"
+    finally:
+        process.terminate()  # torchrun then ends its workers; killed, it would leave them on the GPUs
+        process.wait()
+
+
+def run(layout: Layout, more: list[str], out: Path) -> None:
+    """One of the processes of a layout."""
+    batch = SEQUENCES // layout.world // layout.micro
+    words = [*MODEL.split(), "--parallel.ep", str(layout.ep), "--parallel.dispatch", layout.dispatch]
+    words += ["--train.batch", str(batch), "--train.accumulate", str(layout.micro), "--steps", str(STEPS)]
+    train.main([*words, "--out", str(out / name(layout)), *more])
+    torch.compiler.reset()
+
+
+def name(layout: Layout) -> str:
+    return "-".join(map(str, layout))
+
+
+def curves(layout: Layout, out: Path) -> dict[str, list[float]]:
+    """Losses and norms, {} if the run did not come to its end."""
+    file = out / name(layout) / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if len(lines) < STEPS:
+        return {}
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5, "nothing was learnt: the comparison has no point"
     return {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
 
 

@@ -60,7 +60,8 @@ from tmoe.config import Config, divisors
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 CHECKED = [
-    Path(__file__).parent / "results" / name for name in ("steps-1xH200/steps.jsonl", "steps-4xH200/bench.jsonl")
+    Path(__file__).parent / "results" / name
+    for name in ("steps-1xH200/steps.jsonl", "steps-4xH200/bench.jsonl", "scaling/h200.jsonl")
 ]
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 TOLERANCE = 0.1  # of a measured step time

@@ -99,6 +99,11 @@ class Bench:
         else:
             layer.dw(kernel, self.h, x, "b" if cfg.gather else "")
 
+    def products(self):
+        """up and down as forward runs them where experts have few rows: in one launch, its counters cleared before."""
+        self.layer.meta.ready.zero_()
+        self.layer.products(self.gate_up, None, self.h, self.down)
+
     def dense(self, kernel):
         """One cuBLAS product of the same sizes on plain matrices: what the kernel is held to."""
         w1, w2 = self.gate_up[0], self.down[0]
@@ -214,10 +219,12 @@ def breakdown(name):
     configs = {k: type(n).config(n, k) for k in table.KERNELS}
     fns = [functools.partial(bench.run, k, cfg) for k, cfg in configs.items()]
     fns += [lambda: n.combine(bench.rows, bench.weights), lambda: route(bench.ids, n.E), lambda: bench.gather(bench.x)]
+    fns += [bench.products] if table.few(n.arch, n.N / n.E, n.tma) else []
     dense = time_all([functools.partial(bench.dense, k) for k in table.KERNELS])
-    *times, combine, routing, gather = time_all(fns)
+    times = time_all(fns)
+    combine, routing, gather, *products = times[len(configs) :]
     lines = [f"{name}: kernel     ms  TFLOP/s   TB/s  of floor  of dense  configuration"]
-    for kernel, ms, dense_ms in zip(configs, times, dense, strict=True):
+    for kernel, ms, dense_ms in zip(configs, times, dense, strict=False):
         floor = 1e3 * max(bench.flops(kernel) / PEAK_FLOPS, bench.bytes(kernel) / PEAK_BYTES)
         lines.append(
             f"{kernel:>14} {ms:8.3f} {bench.flops(kernel) / ms / 1e9:8.0f} {bench.bytes(kernel) / ms / 1e9:6.2f} "
@@ -228,6 +235,11 @@ def breakdown(name):
         f"{'combine':>14} {combine:8.3f} {'':8} {bench.bytes('combine') / combine / 1e9:6.2f} {floor / combine:8.0%}"
     )
     lines.append(f"{'routing':>14} {routing:8.3f}\n{'gather (alone)':>14} {gather:8.3f}")
+    moved = bench.bytes("up") + bench.bytes("down")
+    for ms in products:  # what forward runs instead of up and down
+        lines.append(
+            f"{'both, at once':>14} {ms:8.3f} {'':8} {moved / ms / 1e9:6.2f} {1e3 * moved / PEAK_BYTES / ms:8.0%}"
+        )
     return "\n".join(lines)
 
 

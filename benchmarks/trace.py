@@ -15,7 +15,10 @@ KINDS = [  # the first pattern that a kernel's name matches
     ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|compute_dot_do_o"),
-    ("experts", r"^(specialised|histogram|scan|tabulate|place\w*|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"),
+    (
+        "experts",
+        r"^(specialised|few_rows|histogram|scan|tabulate|place\w*|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$",
+    ),
     ("optimizer, norm", r"adamw_kernel|LpNorm|FusedAdam"),
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
     ("loss", r"cross_entropy"),

@@ -285,9 +285,8 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setitem(
-        launch._binaries, launch._key(exchange.meet_kernel, 0, args, {}, launch._fixed(exchange.meet_kernel)), compiled
-    )
+    key, _ = launch._key(args, launch._fixed(exchange.meet_kernel))
+    monkeypatch.setitem(launch._binaries, (id(exchange.meet_kernel), 0, *key), compiled)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for _ in range(2):

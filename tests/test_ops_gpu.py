@@ -214,6 +214,25 @@ def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
         assert errors([y[here]], [want[here].double()])[0] < 4e-3
 
 
+@pytest.mark.parametrize("mode", ["random", "zipf", "one", "absent", "none"])
+@pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize(
+    "shape", [(512, 2048, 768, 128, 8), (37, 512, 192, 16, 4), (1, 64, 64, 4, 2), (300, 320, 448, 33, 3)], ids=str
+)
+def test_one_launch_for_few_rows_equals_two(shape, rows, mode, monkeypatch):
+    x, gate_up, down, weights, ids, _ = layer(*shape, mode)
+    cut, slots = table.few("cuda:90", rows, True), ids.numel()
+    here = int((ids >= 0).sum())
+    for bias, activation in ((None, "swiglu"), (torch.randn_like(gate_up[..., 0]), "clamped")):
+        for pairs in (slots, slots // 3 + 1):
+            got, want = [], []
+            for choice, out in ((cut, got), (cut, got), (None, want)):
+                monkeypatch.setattr(gpu, "few", lambda *a, choice=choice: choice)
+                y, h, _ = gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, True)
+                out += [y, h[: min(here, pairs)]]
+            assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True)), (activation, pairs)
+
+
 @pytest.mark.parametrize("entry", sorted({(e[0], e[4]) for e in table.entries("cuda:90")}), ids=str)
 def test_every_tuned_configuration(entry, monkeypatch):
     kernel, config = entry
@@ -221,6 +240,7 @@ def test_every_tuned_configuration(entry, monkeypatch):
     want = run(reference.moe_mlp, args, torch.float64)
     pick = gpu.pick
     monkeypatch.setattr(gpu, "pick", lambda k, *a: config if k == kernel else pick(k, *a))
+    monkeypatch.setattr(gpu, "few", lambda *a: None)
     got, plain = errors(run(ops.moe_mlp, args), want), errors(run(reference.moe_mlp, args), want)
     assert all(ours <= 1.5 * theirs for ours, theirs in zip(got, plain, strict=True)), (got, plain)
 

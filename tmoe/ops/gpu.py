@@ -1,17 +1,19 @@
 """moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
 
-Forward: route, up (gathers x, keeps H), down, combine. Backward: dh (gathers dy, recomputes the activation), down's gradient,
-dx, gate_up's gradient, combine. With a bound on the routed pairs, the same walk goes over windows of so many sorted rows, adding up;
-windows behind the first are empty in all but skewed routing, and H is recomputed for them. Where a configuration asks for gathered
-copies instead of gathering inside a kernel, one copy serves all kernels that read it.
+Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few rows. Backward: dh
+(gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine. With a bound on the routed pairs, the
+same walk goes over windows of so many sorted rows, adding up; windows behind the first are empty in all but skewed routing, and H
+is recomputed for them. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy serves all
+kernels that read it.
 """
 
 import torch
 
 from tmoe.ops import hopper, kernels
+from tmoe.ops.few import few_rows
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
 from tmoe.ops.routing import Metadata, group, power_of_2, route
-from tmoe.ops.table import pick
+from tmoe.ops.table import few, pick
 
 
 def has_tma(x, D, F, *tensors):
@@ -159,6 +161,23 @@ class Layer:
         )  # fmt: skip
         return c
 
+    def products(self, gate_up, bias, h_N2F, down):
+        """act @ down^T [N, D], expert by expert; writes H unless it is None."""
+        cfg = few(self.arch, self.N / self.E, self.tma)
+        if cfg is None:
+            return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
+        BN, BL = 256, 64
+        act, y = self.empty(self.N, self.F), self.empty(self.N, self.D)
+        num_up, num_down = cdiv(self.F, BN // 2), cdiv(self.D, BN)
+        launch(
+            few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
+            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
+            bias, h_N2F, act, y, self.meta.order, self.meta.ready, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
+            cdiv(self.D, BL), cdiv(self.F, BL), cfg.GROUP, cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, self.K,
+            self.activation, num_warps=cfg.BM // 16,
+        )  # fmt: skip
+        return y
+
     def dh(self, dy, down, h_N2F):
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
@@ -263,8 +282,8 @@ def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
         layer = Layer(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
-        act = layer.up(gate_up, bias, h if keep and y is None else None)
-        y, _ = layer.combine(layer.rows("down", act, down, True), weights, y)
+        rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
+        y, _ = layer.combine(rows, weights, y)
     return y, h, meta.packed
 
 

@@ -6,6 +6,7 @@ layouts): longer than such a kernel runs at T=4096. Here a launch looks its bina
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
-_binaries = {}  # (kernel, device, what its binary depends on) -> the compiled kernel
+_settled = set()  # modules of which triton knows all keys
+_binaries = {}  # (id of the kernel, device, what its binary depends on) -> the compiled kernel
 
 
 class Descriptor(NamedTuple):
@@ -82,37 +84,63 @@ def _has_descriptors(arch):
     )  # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
 
 
-@functools.cache
+def _settle(module):
+    """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from, callees first.
+
+    A key holds the constants of all functions that are called, but triton leaves out those of a function whose own key it does not
+    know yet. Keys then depend on what was launched first, and one process does not find what another has compiled.
+    """
+    if module in _settled:
+        return
+    _settled.add(module)
+    for f in [f for f in vars(sys.modules[module]).values() if isinstance(f, JITFunction)]:
+        _settle(f.__module__)
+        f.cache_key  # noqa: B018
+
+
 def _fixed(kernel):
-    """Per parameter: whether the binary does not depend on its value."""
-    return tuple(p.do_not_specialize for p in kernel.params)
+    """Per parameter: whether the binary does not depend on its value. Kept with the kernel, whose own hash is Python's work."""
+    for module in ("triton.language.standard", "triton.experimental.gluon.language._standard", kernel.__module__):
+        _settle(module)
+    kernel.tmoe_fixed = fixed = tuple(p.do_not_specialize for p in kernel.params)
+    return fixed
 
 
-def _key(kernel, device, args, options, fixed):
-    """What a binary depends on: finer than triton's own distinctions, which costs no more than another lookup."""
-    key = [kernel, device, *options.values()]
+def _key(args, fixed):
+    """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
+    as its launcher takes them."""
+    key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
-        if isinstance(arg, Descriptor):
-            key += arg.base.dtype, *arg.block
-        elif isinstance(arg, torch.Tensor):
-            key += arg.dtype, arg.data_ptr() % 16
-        else:
+        kind = type(arg)
+        if kind is int:
             key.append(arg.bit_length() > 31 if is_fixed else arg)
-    return tuple(key)
+        elif kind is Descriptor:
+            key.append(arg.base.dtype)
+            key += arg.block
+        elif isinstance(arg, torch.Tensor):
+            key.append(arg.dtype)
+            arg = arg.data_ptr()
+            key.append(arg % 16)
+        else:
+            key.append(arg)
+        values.append(arg)
+    return key, values
 
 
 def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
     if _compiling is not None:
         compile = functools.partial(kernel.warmup, *[_native(a, kernel) for a in args], grid=grid, **options)
-        _compiling(kernel.__name__, str(_key(kernel.__name__, _target, args, options, _fixed(kernel))), compile)
+        key = kernel.__name__, _target, *options.values(), *_key(args, _fixed(kernel))[0]
+        _compiling(kernel.__name__, str(key), compile)
         return
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*[_native(a, kernel) for a in args], **options)
         return
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
-    key = _key(kernel, device, args, options, _fixed(kernel))
+    key, values = _key(args, getattr(kernel, "tmoe_fixed", None) or _fixed(kernel))
+    key = (id(kernel), device, *options.values(), *key)
     compiled = _binaries.get(key)
     if compiled is None:
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
@@ -126,10 +154,9 @@ def launch(kernel, grid, *args, **options):
         _thread.ready = True
     stream = driver.get_current_stream(device)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    args = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-    metadata = compiled.launch_metadata(grid, stream, *args)
+    metadata = compiled.launch_metadata(grid, stream, *values)
     grid = (*grid, 1, 1)[:3]
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *args)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
 
 
 class _Driver:

@@ -30,8 +30,8 @@ def _pad(n):
 class Metadata:
     """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
 
-    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); tiles[BM]: count [4, only
-    the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E], zeros, in which
+    few.py counts; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
     Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
@@ -42,15 +42,17 @@ class Metadata:
         starts = [sum(sections[:i]) for i in range(len(sections))]
         self.offsets = packed[: E + 1]
         self.by_size = packed[starts[1] : starts[1] + E]
-        self.tiles = {bm: packed[starts[2 + i] :] for i, bm in enumerate(TILES)}
-        self.ends = packed[starts[4] : starts[4] + E]
-        self.order = packed[starts[5] : starts[5] + N]
-        self.row_of = packed[starts[6] : starts[6] + N]
+        self.ready = packed[starts[2] : starts[2] + E]
+        self.tiles = {bm: packed[starts[3 + i] :] for i, bm in enumerate(TILES)}
+        self.ends = packed[starts[5] : starts[5] + E]
+        self.order = packed[starts[6] : starts[6] + N]
+        self.row_of = packed[starts[7] : starts[7] + N]
 
     @staticmethod
     def sections(N, E, P):
         """Entries of each section. A table of BM-row tiles has at most P // BM + E entries: known to the host."""
-        return [_pad(E + 1), _pad(E), *(4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES), _pad(E), _pad(N), _pad(N)]
+        tables = [4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES]
+        return [_pad(E + 1), _pad(E), _pad(E), *tables, _pad(E), _pad(N), _pad(N)]
 
     @staticmethod
     def capacity(P, E, bm):
@@ -127,12 +129,25 @@ def write_tiles(
 
 @triton.jit
 def write_expert(
-    p, tot, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr
+    p,
+    tot,
+    ee,
+    offsets,
+    by_size,
+    ready,
+    tiles0,
+    tiles1,
+    cap0,
+    cap1,
+    E: tl.constexpr,
+    BM0: tl.constexpr,
+    BM1: tl.constexpr,
 ):
     """Expert p's entries of every table, from the row counts of all."""
     lo = tl.sum(tl.where(ee < p, tot, 0))
     count = tl.sum(tl.where(ee == p, tot, 0))
     tl.store(offsets + p, lo)
+    tl.store(ready + p, 0)
     if p == E - 1:
         tl.store(offsets + E, lo + count)
     larger = (tot > count) | ((tot == count) & (ee < p))
@@ -149,7 +164,7 @@ def inside(ends, counts, base, P):
 
 @triton.jit(do_not_specialize=["base", "P", "cap0", "cap1"])
 def tabulate(
-    ends, offsets, by_size, tiles0, tiles1, cap0, cap1, base, P,
+    ends, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, base, P,
     E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
     """The tables of rows that are sorted already: program e writes expert e's entries from the ends of all."""
@@ -157,12 +172,12 @@ def tabulate(
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
     here = inside(hi, hi - lo, base, P)
-    write_expert(tl.program_id(0), here, ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    write_expert(tl.program_id(0), here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
 
 
 @triton.jit(do_not_specialize=["N", "NB", "P", "cap0", "cap1"])
 def place(
-    ids, base, totals, ends, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, NB, P,
+    ids, base, totals, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, N, NB, P,
     E: tl.constexpr, EP: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB)."""
@@ -172,7 +187,7 @@ def place(
     end = tl.cumsum(tot, 0)
     if p < E:
         tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
-        write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+        write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
     if p < NB:
         run = end - tot + tl.load(base + ee * NB + p, mask=ee < E, other=0)
         for c in range(B // C):
@@ -188,7 +203,7 @@ def place(
 
 @triton.jit(do_not_specialize=["N", "P", "cap0", "cap1"])
 def place_few(
-    ids, ends, offsets, by_size, order, row_of, tiles0, tiles1, cap0, cap1, N, P,
+    ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, N, P,
     NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p."""
@@ -201,7 +216,7 @@ def place_few(
     tot = tl.histogram(x, BINS, mask=here)
     end = tl.cumsum(tot, 0)
     tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
-    write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
     mine = x == p
     row = tl.sum((x < p).to(tl.int32)) + tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(order + row, i, mask=mine)
@@ -226,7 +241,8 @@ def route(ids_TK, E, P=None):
     """
     N = ids_TK.numel()
     meta = empty_metadata(N, E, P, ids_TK.device)
-    tables = meta.ends, meta.offsets, meta.by_size, meta.order, meta.row_of, *meta.tiles.values(), *meta.capacities()
+    tables = meta.ends, meta.offsets, meta.by_size, meta.ready, meta.order, meta.row_of, *meta.tiles.values()
+    tables += tuple(meta.capacities())
     if 0 < N <= FEW:
         launch(
             place_few,
@@ -272,7 +288,7 @@ def tabulate_from(ends_E, meta):
     """Fill meta's tables from the cumulative ends of the groups of all rows."""
     E = meta.E
     launch(
-        tabulate, (E,), ends_E, meta.offsets, meta.by_size, *meta.tiles.values(), *meta.capacities(), meta.base, meta.P,
+        tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(), *meta.capacities(), meta.base, meta.P,
         E, power_of_2(E), *TILES, num_warps=4,
     )  # fmt: skip
 

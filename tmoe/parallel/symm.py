@@ -290,8 +290,8 @@ class _Experts:
         """y; H of the first window into h, unless it is None."""
         for i, window in enumerate(self.windows):
             layer = self.layer(window)
-            act = layer.up(self.gate_up, self.bias, None if i else h)
-            layer.combine(layer.rows("down", act, self.down, True), self.weights, self.y, add=i > 0, fill=False)
+            rows = layer.products(self.gate_up, self.bias, None if i else h, self.down)
+            layer.combine(rows, self.weights, self.y, add=i > 0, fill=False)
 
     def backward(self, h, x_is_here, dx_is_there):
         """d_gate_up, d_down, d_bias (None without one); dx and d_weights into their sections.

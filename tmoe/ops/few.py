@@ -1,0 +1,237 @@
+"""Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon): the weights flow through without a stop.
+
+With few rows the time is that of reading the weights. Two launches of `specialised` lose a ramp and a tail each, and its tiles of 64
+rows bring the weights of an expert with 65 through L2 twice. Here one warp streams the weights of all up tiles and then of all down
+tiles through a ring and waits for nothing but room in it; other warps bring the rows, those of `act` once their expert's up tiles
+are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
+
+The grid is at most the SMs, and all programs take all up tiles before any down tile: what a program waits for never waits for it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from tmoe.ops.kernels import activate, slices, tile_at
+
+
+@gluon.jit
+def after(ups):
+    """This program's first down tile: it goes on where its up tiles ended."""
+    pid = gl.program_id(0)
+    return pid + gl.cdiv(gl.maximum(ups - pid, 0), gl.num_programs(0)) * gl.num_programs(0) - ups
+
+
+@gluon.jit
+def load_weights(
+    gate_up, down, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
+    BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """The weights' loader: nothing but the ring's room holds it up.
+
+    Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
+    """
+    num_m = gl.load(tiles)
+    it = 0
+    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
+        e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+        for k in range(up_steps):
+            s = it % S
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            mbarrier.expect(full.index(s), BN * BL * 2)
+            tma.async_copy_global_to_shared(gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s))
+            it += 1
+    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
+        e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
+        for k in range(down_steps):
+            s = it % S
+            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+            mbarrier.expect(full.index(s), BN * BL * 2)
+            tile = bufs.index(s).reshape([1, BN, BL])
+            tma.async_copy_global_to_shared(down, [e, pn * BN, k * BL], full.index(s), tile)
+            it += 1
+
+
+@gluon.jit
+def rows_at(index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
+    """For each CHUNK rows of a tile, where they lie in memory: rows index[r] // K, or r itself without an index."""
+    offsets = ()
+    for i in gl.static_range(BM // CHUNK):
+        r = gl.minimum(row + i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)), hi - 1)
+        if index is not None:
+            r = gl.load(index + r) // K
+        offsets = offsets + (r.to(gl.int64) * stride,)
+    return offsets
+
+
+@gluon.jit
+def feed(
+    source, offsets, count, steps, it, bufs, full, empty,
+    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """One tile's rows, step by step; chunks behind the last of its `count` rows are left out, for no row of theirs is stored."""
+    cols = gl.expand_dims(gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    chunks = bufs._reinterpret(bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
+    for k in range(steps):
+        s = it % S
+        mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+        for i in gl.static_range(BM // CHUNK):
+            if i * CHUNK < count:
+                at = source + (gl.expand_dims(offsets[i], 1) + (k * BL + cols))
+                async_copy.async_copy_global_to_shared(chunks.index(s * (BM // CHUNK) + i), at)
+        async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+        it += 1
+    return it
+
+
+@gluon.jit
+def load_rows(
+    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
+    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
+    num_m = gl.load(tiles)
+    it = 0
+    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
+        _, _, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+        at = rows_at(order, row, hi, D, BM, CHUNK, K, LAYOUT)
+        it = feed(x, at, hi - row, up_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
+    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
+        e, lo, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
+        wanted = gl.cdiv(hi - lo, BM) * num_up
+        while gl.load(ready + e, volatile=True) < wanted:
+            pass
+        # by one thread, which tells the others; an atomic whose result nobody used would be left out
+        stored = gl.atomic_add(ready + e, 0, sem="acquire", scope="gpu")
+        at = rows_at(None, row, hi + gl.minimum(stored - wanted, 0), F, BM, CHUNK, K, LAYOUT)
+        it = feed(act, at, hi - row, down_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
+
+
+@gluon.jit
+def multiply(
+    steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """One tile's product, and the places in both rings behind it."""
+    acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=MMA))
+    for k in range(steps):
+        a = ia % SA
+        b = ib % SB
+        mbarrier.wait(a_full.index(a), ia // SA & 1)
+        fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+        mbarrier.wait(b_full.index(b), ib // SB & 1)
+        tile = b_bufs.index(b).reshape([BN, BL]).permute((1, 0))
+        acc = warpgroup_mma(a_bufs.index(a), tile, acc, is_async=True, use_acc=k > 0)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(a_empty.index((ia + SA - 1) % SA), count=1, pred=k > 0)
+        mbarrier.arrive(b_empty.index((ib + SB - 1) % SB), count=1, pred=k > 0)
+        ia += 1
+        ib += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(a_empty.index((ia + SA - 1) % SA), count=1)
+    mbarrier.arrive(b_empty.index((ib + SB - 1) % SB), count=1)
+    return acc, ia, ib
+
+
+@gluon.jit
+def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
+    """A slice of a tile to rows below hi of c, by ordinary stores."""
+    part = gl.convert_layout(part.to(c.dtype.element_ty), LAYOUT)
+    r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    at = c + (gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0))
+    gl.store(at, part, mask=gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < width, 0))
+
+
+@gluon.jit
+def consume(
+    bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, ACT: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
+    W: gl.constexpr = BN // SUB
+    HALF: gl.constexpr = SUB // 2
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
+    num_m = gl.load(tiles)
+    ia = 0
+    ib = 0
+    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
+        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+        acc, ia, ib = multiply(
+            up_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
+        )
+        parts = slices(acc, SUB)
+        for j in gl.static_range(HALF):
+            gate = parts[j]
+            up = parts[HALF + j]
+            col = pn * (BN // 2) + j * W
+            if bias is not None:
+                cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
+                at = bias + 2 * e.to(gl.int64) * F + cols
+                gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
+                up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
+            gate = gate.to(act.dtype.element_ty)  # backward has no other
+            up = up.to(act.dtype.element_ty)
+            if h is not None:
+                store(h, gate, row, hi, col, F, 2 * F, OUT)
+                store(h + F, up, row, hi, col, F, 2 * F, OUT)
+            store(act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT)
+        gl.thread_barrier()  # all threads have stored
+        gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
+    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
+        _, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
+        acc, ia, ib = multiply(
+            down_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
+        )
+        parts = slices(acc, SUB)
+        for j in gl.static_range(SUB):
+            store(y, parts[j], row, hi, pn * BN + j * W, D, D, OUT)
+
+
+@gluon.jit(do_not_specialize=["capacity", "GROUP"])
+def few_rows(
+    x, gate_up, down, bias, h, act, y, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, K: gl.constexpr,
+    ACT: gl.constexpr,
+):  # fmt: skip
+    """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
+
+    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] int32 must be zero.
+    SA, SB: stages of the rings of rows and of weights.
+    """
+    WARPS: gl.constexpr = BM // 16
+    GATHER: gl.constexpr = 4 if BM == 64 else 2
+    B_BOX: gl.constexpr = [2, BN // 2, BL]
+    dtype: gl.constexpr = act.dtype.element_ty
+    a_bufs = gl.allocate_shared_memory(dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype))
+    b_bufs = gl.allocate_shared_memory(dtype, [SB] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, dtype))
+    a_full = gl.allocate_shared_memory(gl.int64, [SA, 1], mbarrier.MBarrierLayout())
+    a_empty = gl.allocate_shared_memory(gl.int64, [SA, 1], mbarrier.MBarrierLayout())
+    b_full = gl.allocate_shared_memory(gl.int64, [SB, 1], mbarrier.MBarrierLayout())
+    b_empty = gl.allocate_shared_memory(gl.int64, [SB, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SA):
+        mbarrier.init(a_full.index(i), count=32 * GATHER)  # one arrival a cp.async thread
+        mbarrier.init(a_empty.index(i), count=1)
+    for i in gl.static_range(SB):
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_empty.index(i), count=1)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
+    gl.warp_specialize([
+        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SUB, SA, SB, ACT, WARPS)),
+        (load_weights, (gate_up, down, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP,
+                        b_bufs, b_full, b_empty, BN, BL, SB)),
+        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+                     a_bufs, a_full, a_empty, BM, BL, SA, K, 4 * GATHER, LAYOUT)),
+    ], [1, GATHER], [24, 88])  # fmt: skip
