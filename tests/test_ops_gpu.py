@@ -69,8 +69,9 @@ def test_matches_fp64(shape, dtype):
         assert ours <= max(1.5 * theirs, 3e-6), (name, ours, theirs)
 
 
-def test_equal_bits_and_untouched_rest():
-    args = layer(1000, 512, 256, 16, 4, "zipf")
+@pytest.mark.parametrize("E", [16, 64])
+def test_equal_bits_and_untouched_rest(E):
+    args = layer(1000, 512, 256, E, 4, "zipf")
     first = run(ops.moe_mlp, args)
     torch.cuda.empty_cache()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -91,8 +92,11 @@ def test_nan_stays_with_its_experts():
     assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
 
 
-def test_graph_replays_with_new_routing():
-    args = layer(2000, 512, 256, 16, 4)
+@pytest.mark.parametrize(
+    "E", [16, 64]
+)  # with 64 both products are one launch, whose counters each replay must find cleared
+def test_graph_replays_with_new_routing(E):
+    args = layer(2000, 512, 256, E, 4)
     x, gate_up, down, weights, ids, dy = args
 
     def step():
@@ -105,7 +109,7 @@ def test_graph_replays_with_new_routing():
     with torch.cuda.graph(graph):
         out = step()
     for mode in ("zipf", "absent", "one"):
-        ids.copy_(routing(2000, 16, 4, mode))
+        ids.copy_(routing(2000, E, 4, mode))
         x.normal_()
         graph.replay()
         assert all(
@@ -216,21 +220,22 @@ def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
 
 @pytest.mark.parametrize("mode", ["random", "zipf", "one", "absent", "none"])
 @pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "shape", [(512, 2048, 768, 128, 8), (37, 512, 192, 16, 4), (1, 64, 64, 4, 2), (300, 320, 448, 33, 3)], ids=str
 )
-def test_one_launch_for_few_rows_equals_two(shape, rows, mode, monkeypatch):
-    x, gate_up, down, weights, ids, _ = layer(*shape, mode)
+def test_one_launch_for_few_rows_equals_two(shape, dtype, rows, mode, monkeypatch):
+    x, gate_up, down, weights, ids, _ = layer(*shape, mode, dtype)
     cut, slots = table.few("cuda:90", rows, True), ids.numel()
     here = int((ids >= 0).sum())
     for bias, activation in ((None, "swiglu"), (torch.randn_like(gate_up[..., 0]), "clamped")):
-        for pairs in (slots, slots // 3 + 1):
+        for pairs, keep in ((slots, True), (slots, False), (slots // 3 + 1, True)):
             got, want = [], []
             for choice, out in ((cut, got), (cut, got), (None, want)):
                 monkeypatch.setattr(gpu, "few", lambda *a, choice=choice: choice)
-                y, h, _ = gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, True)
+                y, h, _ = gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
                 out += [y, h[: min(here, pairs)]]
-            assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True)), (activation, pairs)
+            assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True)), (activation, pairs, keep)
 
 
 @pytest.mark.parametrize("entry", sorted({(e[0], e[4]) for e in table.entries("cuda:90")}), ids=str)

@@ -90,7 +90,7 @@ def main_path(arch, D, F, dtype, visit):
 def variants(arch, D, F, dtype, visit):
     """Visit what moe_mlp launches with bias, gpt-oss's activation and in rounds."""
     with compile_only(arch, visit):
-        for tokens in (T, *FEW):
+        for tokens in (T, *FEW, 2 * FEW[-1]):  # half of the pairs in a window
             trace(tokens, D, F, E, K, dtype, pairs=tokens * K // 2, activation="clamped", biased=True)
 
 
@@ -177,6 +177,8 @@ def test_portable_configurations_fit(name, binaries):
     fast = arch == "cuda:90" and dtype != fp32 and D % 64 == 0
     names = [binary.name for binary in binaries[name]]
     assert ("specialised" in names) == fast and names.count("few_rows") == fast * 2 * len(FEW)  # H kept, and not
+    cuts = {binary.shared for binary in binaries[f"{name} variants"] if binary.name == "few_rows"}
+    assert len(cuts) == fast * len(FEW)
 
 
 @pytest.mark.slow

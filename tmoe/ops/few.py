@@ -5,7 +5,9 @@ rows bring the weights of an expert with 65 through L2 twice. Here one warp stre
 tiles through a ring and waits for nothing but room in it; other warps bring the rows, those of `act` once their expert's up tiles
 are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
 
-The grid is at most the SMs, and all programs take all up tiles before any down tile: what a program waits for never waits for it.
+All programs take all up tiles before any down tile, so what a program waits for never waits for it, while all of them are resident: the
+grid is at most the SMs, but a kernel on another stream that keeps one SM (NCCL's, beside compute) holds up all, and two such kernels that
+wait for other ranks could close a circle. So only a process that is alone takes this launch (`alone` in gpu.py).
 """
 
 from triton.experimental import gluon

@@ -8,12 +8,18 @@ kernels that read it.
 """
 
 import torch
+import torch.distributed as dist
 
 from tmoe.ops import hopper, kernels
 from tmoe.ops.few import few_rows
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
 from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
+
+
+def alone():
+    """Whether no other rank's collectives run beside our kernels: few.py says why it asks."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def has_tma(x, D, F, *tensors):
@@ -162,8 +168,8 @@ class Layer:
         return c
 
     def products(self, gate_up, bias, h_N2F, down):
-        """act @ down^T [N, D], expert by expert; writes H unless it is None."""
-        cfg = few(self.arch, self.N / self.E, self.tma)
+        """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready`."""
+        cfg = few(self.arch, self.N / self.E, self.tma) if alone() else None
         if cfg is None:
             return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
         BN, BL = 256, 64

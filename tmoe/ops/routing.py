@@ -30,8 +30,8 @@ def _pad(n):
 class Metadata:
     """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
 
-    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E], zeros, in which
-    few.py counts; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E], zeros until few.py
+    has counted there; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
     Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
