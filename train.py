@@ -93,7 +93,7 @@ class Trainer:
             return self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         unread = None  # what `log` takes, of a step whose numbers are on their way to the host
-        with data, runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
+        with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps)):
                 batch = next(data)
                 totals, stop = self.agree(batch)

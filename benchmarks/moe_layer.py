@@ -224,7 +224,7 @@ def breakdown(name):
     times = time_all(fns)
     combine, routing, gather, *products = times[len(configs) :]
     lines = [f"{name}: kernel     ms  TFLOP/s   TB/s  of floor  of dense  configuration"]
-    for kernel, ms, dense_ms in zip(configs, times, dense, strict=False):
+    for kernel, ms, dense_ms in zip(configs, times[: len(configs)], dense, strict=True):
         floor = 1e3 * max(bench.flops(kernel) / PEAK_FLOPS, bench.bytes(kernel) / PEAK_BYTES)
         lines.append(
             f"{kernel:>14} {ms:8.3f} {bench.flops(kernel) / ms / 1e9:8.0f} {bench.bytes(kernel) / ms / 1e9:6.2f} "

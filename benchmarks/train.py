@@ -17,6 +17,7 @@ layers; 1 without expert parallelism, --parallel.ep at most.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="trace the step after the measured ones")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its workers
     words, env, cold_s = [w for w in args.train if w != "--"], dict(os.environ), None
     with tempfile.TemporaryDirectory() as out:
         if args.cold:

@@ -28,7 +28,7 @@ from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
-ONE_GPU, FOUR_GPUS = cost.CHECKED
+ONE_GPU, FOUR_GPUS, SCALING = cost.CHECKED
 INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
 ODD = Config(
@@ -143,17 +143,21 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
         assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record["shape"]
 
 
-def test_four_h200_layers_are_within_one_percent_of_three_measured():
-    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on these."""
+@pytest.mark.parametrize(
+    ("file", "names", "off"),
+    [("layers", ["qwen3", "olmoe", "mixtral"], 0.01), ("layers-second", ["deepseek", "olmoe", "qwen3"], 0.04)],
+)
+def test_four_h200_layers_are_near_the_measured(file, names, off):
+    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on the first file."""
     m = cost.values(CONSTANTS)
-    measured = {r["name"]: r for r in records("exchange/2026-11-21-4xH200-layers.jsonl")}
-    assert set(measured) == {"qwen3", "olmoe", "mixtral"}
+    measured = {r["name"]: r for r in records(f"exchange/2026-11-21-4xH200-{file}.jsonl")}
+    assert list(measured) == names
     for name in measured:
         shape = (16384, *ALL[name][1:])
         one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
         added = four - one + cost.exchange_seconds(layer(*shape, ep=4), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
-        assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=0.01), name
+        assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=off), name
 
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 8), (4, 2), (8, 1)])
@@ -291,11 +295,10 @@ def test_tendencies_that_a_user_relies_on():
 
 
 def test_the_shipped_steps_are_predicted_within_ten_percent():
-    """Three of the seven are predictions; single kernels and layers of their runs' day set the other constants."""
+    """Eleven of the fifteen are predictions; single kernels and layers of their runs' day set the other constants."""
     table, good = cost.check(cost.read_points(cost.CHECKED), CONSTANTS)
-    assert good and table.row_count == 7
     roles = list(table.columns[-1].cells)
-    assert roles == ["fitted", "fitted", "predicted", "predicted", "fitted", "fitted", "predicted"]
+    assert good and (roles.count("fitted"), roles.count("predicted")) == (4, 11)
 
 
 def test_what_the_traces_say_of_the_collectives():
@@ -370,7 +373,7 @@ def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, 
 def test_fit_finds_the_constants_that_made_the_points():
     true = SimpleNamespace(**{**vars(cost.values(CONSTANTS)), "glue_passes": 61.0, "fsdp_overlap": 0.6})
     points = cost.read_points(cost.CHECKED)
-    points = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true).seconds) for p in points]
+    points = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true).seconds, skew=None) for p in points]
     found = cost.fit(points, ["glue_passes", "fsdp_overlap"], cost.values(CONSTANTS))
     assert found == pytest.approx(dict(glue_passes=61.0, fsdp_overlap=0.6), rel=0.03)
 
@@ -381,7 +384,10 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, 7), ([ONE_GPU], 0, 3), ([FOUR_GPUS, off], 1, 5), ([other], None, 0):
+    one, four, scaling = (len(file.read_text().splitlines()) for file in cost.CHECKED)
+    for files, code, lines in (
+        ([], 0, one + four + scaling), ([ONE_GPU], 0, one), ([FOUR_GPUS, off], 1, four + 1), ([other], None, 0),
+    ):  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()

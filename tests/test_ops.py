@@ -275,6 +275,22 @@ def test_softmax_topk_compiles_and_names_bad_input():
             ops.softmax_topk(*args)
 
 
+def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
+    """Triton asks the same of arguments; on AMD's GPUs also whether 32 bits reach the whole tensor."""
+    small, large = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in (2**20, 2**30))
+
+    def key(target, *args):
+        monkeypatch.setattr(launch, "_target", target)
+        return launch._key(args, [False] * len(args))[0]
+
+    assert key("cuda:90", small) == key("cuda:90", large) != key("cuda:90", small.float())
+    assert key("hip:gfx942", small) != key("hip:gfx942", large)
+    shifted = torch.empty(9, dtype=torch.bfloat16)
+    assert key("cuda:90", shifted[1:]) != key("cuda:90", shifted) != key("cuda:90", None)
+    assert key("cuda:90", 5) != key("cuda:90", 6)
+    assert launch._key((5,), [True])[0] == launch._key((6,), [True])[0] != launch._key((2**31,), [True])[0]
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""

@@ -1,6 +1,7 @@
 """A run from its first step to its checkpoint, stopped and resumed: the same numbers, bit for bit where nothing moved."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -313,6 +314,16 @@ def test_bad_input_on_one_rank_ends_all(gloo, tmp_path):
     first, second = gloo(2, bad_data, str(tmp_path / "absent"))
     assert first[0] == second[0] == 2
     assert re.search(r"rank \[1\]: .*absent", first[1]) and not second[1]
+
+
+def test_what_start_up_made_is_collected_again_behind_training():
+    with pytest.raises(KeyError), runtime.collecting():
+        graphs = runtime.Graphs()
+        for phase in ("train", "train", "validate"):
+            graphs.passed(phase)
+        assert gc.get_freeze_count() > 1000
+        raise KeyError
+    assert gc.get_freeze_count() == 0
 
 
 def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):

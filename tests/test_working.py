@@ -3,6 +3,9 @@
 next: test_recompute.py
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -138,3 +141,13 @@ def placed(rank: int, world: int):
 def test_gradients_are_placed_as_the_parameter(gloo):
     placements, shape, grad = gloo(1, placed)[0]
     assert placements == "(Shard(dim=0),)" and shape == (5, 6) and grad.abs().sum() > 0
+
+
+def test_a_module_that_ran_can_be_collected():
+    module = net()
+    module(torch.ones(2, 6)).sum().backward()
+    assert module.a.weight.grad is not None
+    dead = weakref.ref(module.a.weight)
+    del module
+    gc.collect()
+    assert dead() is None

@@ -99,7 +99,6 @@ class Runtime:
             log.warning("step %d: loss %.4g, of which rank %d has %.4g: samples %s", step, total, rank, *told[rank])
 
     def close(self) -> None:
-        gc.unfreeze()
         dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it
         dist.destroy_process_group()
 
@@ -236,7 +235,7 @@ class Graphs:
     """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none.
 
     What compilation leaves in memory is half a million Python objects that stay. Walking them takes Python's collector 0.2 to 0.5 s,
-    on each rank at another time while the others wait; so it is told to leave alone what a first pass left (until Runtime.close).
+    on each rank at another time while the others wait; so it is told to leave alone what a first pass left (see `collecting`).
     """
 
     def __init__(self) -> None:
@@ -253,6 +252,15 @@ class Graphs:
             gc.collect()
             gc.freeze()
         self.known[phase] = self.known.get(phase, 0) + new
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Behind it Python's collector looks at everything again, what the caller had frozen included."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:

@@ -90,7 +90,7 @@ def _settle(module):
     A key holds the constants of all functions that are called, but triton leaves out those of a function whose own key it does not
     know yet. Keys then depend on what was launched first, and one process does not find what another has compiled.
     """
-    if module in _settled:
+    if module in _settled or module not in sys.modules:
         return
     _settled.add(module)
     for f in [f for f in vars(sys.modules[module]).values() if isinstance(f, JITFunction)]:
@@ -109,6 +109,9 @@ def _fixed(kernel):
 def _key(args, fixed):
     """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
     as its launcher takes them."""
+    hip = torch.version.hip or str(_target).startswith(
+        "hip"
+    )  # there triton also looks whether 32 bits reach all of a tensor
     key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
         kind = type(arg)
@@ -119,6 +122,8 @@ def _key(args, fixed):
             key += arg.block
         elif isinstance(arg, torch.Tensor):
             key.append(arg.dtype)
+            if hip:
+                key.append(arg.untyped_storage().nbytes() < 2**31)
             arg = arg.data_ptr()
             key.append(arg % 16)
         else:

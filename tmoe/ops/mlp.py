@@ -62,8 +62,8 @@ _lib.define(
 )
 
 
-# Compiled graphs on disk hold the shapes that fakes gave, but their names do not: who changes the shape of an output changes this.
-torch.compiler.config.cache_key_tag += " tmoe.moe_mlp 2"
+# Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph must not be found again.
+torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
 
 
 def _rows(x, ids, pairs):

@@ -10,6 +10,7 @@ next: parallel/dispatch.py
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, contextmanager
 
@@ -29,7 +30,10 @@ class WorkingCopy:
         # of equal type: the parameter's own memory
         self.tensor = nn.Parameter(local.to(dtype), requires_grad=master.requires_grad)
         if master.requires_grad:
-            self.tensor.register_post_accumulate_grad_hook(self.deliver)
+            deliver = weakref.WeakMethod(
+                self.deliver
+            )  # autograd's hold on a hook is one that Python's collector cannot see
+            self.tensor.register_post_accumulate_grad_hook(lambda tensor: deliver()(tensor))
 
     @torch.no_grad()
     def refresh(self) -> None:
