@@ -11,7 +11,7 @@ import torch
 import triton
 
 from tmoe import ops
-from tmoe.ops import exchange, launch, reference
+from tmoe.ops import exchange, gpu, launch, reference, table
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -273,6 +273,18 @@ def test_softmax_topk_compiles_and_names_bad_input():
     ]:
         with pytest.raises(ValueError, match=message):
             ops.softmax_topk(*args)
+
+
+def is_alone(rank, world):
+    return gpu.alone()
+
+
+def test_one_launch_for_few_rows_is_for_processes_without_peers(gloo):
+    """Its programs wait for each other, so it must not share a GPU with collectives that wait for other ranks."""
+    assert gpu.alone() and gloo(2, is_alone) == [False, False]
+    assert (
+        table.few("cuda:90", 64, True) and not table.few("cuda:90", 193, True) and not table.few("cuda:90", 64, False)
+    )
 
 
 def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
