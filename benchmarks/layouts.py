@@ -10,7 +10,6 @@ The processes of a world start once and train on one layout after another; a wor
 import argparse
 import json
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 import train
+from benchmarks.train import running
 
 SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
 MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 64 --train.seq 64
@@ -47,7 +47,6 @@ def main() -> None:
         for layout in layouts(int(world)):
             run(layout, more, Path(out))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `start` ends its workers
     print(
         "| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |\n|---|---|---|---|---|"
     )
@@ -91,15 +90,12 @@ def start(world: int, out: Path, more: list[str], timeout: float) -> str:
     """Trains on all layouts of a world; what went wrong, if anything did."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[1])
-    try:
-        code = process.wait(timeout)
+    with running(command) as process:
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"not within {timeout} s"
         return f"ended with code {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        return f"not within {timeout} s"
-    finally:
-        process.terminate()  # torchrun then ends its workers; killed, it would leave them on the GPUs
-        process.wait()
 
 
 def run(layout: Layout, more: list[str], out: Path) -> None:

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -48,7 +50,6 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="trace the step after the measured ones")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `launch` ends its workers
     words, env, cold_s = [w for w in args.train if w != "--"], dict(os.environ), None
     with tempfile.TemporaryDirectory() as out:
         if args.cold:
@@ -101,15 +102,24 @@ def launch(
     if not given("--optim.warmup", words):
         command += ["--optim.warmup", "2000"]
     began = time.monotonic()
-    process = subprocess.Popen([*command, "--resume", "none"], cwd=Path(__file__).parents[1], env=env)
-    try:
+    with running([*command, "--resume", "none"], env) as process:
         start_s = first_line(out / "metrics.jsonl", process, began, timeout)
         if process.wait(max(1.0, timeout - (time.monotonic() - began))):
             raise SystemExit(f"train.py ended with code {process.returncode}")
+    return start_s
+
+
+@contextmanager
+def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen]:
+    """torchrun in the project's folder, gone behind this whatever happens, SIGTERM to this process included."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, not a failed run before the next
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env)
+    try:
+        yield process
     finally:
         process.terminate()  # torchrun then ends its workers; killed, it would leave them on the GPUs
         process.wait()
-    return start_s
+        signal.signal(signal.SIGTERM, before)
 
 
 def given(flag: str, words: list[str]) -> bool:

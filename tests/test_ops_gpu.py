@@ -92,9 +92,7 @@ def test_nan_stays_with_its_experts():
     assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "E", [16, 64]
-)  # with 64 both products are one launch, whose counters each replay must find cleared
+@pytest.mark.parametrize("E", [16, 64])  # 64: one launch for both products; each replay must find its counters cleared
 def test_graph_replays_with_new_routing(E):
     args = layer(2000, 512, 256, E, 4)
     x, gate_up, down, weights, ids, dy = args

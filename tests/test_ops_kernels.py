@@ -21,14 +21,8 @@ from tmoe.ops import gpu, table
 from tmoe.ops.launch import compile_only
 from tmoe.ops.precompile import trace, trace_router
 
-PERSISTENT = (
-    "specialised",
-    "few_rows",
-    "up_kernel",
-    "rows_kernel",
-    "dh_kernel",
-    "dw_kernel",
-)  # their grid is programs an SM
+# their grid is programs an SM
+PERSISTENT = ("specialised", "few_rows", "up_kernel", "rows_kernel", "dh_kernel", "dw_kernel")
 
 
 class Chip(NamedTuple):

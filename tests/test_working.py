@@ -143,6 +143,12 @@ def test_gradients_are_placed_as_the_parameter(gloo):
     assert placements == "(Shard(dim=0),)" and shape == (5, 6) and grad.abs().sum() > 0
 
 
+def test_backward_of_a_module_that_is_gone_is_nobodys():
+    loss = net()(torch.ones(2, 6)).sum()
+    gc.collect()
+    loss.backward()
+
+
 def test_a_module_that_ran_can_be_collected():
     module = net()
     module(torch.ones(2, 6)).sum().backward()

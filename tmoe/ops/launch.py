@@ -109,9 +109,7 @@ def _fixed(kernel):
 def _key(args, fixed):
     """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
     as its launcher takes them."""
-    hip = torch.version.hip or str(_target).startswith(
-        "hip"
-    )  # there triton also looks whether 32 bits reach all of a tensor
+    hip = torch.version.hip or str(_target).startswith("hip")
     key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
         kind = type(arg)
@@ -122,7 +120,7 @@ def _key(args, fixed):
             key += arg.block
         elif isinstance(arg, torch.Tensor):
             key.append(arg.dtype)
-            if hip:
+            if hip:  # there triton also asks whether 32 bits reach all of a tensor
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             arg = arg.data_ptr()
             key.append(arg % 16)

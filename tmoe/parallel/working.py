@@ -30,10 +30,9 @@ class WorkingCopy:
         # of equal type: the parameter's own memory
         self.tensor = nn.Parameter(local.to(dtype), requires_grad=master.requires_grad)
         if master.requires_grad:
-            deliver = weakref.WeakMethod(
-                self.deliver
-            )  # autograd's hold on a hook is one that Python's collector cannot see
-            self.tensor.register_post_accumulate_grad_hook(lambda tensor: deliver()(tensor))
+            # autograd's hold on a hook is one that Python's collector cannot see: it must not be one on the copy
+            copy = weakref.ref(self)
+            self.tensor.register_post_accumulate_grad_hook(lambda tensor: (alive := copy()) and alive.deliver(tensor))
 
     @torch.no_grad()
     def refresh(self) -> None:
