@@ -4,15 +4,19 @@
     python -m benchmarks.layouts --gpus 2 -- --no-compile           on a CPU: two processes
 
 Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1 beyond 1e-5.
-The processes of a world start once and train on one layout after another; a world that fails is named, and the code is 1.
+The processes of a world start once and train on one layout after another; worlds for which there are GPUs enough run side by side.
+A world that fails is named, and the code is 1.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +24,8 @@ import torch
 
 import train
 from benchmarks.train import running
+from tmoe import warmup
+from tmoe.cli import parse
 
 SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
 MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 64 --train.seq 64
@@ -44,28 +50,29 @@ def main() -> None:
     more = [w for w in args.train if w != "--"]
     if args.inside:
         world, out = args.inside.split(":", 1)
-        for layout in layouts(int(world)):
-            run(layout, more, Path(out))
-        return
+        return inside(int(world), Path(out), more)
     print(
         "| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |\n|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
         right, want = True, None
-        for world in (n for n in (1, 2, 4, 8) if n <= args.gpus):
-            failure = start(world, Path(folder), more, args.timeout * len(layouts(world)))
-            if failure:
-                print(f"{world} processes: {failure}", flush=True)
-            right &= not failure
-            for layout in layouts(world):
-                got = curves(layout, Path(folder))
-                want = want or got  # the first layout's is what all others are held to
-                far = [distance(got[key], want[key]) for key in want] if got and want else []
-                right &= bool(far) and max(far) <= LIMIT
-                print(
-                    f"| {' | '.join(map(str, layout))} | {', '.join(f'{x:.1e}' for x in far) or 'no curve'} |",
-                    flush=True,
-                )
+        worlds = [n for n in (1, 2, 4, 8) if n <= args.gpus]
+        while worlds:
+            failures = start(worlds, Path(folder), more, args.timeout)
+            for world, failure in failures.items():
+                worlds.remove(world)
+                if failure:
+                    print(f"{world} processes: {failure}", flush=True)
+                right &= not failure
+                for layout in layouts(world):
+                    got = curves(layout, Path(folder))
+                    want = want or got  # the first layout's is what all others are held to
+                    far = [distance(got[key], want[key]) for key in want] if got and want else []
+                    right &= bool(far) and max(far) <= LIMIT
+                    print(
+                        f"| {' | '.join(map(str, layout))} | {', '.join(f'{x:.1e}' for x in far) or 'no curve'} |",
+                        flush=True,
+                    )
             if not want:
                 break
     sys.exit(not right)
@@ -77,45 +84,75 @@ def distance(got: list[float], want: list[float]) -> float:
 
 
 def layouts(world: int) -> list[Layout]:
-    """Those of so many processes of which the batch is a multiple."""
+    """Those of so many processes of which the batch is a multiple; micro-batches once through each dispatcher that `auto` may take."""
     found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
     for ep in (e for e in (2, 4, 8) if e <= world):
-        found += [
-            Layout(world, ep, micro, how) for how in ("auto", "nccl") for micro in (1, 2) if micro * world <= SEQUENCES
-        ]
+        found += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]
+        found.append(Layout(world, ep, 1, "nccl"))
     return found
 
 
-def start(world: int, out: Path, more: list[str], timeout: float) -> str:
-    """Trains on all layouts of a world; what went wrong, if anything did."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
-    with running(command) as process:
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"not within {timeout} s"
-        return f"ended with code {code}" if code else ""
+def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict[int, str]:
+    """Trains on all layouts of the first world, and of those behind it for which there are still GPUs; of each what went wrong,
+    if anything did."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    processes: dict[int, subprocess.Popen] = {}
+    failures, end = {}, time.monotonic()
+    with ExitStack() as stack:
+        for world in worlds:
+            if processes and len(gpus) < world:
+                break
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
+            env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[:world])} if torch.cuda.is_available() else {})
+            processes[world], gpus = stack.enter_context(running(command, env)), gpus[world:]
+            end = max(end, time.monotonic() + timeout * len(layouts(world)))
+        for world, process in processes.items():
+            try:
+                code = process.wait(max(0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                failures[world] = f"not within {timeout} s a layout"
+            else:
+                failures[world] = f"ended with code {code}" if code else ""
+    return failures
 
 
-def run(layout: Layout, more: list[str], out: Path) -> None:
-    """One of the processes of a layout."""
+def words(layout: Layout) -> list[str]:
+    """What train.py is given."""
     batch = SEQUENCES // layout.world // layout.micro
-    words = [*MODEL.split(), "--parallel.ep", str(layout.ep), "--parallel.dispatch", layout.dispatch]
-    words += ["--train.batch", str(batch), "--train.accumulate", str(layout.micro), "--steps", str(STEPS)]
-    train.main([*words, "--out", str(out / name(layout)), *more])
-    torch.compiler.reset()
+    return [
+        *MODEL.split(), "--parallel.ep", str(layout.ep), "--parallel.dispatch", layout.dispatch,
+        "--train.batch", str(batch), "--train.accumulate", str(layout.micro), "--steps", str(STEPS),
+    ]  # fmt: skip
+
+
+def inside(world: int, out: Path, more: list[str]) -> None:
+    """One of the processes of a world."""
+    rank = int(os.environ["RANK"])
+    # all at once: nothing may be forked once there are threads
+    warmup.warm([parse([*words(layout), *more], "", rank=rank, world=world) for layout in layouts(world)])
+    for layout in layouts(world):
+        train.main([*words(layout), "--out", str(out / name(layout)), *more])
+        torch.compiler.reset()
+        if not steps(layout, out):
+            sys.exit(f"{layout}: told to stop")
 
 
 def name(layout: Layout) -> str:
     return "-".join(map(str, layout))
 
 
-def curves(layout: Layout, out: Path) -> dict[str, list[float]]:
-    """Losses and norms, {} if the run did not come to its end or learnt nothing, so that there is no point in comparing it."""
+def steps(layout: Layout, out: Path) -> list[dict]:
+    """Its metrics, [] if it did not come to its end."""
     file = out / name(layout) / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if len(lines) < STEPS or not lines[-1]["loss"] < lines[0]["loss"] - 0.5:
+    return lines if len(lines) >= STEPS else []
+
+
+def curves(layout: Layout, out: Path) -> dict[str, list[float]]:
+    """Losses and norms, {} if the run did not come to its end or learnt nothing, so that there is no point in comparing it."""
+    lines = steps(layout, out)
+    if not lines or not lines[-1]["loss"] < lines[0]["loss"] - 0.5:
         return {}
     return {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
 

@@ -3,6 +3,7 @@
 next: test_ops_kernels.py
 """
 
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 import triton
 
 from tmoe import ops
-from tmoe.ops import exchange, gpu, launch, reference, table
+from tmoe.ops import exchange, launch, reference, table
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -275,16 +276,11 @@ def test_softmax_topk_compiles_and_names_bad_input():
             ops.softmax_topk(*args)
 
 
-def is_alone(rank, world):
-    return gpu.alone()
-
-
-def test_one_launch_for_few_rows_is_for_processes_without_peers(gloo):
-    """Its programs wait for each other, so it must not share a GPU with collectives that wait for other ranks."""
-    assert gpu.alone() and gloo(2, is_alone) == [False, False]
+def test_one_launch_for_few_rows_is_for_few_rows():
     assert (
         table.few("cuda:90", 64, True) and not table.few("cuda:90", 193, True) and not table.few("cuda:90", 64, False)
     )
+    assert table.few("cuda:80", 64, True) is None is table.few("hip:gfx942", 64, True)
 
 
 def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
@@ -307,14 +303,11 @@ def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
 def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""
     asked, ran = [], []
-    compiled = SimpleNamespace(
-        launch_metadata=lambda *_: None, function=0, packed_metadata=(), run=lambda *_: ran.append(len(asked))
-    )
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     key, _ = launch._key(args, launch._fixed(exchange.meet_kernel))
-    monkeypatch.setitem(launch._binaries, (id(exchange.meet_kernel), 0, *key), compiled)
+    monkeypatch.setitem(launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for _ in range(2):
@@ -322,3 +315,73 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
         thread.start()
         thread.join()
     assert ran == ([0] * 6 if capturing else [1, 1, 1, 2, 2, 2])
+
+
+def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch):
+    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
+    from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+
+    handed, encoded, heard = [], [], []
+
+    def fill(*args):
+        encoded.append(args)
+        return "map", args
+
+    monkeypatch.setattr(
+        triton.runtime.driver, "_active", SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=fill))
+    )
+    meta = [
+        dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 64], fp4_padded=False),
+        dict(swizzle=2, elem_size=2, elem_type=10, block_size=[1, 1, 8, 32], fp4_padded=False),
+    ]
+    t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+    signature = dict(a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr")
+
+    def binary(signature, meta):
+        run = object.__new__(CudaLauncher)
+        run.launch_cooperative_grid, run.launch_pdl, run.num_ctas = 0, 1, 1
+        run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+        c_function = functools.partial(lambda *args: handed.append(args))  # no Python function, as triton's is none
+        run.launch = wrap_handle_tensordesc(c_function, signature, meta)
+        return SimpleNamespace(
+            run=run, function=7, packed_metadata=(8, 1, 0), launch_metadata=lambda *_: "facts", src=None
+        )
+
+    def both_ways(compiled, values):
+        short, before = launch.launcher(compiled), len(encoded)
+        short((3, 2, 1), 99, values)
+        short((3, 2, 1), 99, values)
+        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)  # the second found them
+        compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        first, second, own = handed[-3:]
+        assert first == second == own
+        return short
+
+    described = launch.describe(t, [64, 64]), launch.describe_ragged(u, [8, 32])
+    compiled = binary(signature, meta)
+    short = both_ways(compiled, [t.data_ptr(), described[0], 5, described[1], 16])
+    before = len(encoded)
+    short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
+    assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
+    monkeypatch.setattr(launch, "MAPS", 2)
+    for rows, new in ((192, 1), (64, 1), (192, 0), (256, 1)):  # the first and the last find no room
+        before = len(encoded)
+        short((1, 1, 1), 0, [0, launch.describe(t[:rows], [64, 64]), 5, described[1], 16])
+        assert len(encoded) == before + new and handed[-1][14][1][5] == (rows, 128)
+    both_ways(binary(dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
+
+    hook = lambda metadata: heard.append(metadata)  # noqa: E731
+    for chain in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+        monkeypatch.setattr(chain, "calls", [hook])
+    short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
+    assert handed[-1][10] == "facts" and handed[-1][11] is triton.knobs.runtime.launch_enter_hook
+
+
+def test_another_tritons_launcher_is_left_to_itself():
+    ran = []
+    compiled = SimpleNamespace(
+        run=lambda *args: ran.append(args), function=7, packed_metadata=(8,), launch_metadata=lambda *_: None
+    )
+    launch.launcher(compiled)((3, 2, 1), 99, [1, 2])
+    hooks = triton.knobs.runtime
+    assert ran == [(3, 2, 1, 99, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2)]

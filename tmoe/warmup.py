@@ -24,6 +24,8 @@ from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.zoo import presets
 
+_warm: set[tuple] = set()  # (architecture, trace) of all that this process has compiled or found
+
 
 def traces(cfg: Config) -> list[tuple]:
     """What a rank launches under this configuration, as precompile takes it.
@@ -48,11 +50,17 @@ def local_arch() -> str | None:
 
 
 def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tuple[int, int]:
-    """Compiles what the configurations need for arch (default: this machine's GPU); returns (compiled here, needed)."""
+    """Compiles what the configurations need for arch (default: this machine's GPU); returns (compiled here, needed).
+
+    What this process has asked for before counts as not needed: a second run in it may have threads, which no fork should meet.
+    """
     arch = arch or local_arch()
     if arch is None:
         return 0, 0
-    return precompile(arch, [t for cfg in cfgs for t in traces(cfg)], processes or min(8, os.cpu_count() or 1))
+    new = [t for t in dict.fromkeys(t for cfg in cfgs for t in traces(cfg)) if (arch, *t) not in _warm]
+    found = precompile(arch, new, processes or min(8, os.cpu_count() or 1)) if new else (0, 0)
+    _warm.update((arch, *t) for t in new)
+    return found
 
 
 def main() -> None:

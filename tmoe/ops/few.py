@@ -5,9 +5,8 @@ rows bring the weights of an expert with 65 through L2 twice. Here one warp stre
 tiles through a ring and waits for nothing but room in it; other warps bring the rows, those of `act` once their expert's up tiles
 are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
 
-All programs take all up tiles before any down tile, so what a program waits for never waits for it, while all of them are resident: the
-grid is at most the SMs, but a kernel on another stream that keeps one SM (NCCL's, beside compute) holds up all, and two such kernels that
-wait for other ranks could close a circle. So only a process that is alone takes this launch (`alone` in gpu.py).
+Tiles are drawn from a counter, all of up before any of down: whoever holds a down tile knows that every up tile that it may wait for is
+held by a program that runs. So a kernel on another stream (NCCL's, beside compute) may keep multiprocessors for as long as it likes.
 """
 
 from triton.experimental import gluon
@@ -26,40 +25,62 @@ from tmoe.ops.kernels import activate, slices, tile_at
 
 
 @gluon.jit
-def after(ups):
-    """This program's first down tile: it goes on where its up tiles ended."""
-    pid = gl.program_id(0)
-    return pid + gl.cdiv(gl.maximum(ups - pid, 0), gl.num_programs(0)) * gl.num_programs(0) - ups
+def publish(t, i, drawn, told, heard, Q: gl.constexpr):
+    """The weights' loader tells the others its i-th tile."""
+    s = i % Q
+    mbarrier.wait(heard.index(s), (i // Q & 1) ^ 1)
+    drawn.index(s).store(gl.full([1], t, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(told.index(s), count=1)
+
+
+@gluon.jit
+def hear(i, drawn, told, heard, Q: gl.constexpr, WARPS: gl.constexpr):
+    """This program's i-th tile; one that does not exist when there are no more."""
+    s = i % Q
+    mbarrier.wait(told.index(s), i // Q & 1)
+    t = gl.max(drawn.index(s).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    mbarrier.arrive(heard.index(s), count=1)
+    return t
 
 
 @gluon.jit
 def load_weights(
-    gate_up, down, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
-    BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr,
+    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
+    drawn, told, heard,
+    BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, Q: gl.constexpr,
 ):  # fmt: skip
-    """The weights' loader: nothing but the ring's room holds it up.
+    """The weights' loader: draws tiles, one ahead; nothing but the ring's room holds it up.
 
     Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
     """
-    num_m = gl.load(tiles)
+    ups = gl.load(tiles) * num_up
+    total = ups + gl.load(tiles) * num_down
     it = 0
-    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
-        e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
-        for k in range(up_steps):
-            s = it % S
-            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
-            mbarrier.expect(full.index(s), BN * BL * 2)
-            tma.async_copy_global_to_shared(gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s))
-            it += 1
-    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
-        e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
-        for k in range(down_steps):
-            s = it % S
-            mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
-            mbarrier.expect(full.index(s), BN * BL * 2)
-            tile = bufs.index(s).reshape([1, BN, BL])
-            tma.async_copy_global_to_shared(down, [e, pn * BN, k * BL], full.index(s), tile)
-            it += 1
+    i = 1
+    t = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+    publish(t, 0, drawn, told, heard, Q)
+    while t < total:
+        following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        publish(following, i, drawn, told, heard, Q)
+        i += 1
+        if t < ups:
+            e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            for k in range(up_steps):
+                s = it % S
+                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                mbarrier.expect(full.index(s), BN * BL * 2)
+                tma.async_copy_global_to_shared(gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s))
+                it += 1
+        else:
+            e, _, _, _, pn = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            for k in range(down_steps):
+                s = it % S
+                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                mbarrier.expect(full.index(s), BN * BL * 2)
+                tile = bufs.index(s).reshape([1, BN, BL])
+                tma.async_copy_global_to_shared(down, [e, pn * BN, k * BL], full.index(s), tile)
+                it += 1
+        t = following
 
 
 @gluon.jit
@@ -97,24 +118,32 @@ def feed(
 @gluon.jit
 def load_rows(
     x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
+    drawn, told, heard,
     BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+    Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
-    num_m = gl.load(tiles)
+    ups = gl.load(tiles) * num_up
+    total = ups + gl.load(tiles) * num_down
     it = 0
-    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
-        _, _, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
-        at = rows_at(order, row, hi, D, BM, CHUNK, K, LAYOUT)
-        it = feed(x, at, hi - row, up_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
-    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
-        e, lo, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
-        wanted = gl.cdiv(hi - lo, BM) * num_up
-        while gl.load(ready + e, volatile=True) < wanted:
-            pass
-        # by one thread, which tells the others; an atomic whose result nobody used would be left out
-        stored = gl.atomic_add(ready + e, 0, sem="acquire", scope="gpu")
-        at = rows_at(None, row, hi + gl.minimum(stored - wanted, 0), F, BM, CHUNK, K, LAYOUT)
-        it = feed(act, at, hi - row, down_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
+    i = 0
+    t = hear(i, drawn, told, heard, Q, WARPS)
+    while t < total:
+        if t < ups:
+            _, _, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            at = rows_at(order, row, hi, D, BM, CHUNK, K, LAYOUT)
+            it = feed(x, at, hi - row, up_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
+        else:
+            e, lo, hi, row, _ = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            wanted = gl.cdiv(hi - lo, BM) * num_up
+            while gl.load(ready + e, volatile=True) < wanted:
+                pass
+            # by one thread, which tells the others; an atomic whose result nobody used would be left out
+            stored = gl.atomic_add(ready + e, 0, sem="acquire", scope="gpu")
+            at = rows_at(None, row, hi + gl.minimum(stored - wanted, 0), F, BM, CHUNK, K, LAYOUT)
+            it = feed(act, at, hi - row, down_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
+        i += 1
+        t = hear(i, drawn, told, heard, Q, WARPS)
 
 
 @gluon.jit
@@ -156,65 +185,72 @@ def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
 @gluon.jit
 def consume(
     bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
-    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty,
+    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, ACT: gl.constexpr,
-    WARPS: gl.constexpr,
+    Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
-    num_m = gl.load(tiles)
+    ups = gl.load(tiles) * num_up
+    total = ups + gl.load(tiles) * num_down
     ia = 0
     ib = 0
-    for t in range(gl.program_id(0), num_m * num_up, gl.num_programs(0)):
-        e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
-        acc, ia, ib = multiply(
-            up_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
-        )
-        parts = slices(acc, SUB)
-        for j in gl.static_range(HALF):
-            gate = parts[j]
-            up = parts[HALF + j]
-            col = pn * (BN // 2) + j * W
-            if bias is not None:
-                cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
-                at = bias + 2 * e.to(gl.int64) * F + cols
-                gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
-                up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
-            gate = gate.to(act.dtype.element_ty)  # backward has no other
-            up = up.to(act.dtype.element_ty)
-            if h is not None:
-                store(h, gate, row, hi, col, F, 2 * F, OUT)
-                store(h + F, up, row, hi, col, F, 2 * F, OUT)
-            store(act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT)
-        gl.thread_barrier()  # all threads have stored
-        gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
-    for t in range(after(num_m * num_up), num_m * num_down, gl.num_programs(0)):
-        _, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_down, GROUP)
-        acc, ia, ib = multiply(
-            down_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
-        )
-        parts = slices(acc, SUB)
-        for j in gl.static_range(SUB):
-            store(y, parts[j], row, hi, pn * BN + j * W, D, D, OUT)
+    i = 0
+    t = hear(i, drawn, told, heard, Q, WARPS)
+    while t < total:
+        if t < ups:
+            e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            acc, ia, ib = multiply(
+                up_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
+            )
+            parts = slices(acc, SUB)
+            for j in gl.static_range(HALF):
+                gate = parts[j]
+                up = parts[HALF + j]
+                col = pn * (BN // 2) + j * W
+                if bias is not None:
+                    cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
+                    at = bias + 2 * e.to(gl.int64) * F + cols
+                    gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
+                    up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
+                gate = gate.to(act.dtype.element_ty)  # backward has no other
+                up = up.to(act.dtype.element_ty)
+                if h is not None:
+                    store(h, gate, row, hi, col, F, 2 * F, OUT)
+                    store(h + F, up, row, hi, col, F, 2 * F, OUT)
+                store(act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT)
+            gl.thread_barrier()  # all threads have stored
+            gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
+        else:
+            _, _, hi, row, pn = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            acc, ia, ib = multiply(
+                down_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
+            )
+            parts = slices(acc, SUB)
+            for j in gl.static_range(SUB):
+                store(y, parts[j], row, hi, pn * BN + j * W, D, D, OUT)
+        i += 1
+        t = hear(i, drawn, told, heard, Q, WARPS)
 
 
 @gluon.jit(do_not_specialize=["capacity", "GROUP"])
 def few_rows(
-    x, gate_up, down, bias, h, act, y, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, K: gl.constexpr,
     ACT: gl.constexpr,
 ):  # fmt: skip
     """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
 
-    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] int32 must be zero.
+    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and counter [1], int32, must be zero.
     SA, SB: stages of the rings of rows and of weights.
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
     B_BOX: gl.constexpr = [2, BN // 2, BL]
+    Q: gl.constexpr = 4  # tiles that are known and not yet begun by all
     dtype: gl.constexpr = act.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype))
     b_bufs = gl.allocate_shared_memory(dtype, [SB] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, dtype))
@@ -222,6 +258,12 @@ def few_rows(
     a_empty = gl.allocate_shared_memory(gl.int64, [SA, 1], mbarrier.MBarrierLayout())
     b_full = gl.allocate_shared_memory(gl.int64, [SB, 1], mbarrier.MBarrierLayout())
     b_empty = gl.allocate_shared_memory(gl.int64, [SB, 1], mbarrier.MBarrierLayout())
+    drawn = gl.allocate_shared_memory(gl.int32, [Q, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [Q, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [Q, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q):
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(heard.index(i), count=2)
     for i in gl.static_range(SA):
         mbarrier.init(a_full.index(i), count=32 * GATHER)  # one arrival a cp.async thread
         mbarrier.init(a_empty.index(i), count=1)
@@ -231,9 +273,9 @@ def few_rows(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
     gl.warp_specialize([
         (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
-                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SUB, SA, SB, ACT, WARPS)),
-        (load_weights, (gate_up, down, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP,
-                        b_bufs, b_full, b_empty, BN, BL, SB)),
+                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),
+        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP,
+                        b_bufs, b_full, b_empty, drawn, told, heard, BN, BL, SB, Q)),
         (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
-                     a_bufs, a_full, a_empty, BM, BL, SA, K, 4 * GATHER, LAYOUT)),
-    ], [1, GATHER], [24, 88])  # fmt: skip
+                     a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q, GATHER)),
+    ], [1, GATHER], [24, 96])  # fmt: skip

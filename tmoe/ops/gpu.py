@@ -8,18 +8,12 @@ kernels that read it.
 """
 
 import torch
-import torch.distributed as dist
 
 from tmoe.ops import hopper, kernels
 from tmoe.ops.few import few_rows
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
 from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
-
-
-def alone():
-    """Whether no other rank's collectives run beside our kernels: few.py says why it asks."""
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def has_tma(x, D, F, *tensors):
@@ -169,7 +163,7 @@ class Layer:
 
     def products(self, gate_up, bias, h_N2F, down):
         """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready`."""
-        cfg = few(self.arch, self.N / self.E, self.tma) if alone() else None
+        cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
             return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
         BN, BL = 256, 64
@@ -178,7 +172,7 @@ class Layer:
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
             self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
-            bias, h_N2F, act, y, self.meta.order, self.meta.ready, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
+            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.ready[self.E :], *self.tile_args(cfg), self.D, self.F, num_up, num_down,
             cdiv(self.D, BL), cdiv(self.F, BL), cfg.GROUP, cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, self.K,
             self.activation, num_warps=cfg.BM // 16,
         )  # fmt: skip

@@ -6,6 +6,7 @@ layouts): longer than such a kernel runs at T=4096. Here a launch looks its bina
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from typing import Any, NamedTuple, cast
@@ -25,40 +26,41 @@ _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
 _settled = set()  # modules of which triton knows all keys
-_binaries = {}  # (id of the kernel, device, what its binary depends on) -> the compiled kernel
+_binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
+MAPS = 4096  # tensor maps kept for each descriptor of a binary: whole steps find all of theirs again
 
 
 class Descriptor(NamedTuple):
     """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
 
     base: torch.Tensor
-    shape: list[int]
-    strides: list[int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     block: list[int]
     padding: str = "zero"
 
 
 def describe(t, block):
     """A whole tensor."""
-    return Descriptor(t, list(t.shape), list(t.stride()), block)
+    return Descriptor(t, t.shape, t.stride(), block)
 
 
 def describe_ragged(t_NW, block):
     """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
     stride = t_NW.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1]]
-    return Descriptor(t_NW, shape, [(1 << 34) - stride, stride, stride, 1], [1, 1, *block])
+    shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
+    return Descriptor(t_NW, shape, ((1 << 34) - stride, stride, stride, 1), [1, 1, *block])
 
 
 def _native(arg, kernel):
     """What triton itself accepts in place of a Descriptor."""
     if not isinstance(arg, Descriptor):
         return arg
+    tensor = arg.base, list(arg.shape), list(arg.strides), arg.block
     if not isinstance(kernel, GluonJITFunction):
-        return TensorDescriptor(arg.base, arg.shape, arg.strides, arg.block)
+        return TensorDescriptor(*tensor)
     element = {torch.bfloat16: bfloat16, torch.float16: float16}[arg.base.dtype]
-    layout = cast(Any, NVMMASharedLayout.get_default_for(arg.block, element))
-    return GluonDescriptor(arg.base, arg.shape, arg.strides, arg.block, layout)
+    return GluonDescriptor(*tensor, cast(Any, NVMMASharedLayout.get_default_for(arg.block, element)))
 
 
 def cdiv(a, b):
@@ -130,6 +132,73 @@ def _key(args, fixed):
     return key, values
 
 
+def launcher(compiled):
+    """A function (grid, stream, values) that launches a binary: triton's own C function, past the Python in front of it.
+
+    That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
+    there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Another
+    triton, whose launcher is built otherwise, gets its launches as it makes them.
+    """
+    own = _own_launcher(compiled.run)
+    hooks = knobs.runtime
+
+    def as_triton_does(grid, stream, values):
+        metadata = compiled.launch_metadata(grid, stream, *values)
+        given = compiled.packed_metadata, metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
+        compiled.run(*grid, stream, compiled.function, *given, *values)
+
+    if own is None:
+        return as_triton_does
+    call, encode, maps = own
+    maps = [(i, meta, {}) for i, meta in maps]
+    head = (
+        compiled.function,
+        compiled.run.launch_cooperative_grid,
+        compiled.run.launch_pdl,
+        None,
+        None,
+        compiled.packed_metadata,
+    )
+
+    def direct(grid, stream, values):
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            return as_triton_does(grid, stream, values)
+        flat, start = [], 0
+        for i, meta, known in maps:
+            d = values[i]
+            key = d.base.data_ptr(), d.shape, d.strides
+            encoded = known.get(key)
+            if encoded is None:
+                if len(known) == MAPS:
+                    known.clear()
+                encoded = known[key] = encode(d, meta)
+            flat += values[start:i]
+            flat += encoded
+            start = i + 1
+        flat += values[start:]
+        call(*grid, stream, *head, None, None, None, *flat)
+
+    return direct
+
+
+def _own_launcher(run):
+    """The C function behind triton's launcher of a CUDA binary, what encodes a descriptor for it, and (index, its metadata) of each
+    descriptor among the arguments; None where the launcher is not that of triton 3.6 or needs scratch memory."""
+    try:
+        from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+
+        hooked = [hook.calls for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
+        if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size or any(hooked):
+            return None
+        if not inspect.isfunction(run.launch):  # no descriptors
+            return run.launch, None, []
+        found = inspect.getclosurevars(run.launch).nonlocals
+        maps = list(zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True))
+        return None if any(meta is None for _, meta in maps) else (found["launcher"], make_tensordesc_arg, maps)
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return None
+
+
 def launch(kernel, grid, *args, **options):
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
     if _compiling is not None:
@@ -144,22 +213,18 @@ def launch(kernel, grid, *args, **options):
     device = driver.get_current_device()
     key, values = _key(args, getattr(kernel, "tmoe_fixed", None) or _fixed(kernel))
     key = (id(kernel), device, *options.values(), *key)
-    compiled = _binaries.get(key)
-    if compiled is None:
+    run = _binaries.get(key)
+    if run is None:
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
         compiled._init_handles()
-        _binaries[key] = compiled
+        run = _binaries[key] = launcher(compiled)
     if not hasattr(_thread, "ready"):
         # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
         # (the question whether a graph is captured makes one too, and a capture may not survive the call)
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
-    stream = driver.get_current_stream(device)
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    metadata = compiled.launch_metadata(grid, stream, *values)
-    grid = (*grid, 1, 1)[:3]
-    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
+    run((*grid, 1, 1)[:3], driver.get_current_stream(device), values)
 
 
 class _Driver:

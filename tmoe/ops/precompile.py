@@ -30,10 +30,8 @@ def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
     gpu.forward(x, gate_up, down, weights, ids, *how, False)
     _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
     gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
-    layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, how[2]), weights, (gate_up, down), activation)
-    for kept in (h, None):  # where experts have few rows forward launches these in a process with others beside it
-        layer.rows("down", layer.up(gate_up, bias, kept), down, True)
     if pairs is not None:  # in an expert group symm.py's sums leave rows alone that nobody reads
+        layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
         rows, ds = layer.empty(pairs, D), layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
         layer.combine(rows, weights, x, add=False, fill=False)
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
