@@ -26,6 +26,7 @@ _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
 _settled = set()  # modules of which triton knows all keys
+_PLAIN = {bool, str, float, type(None)}  # asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
 MAPS = 4096  # tensor maps kept for each descriptor of a binary: whole steps find all of theirs again
 
@@ -117,6 +118,8 @@ def _key(args, fixed):
         kind = type(arg)
         if kind is int:
             key.append(arg.bit_length() > 31 if is_fixed else arg)
+        elif kind in _PLAIN:
+            key.append(arg)
         elif kind is Descriptor:
             key.append(arg.base.dtype)
             key += arg.block
@@ -185,10 +188,12 @@ def _own_launcher(run):
     """The C function behind triton's launcher of a CUDA binary, what encodes a descriptor for it, and (index, its metadata) of each
     descriptor among the arguments; None where the launcher is not that of triton 3.6 or needs scratch memory."""
     try:
-        from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+        from triton.backends.nvidia.driver import _BASE_ARGS_FORMAT, CudaLauncher, make_tensordesc_arg
 
         hooked = [hook.calls for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
-        if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size or any(hooked):
+        if not isinstance(run, CudaLauncher) or _BASE_ARGS_FORMAT != "iiiKKppOOOOOO" or any(hooked):
+            return None
+        if run.global_scratch_size or run.profile_scratch_size:
             return None
         if not inspect.isfunction(run.launch):  # no descriptors
             return run.launch, None, []
