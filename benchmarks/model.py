@@ -16,7 +16,8 @@ A step is the sum of these parts, of the busiest rank:
     attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again)
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
     loss                  the head's three products, and each logit's traffic
-    exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others
+    exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others;
+                          two movements fewer where a shared expert runs beside them
     glue                  everything else in a block, as passes over [T, D]
     recomputed            forwards that activation checkpointing runs again
     copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient norm
@@ -54,6 +55,7 @@ from tmoe.accounting import (
     peak_bytes,
     root_shapes,
     rows_received,
+    runs_beside,
 )
 from tmoe.cli import parse
 from tmoe.config import Config, divisors
@@ -224,7 +226,8 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
         wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
     # rows are read and written before they leave; where they come home they are read, widened, added to the token's sum
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
-    return how["moves"] * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+    moves = how["moves"] - 2 * runs_beside(cfg, ep)  # x of the forward and dy of the backward
+    return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 
 def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float, float]:

@@ -1,6 +1,7 @@
 """Closed-form counts against published numbers, hand-worked ones, built models, and the tensors that autograd keeps."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tmoe.accounting import (
     peak_bytes,
     peak_flops,
     rows_received,
+    runs_beside,
 )
 from tmoe.attention import rope_table
 from tmoe.cli import parse
@@ -217,11 +219,13 @@ class Group:
         self.size = lambda: ranks
 
 
-@pytest.mark.parametrize(("ep", "experts", "top_k"), [(2, 8, 3), (4, 8, 2), (8, 8, 5)])
-def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k):
+@pytest.mark.parametrize(
+    ("ep", "experts", "top_k", "shared"), [(2, 8, 3, 0), (4, 8, 2, 0), (8, 8, 5, 0), (2, 8, 3, 640)]
+)
+def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, shared):
     """(8, 8, 5): a rank has one expert, which bounds the pairs that can arrive."""
     T, D, F = 512, 64, 96
-    moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=F)
+    moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=F, shared_dim=shared)
     cfg = Config(model=ModelConfig(dim=D, moe=moe), train=TrainConfig(batch=2, seq=T // 2))
     kept: dict[int, int] = {}
     with (
@@ -230,14 +234,16 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k):
             lambda t: kept.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes()}) or t, lambda t: t
         ),
     ):
-        x, gate_up, down = (
+        x, gate_up, down, *dense = (
             torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((T, D), (experts // ep, 2 * F, D), (experts // ep, D, F))
+            for shape in ((T, D), (experts // ep, 2 * F, D), (experts // ep, D, F), (2 * shared, D), (D, shared))
         )
         weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
         local = LocalExperts(gate_up, down)
-        y = SymmDispatcher(Group(ep), experts // ep)(x, Routing(weights, ids, weights), local)  # type: ignore[bad-argument-type]
-        operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down))
+        up, back = (SimpleNamespace(weight=t, in_features=t.shape[1]) for t in dense)
+        always = SimpleNamespace(gate_up=up, down=back) if shared else None
+        y, _ = SymmDispatcher(Group(ep), experts // ep)(x, Routing(weights, ids, weights), local, always)  # type: ignore[bad-argument-type]
+        operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))
     logits = T * experts * 4  # the router's, in fp32
     assert y.shape == (T, D) and moe_bytes(cfg, ep) == sum(kept.values()) - operands + logits
 
@@ -305,11 +311,14 @@ def test_offloaded_moments_and_document_masks_take_nothing():
 def test_measured_peaks(words, world, gib):
     """torch.cuda.max_memory_allocated on H200s (benchmarks/results/steps-*), which the exchange's buffers are not part of.
 
-    On one GPU measured when every router still kept an fp32 copy of its input.
+    On one GPU measured when every router still kept an fp32 copy of its input, and moe-pilot-14b when its shared experts'
+    activations were kept.
     """
     cfg = parse(words.split(), "", world=world)
     memory = memory_per_rank(cfg, world // cfg.parallel.ep, cfg.parallel.ep)
     copies = cfg.model.layers * cfg.train.batch * cfg.train.seq * cfg.model.dim * 4 if world == 1 else 0
+    if runs_beside(cfg, cfg.parallel.ep):
+        copies += cfg.model.layers * cfg.train.batch * cfg.train.seq * cfg.model.moe.shared_dim * 2
     assert (peak_bytes(memory) - memory["exchange"] + copies) / 2**30 == pytest.approx(gib, rel=0.04)
 
 

@@ -32,7 +32,7 @@ FLOORS = [
         "tmoe.attend",
     ),
     ("tmoe.router",),
-    ("tmoe.balance", "tmoe.parallel.symm", "tmoe.parallel.dispatch"),
+    ("tmoe.balance", "tmoe.parallel.received", "tmoe.parallel.symm", "tmoe.parallel.dispatch"),
     ("tmoe.accounting", "tmoe.metrics", "tmoe.report"),
     ("tmoe.experts",),
     ("tmoe.moe", "tmoe.attention"),

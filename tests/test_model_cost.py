@@ -171,6 +171,14 @@ def test_exchange_worked_by_hand(dp, ep):
     assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
 
 
+@pytest.mark.parametrize(("shared_dim", "moves"), [(0, 3.5), (128, 3.5), (2816, 1.5)])
+def test_rows_that_travel_beside_a_wide_shared_expert_are_not_counted(shared_dim, moves):
+    model = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=shared_dim))
+    m = free(exchange={"auto": "symm", "symm": backend(line(1e9), moves=3.5)})
+    want = moves * rows_received(16384, 8, 4) * 3 / 4 * 2048 * 2 / 1e9
+    assert cost.exchange_seconds(replace(OLMOE, model=model), 4, m) == pytest.approx(want)
+
+
 def test_experts_slow_down_beside_an_exchange():
     m = free(product_rate=1e12, exchange={"auto": "symm", "symm": backend([[0, 0.0], [1, 0.0]], experts=1.5)})
     one, four = (cost.predict(OLMOE, 1, ep, m, 1.0).parts["experts"] for ep in (1, 4))

@@ -6,6 +6,7 @@ next: test_dispatch.py
 """
 
 import contextlib
+import functools
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -116,7 +117,11 @@ def wrapped(rank, world, folder):
         state[: exchange.MET.value + 1] = 2**31 - 1
         quiet = ex.ahead() == []
         state[1] += 1
-        return quiet and ex.ahead() == [1]
+        main = ex.ahead()
+        state[1] -= 1
+        # beside a shared expert ranks meet there first
+        ex.sections["side"].view(torch.int32)[0] += 1
+        return quiet and main == [1] and ex.ahead() == [0]
 
 
 def capture_first(rank, world, folder):
@@ -235,9 +240,11 @@ def test_main_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch):
     """Streams are all that a CUDA graph knows: what waits for other ranks must depend on what they wait for."""
     at = Streams()
     ex = SimpleNamespace(
-        side=at.stream("side"), rank=0, addresses=dict(side=None), push=at.say("push"), meet=at.say("meet"), sum=at.say("sum"),
+        side=at.stream("side"), rank=0, world=2, addresses=dict(side=None), push=at.say("push"), meet=at.say("meet"), sum=at.say("sum"),
         copy_x=at.say("copy x"), copy_y=at.say("copy y"), wire_x=mock.Mock(), wire_y=mock.Mock(),
     )  # fmt: skip
+
+    ex.beside, ex.arrived = (functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived))
 
     class Experts:
         def __init__(self, *_):
@@ -254,12 +261,13 @@ def test_main_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", at.on)
-    for name, value in (("exchange_of", lambda _: ex), ("hides", lambda *_: True), ("_Experts", Experts)):
+    for name, value in (("exchange_of", lambda _: ex), ("hides", lambda *_: True), ("Experts", Experts)):
         monkeypatch.setattr(symm, name, value)
     monkeypatch.setattr(exchange, "meet", at.say("half"))
     x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
     down = torch.zeros(2, D, 4)
-    symm._backward(x, x, w, ids, torch.zeros(2, 8, D), down, None, None, "swiglu", 4, 128, False, "group")
+    without = (None,) * 5  # bias, shared expert, H
+    symm._backward(x, None, x, w, ids, torch.zeros(2, 8, D), down, *without, "swiglu", 4, 128, False, "group")
     assert at.log == [
         ("main", "push meet=True"),
         ("side", "after main"), ("side", "copy x"), ("side", "half wait=False"),
@@ -292,7 +300,7 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
     )
 
     def experts():
-        mine = symm._Experts(ex, gate_up, down, bias if biased else None, "swiglu", top_k, dtype, pairs)
+        mine = symm.Experts(ex, gate_up, down, bias if biased else None, "swiglu", top_k, dtype, pairs)
         mine.forward(None)
         mine.forward(h)
         mine.backward(h, lambda: None, lambda: None)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
 from tmoe.parallel.dispatch import pairs_bound
+from tmoe.parallel.symm import hides
 
 Shape = tuple[int, ...]
 
@@ -247,7 +248,8 @@ def moe_bytes(cfg: Config, ep: int) -> int:
     R = rows_received(T, K, ep)
     kept = T * moe.experts * FP32  # the router's logits
     kept += 2 * T * D * FP32 if moe.jitter else 0  # its input after jitter, operand of an fp32 product, and the factors
-    kept += 3 * T * moe.shared_dim * width  # shared experts: gate, up, and their product
+    # shared experts: gate, up, and their product, which one op with the routed experts would compute again
+    kept += (2 if runs_beside(cfg, ep) else 3) * T * moe.shared_dim * width
     kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width  # H
     if uses_symm(cfg, ep):
         return kept + T * K * (FP32 + INT32)  # weights and ids; backward pushes x again, and sorts the slots again
@@ -258,6 +260,12 @@ def moe_bytes(cfg: Config, ep: int) -> int:
 def uses_symm(cfg: Config, ep: int) -> bool:
     """Whether `--parallel.dispatch` finds its way through the peers' memory, given GPUs that share NVLink by NODE."""
     return 1 < ep <= NODE and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+
+
+def runs_beside(cfg: Config, ep: int) -> bool:
+    """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
+    hidden = hides(ep, compute_bytes(cfg), cfg.model.moe.shared_dim)
+    return uses_symm(cfg, ep) and cfg.parallel.wire != "fp8" and hidden
 
 
 def exchange_bytes(cfg: Config, ep: int) -> int:

@@ -62,11 +62,7 @@ class MoE(nn.Module):
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         routing = self.router(x_TD, padding_T)
-        y_TD = self.dispatcher(x_TD, routing, experts) + self.shared_output(x_TD)  # dispatch, experts, combine
+        y_TD, shared_TD = self.dispatcher(x_TD, routing, experts, self.shared)  # dispatch, experts, combine
+        if shared_TD is not None:
+            y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
         return y_TD, measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
-
-    def shared_output(self, x_TD: Tensor) -> Tensor | float:
-        if self.shared is None:
-            return 0.0
-        y_TD = self.shared(x_TD)
-        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()

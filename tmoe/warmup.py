@@ -18,7 +18,7 @@ import time
 import torch
 
 from tmoe.config import Config
-from tmoe.ops import exchange, router_product
+from tmoe.ops import exchange, router_product, swiglu
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
@@ -36,11 +36,13 @@ def traces(cfg: Config) -> list[tuple]:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     T, E, K = cfg.train.batch * cfg.train.seq, experts.experts, experts.top_k
     pairs = pairs_bound(T, K, ep, E // ep)
+    beside = [(swiglu.trace, T, experts.shared_dim, dtype), (exchange.trace_routes, T, K, ep, dtype)]
     return [
         (trace, T * ep, m.dim, experts.ffn_dim, E // ep, K, dtype, pairs, experts.activation, experts.bias),
         (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
         *([(router_product.trace, T, m.dim, E, dtype)] if dtype == torch.bfloat16 else []),
         *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
+        *(beside if ep > 1 and experts.shared_dim else []),
     ]
 
 

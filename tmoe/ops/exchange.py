@@ -329,3 +329,10 @@ def trace(T, D, K, world, dtype, fp8=False):
         pull(x, None, ids, at, at, at, 0, T, 1, programs, True, at)
         for meets in (True, False):
             pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)
+
+
+def trace_routes(T, K, world, dtype):
+    """The same for the push of ids and weights alone, whose rows copy engines bring."""
+    x, ids = torch.empty(T, 0, dtype=dtype, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
+    push(x, ids, weights, at, at, at, at, 0, T, 1, 264, meet=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tmoe.parallel import collectives, symm
 from tmoe.router import Routing
@@ -50,11 +50,16 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
 
 
 class Dispatcher:
-    """`dispatcher(x_TD, routing, experts)` is y_TD: the experts of all ranks, applied to this rank's tokens."""
+    """`dispatcher(x_TD, routing, experts, shared)` is y_TD, the experts of all ranks applied to this rank's tokens, and shared(x_TD).
 
-    def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
+    shared: the SwiGLU that every token passes, or None, which then comes back.
+    """
+
+    def __call__(
+        self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         rows, plan = self.dispatch(x_TD, routing)
-        return self.combine(experts(rows), plan)
+        return self.combine(experts(rows), plan), None if shared is None else shared(x_TD)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
         raise NotImplementedError
@@ -95,7 +100,8 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class SymmDispatcher(Dispatcher):
-    """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes.
+    """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes, and those of
+    `shared` too where tokens can travel while it runs.
 
     tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
     `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
@@ -107,11 +113,18 @@ class SymmDispatcher(Dispatcher):
         self.local_experts = local_experts
         self.tokens, self.fp8 = tokens, fp8
 
-    def __call__(self, x_TD: Tensor, routing: Routing, experts) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, routing: Routing, experts, shared: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         tokens = max(self.tokens, x_TD.shape[0], 1)
         pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
         local = experts.gate_up, experts.down, experts.gate_up_bias, experts.activation
-        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, tokens, pairs, self.fp8, self.group)
+        how = tokens, pairs, self.fp8, self.group
+        if shared is None or self.fp8 or not symm.hides(self.ranks, x_TD.element_size(), shared.down.in_features):
+            y_TD, _ = symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how)
+            return y_TD, None if shared is None else shared(x_TD)
+        weights = shared.gate_up.weight, shared.down.weight
+        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *weights)
 
 
 def dispatcher_for(

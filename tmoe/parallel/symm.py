@@ -3,6 +3,11 @@
     forward     push x ─ meet ─ experts ─ meet, pull y
     backward    push dy ─ meet ─ dH, dX ─ meet ─ weight gradients ─ meet ─ sum dx
                          └ copy x ───────┘    └ copy dX ───────────┘
+    with a shared expert:
+    forward     its products ── meet ─ experts ─ meet, pull y
+                └ copy x ───────┘
+    backward    its gradients ─ meet ─ dH, dX, then as above
+                └ copy dy, x ───┘
 
 One opaque op spans the three steps, so that nobody else ever holds a view of the buffers, which all layers share. No size in
 it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
@@ -10,7 +15,8 @@ it depends on the routing and nothing in it needs the host: it compiles into one
 **What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows, but the copy
 engines need none: they carry x, again, and the partial dX while the products run, 3% slower for it (docs/lab.md). They copy every
 row to every rank, since only the device knows who needs which; that is what most layers need anyway (at K=8 on 4 ranks 90%),
-and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open.
+and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open. x and dy
+must come before the experts can begin: they hide where a shared expert, which needs no rows of others, gives its products.
 
 **What is kept for backward.** The received rows are not: backward moves x again. Kept, they would be T * ranks rows a layer
 (the static bound), or a copy out of the buffer of those that came; at 24 layers of Qwen3-30B-A3B, 16384 tokens a GPU and ep=4 that is
@@ -18,11 +24,11 @@ and nobody waits for the rest where products take longer (`hides`). Elsewhere ke
 for all layers together, do not grow with their number.
 
 **Who may write when.** A rank writes into a peer's x, dy, ids or weights only in a push or a copy behind one, and reads a peer's y
-only in a pull. Both meet. A rank that pushes has left the pull before, where it met everyone after their experts had read x:
-the rows may go. A rank whose experts write y has left the push before, where it met everyone after their pull of the last y.
-That chain breaks in backward alone, where weight gradients read x and dy, and sums are read, after the last meeting; so backward
-ends with one of its own. All calls of one group must come on one stream, in the same order on every rank. A rank without tokens
-calls as well.
+only in a pull. A rank that pushes has left the pull before, where it met everyone after their experts had read x, ids and weights:
+the rows may go, and no meeting need come before them. A rank whose experts write y has met everyone after that (in the push, or where
+it waited for the copies beside a shared expert), and they came there after their pull of the last y. That chain breaks in backward
+alone, where weight gradients read x and dy, and sums are read, after the last meeting; so backward ends with one of its own. All
+calls of one group must come on one stream, in the same order on every rank. A rank without tokens calls as well.
 
 **fp8** on the wire: rows are packed to float8 e4m3 with a scale each before they leave, and unpacked where they arrive, so that
 experts and sums see the type of x. Half the bytes; each movement adds about 2.6% of a row's norm in rounding, forward and backward.
@@ -41,11 +47,11 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from tmoe.ops import exchange, gpu
+from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp
 from tmoe.ops.launch import cdiv, device_facts
-from tmoe.ops.routing import route
 from tmoe.parallel.collectives import together
+from tmoe.parallel.received import Experts
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +127,9 @@ class Exchange:
         """Ranks of the group that have arrived at a meeting to which this one has not come. Waits for this rank's own work."""
         if not self.capacity:
             return []
-        state = self.sections["main"].view(torch.int32).cpu()
-        return (state[: self.world] - state[exchange.MET.value] > 0).nonzero().flatten().tolist()
+        states = torch.stack([self.sections[name].view(torch.int32) for name in ("main", "side")]).cpu()
+        met = states[:, exchange.MET.value, None]
+        return (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist()
 
     def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
         """My section of rows, [world * capacity, D]."""
@@ -222,6 +229,21 @@ class Exchange:
     def meet(self) -> None:
         exchange.meet(self.addresses["main"], self.rank)
 
+    def beside(self, copy, wire):
+        """copy(wire) on the side, while the caller's stream goes on, then the word to all ranks that it has come; returns wire,
+        whose memory must live until `arrived`. The copies start after all that the caller's stream was given before."""
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            copy(wire)
+            exchange.meet(self.addresses["side"], self.rank, wait=False)
+        return wire
+
+    def arrived(self) -> None:
+        """The caller's stream goes on when the copies of all ranks, of one `beside` each, have arrived everywhere."""
+        # first for its own, or a CUDA graph might wait for peers before it runs the branch that they wait for
+        torch.cuda.current_stream().wait_stream(self.side)
+        exchange.meet(self.addresses["side"], self.rank, arrive=False)
+
 
 def _others_first(rank: int, world: int) -> list[int]:
     """All ranks, this one last, and no rank everybody's first."""
@@ -246,7 +268,10 @@ def exchange_of(group: str) -> Exchange:
     return ex
 
 
-def moe(x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, tokens, pairs, fp8, group):
+def moe(
+    x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, tokens, pairs, fp8, group,
+    shared_gate_up=None, shared_down=None,
+):  # fmt: skip
     """A whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
 
     Args:
@@ -257,209 +282,171 @@ def moe(x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, 
         pairs: a multiple of 128, see moe_mlp.
         fp8: rows are packed on their way, forward and backward.
         group: name of the expert group.
+        shared_gate_up, shared_down: None, or [2G, D] and [D, G] of a SwiGLU for every token, on all ranks; then without fp8. Rows
+            travel by copy engines while it runs: worth it where `hides(ranks, bytes of a number, G)`.
 
-    Returns y_TD in x's type. Products and sums are moe_mlp's, then a token's ranks are added in rank order in float32.
-    Differentiable in all but ids; every rank of the group must then call backward.
+    Returns y_TD in x's type, and the shared SwiGLU's (None without one). Products and sums are moe_mlp's, then a token's ranks are
+    added in rank order in float32. Differentiable in all but ids; every rank of the group must then call backward.
     """
-    tensors = (x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F)
+    tensors = (x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, shared_gate_up, shared_down)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return torch.ops.tmoe.symm_moe(*tensors, activation, tokens, pairs, fp8, keep, group)[0]
-
-
-class _Experts:
-    """This rank's experts at work on the rows that arrived: moe_mlp's kernels, with results in the exchange's sections.
-
-    Slots to which no token came keep whatever y and d_weights hold there: nobody reads them.
-    """
-
-    def __init__(self, ex, gate_up, down, bias, activation, K, dtype, pairs):
-        (self.L, D, _), self.K, self.activation = down.shape, K, activation
-        self.gate_up, self.down = gate_up.contiguous(), down.contiguous()
-        self.bias = None if bias is None else bias.contiguous()
-        self.x, self.dy, self.y = (ex.rows(name, D, dtype) for name in ("x", "dy", "y"))
-        self.weights, self.d_weights = (ex.routes(name, K, torch.float32) for name in ("weights", "d_weights"))
-        ids = ex.routes("ids", K, torch.int32)
-        self.windows = list(gpu.windows(route(ids, self.L, pairs), ids.numel()))
-
-    def layer(self, window):
-        """moe_mlp's kernels for a window of the sorted rows."""
-        operands = (self.gate_up, self.down, self.dy)
-        return gpu.Layer(self.x, self.down.shape, self.K, window, self.weights, operands, self.activation)
-
-    def forward(self, h):
-        """y; H of the first window into h, unless it is None."""
-        for i, window in enumerate(self.windows):
-            layer = self.layer(window)
-            rows = layer.products(self.gate_up, self.bias, None if i else h, self.down)
-            layer.combine(rows, self.weights, self.y, add=i > 0, fill=False)
-
-    def backward(self, h, x_is_here, dx_is_there):
-        """d_gate_up, d_down, d_bias (None without one); dx and d_weights into their sections.
-
-        Before anything reads x, x_is_here() is called, and once dx and d_weights are complete, dx_is_there(): what moves x runs
-        beside the products before the first, what moves dx beside those after the second. Windows behind the first, empty unless
-        routing is skewed, compute H again for either half.
-        """
-        first, *rest = self.windows
-        dh, act, ds = self.gradient_of_h(first, h)
-        self.gradient_of_x(0, dh, ds)
-        x_is_here()
-        for i, window in enumerate(rest, 1):
-            dh_i, _, ds_i = self.gradient_of_h(window, None)
-            self.gradient_of_x(i, dh_i, ds_i)
-            del dh_i, ds_i
-        dx_is_there()
-        grads = self.gradients_of_experts(0, dh, act, None)
-        del dh, act, ds
-        for i, window in enumerate(rest, 1):
-            dh, act, _ = self.gradient_of_h(window, None)
-            grads = self.gradients_of_experts(i, dh, act, grads)
-        return grads
-
-    def gradient_of_h(self, window, h):
-        """dH, the weighted activation and the parts of the routing weights' gradient; H is computed again where h is None."""
-        layer = self.layer(window)
-        if h is None:
-            h = layer.empty(layer.N, 2 * layer.F)
-            layer.up(self.gate_up, self.bias, h)
-        return layer.dh(self.dy if layer.config("dh").gather else layer.gathered(self.dy), self.down, h)
-
-    def gradient_of_x(self, i, dh, ds):
-        """dx into y, d_weights; windows behind the first add to what is there."""
-        layer = self.layer(self.windows[i])
-        layer.combine(layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, i > 0, fill=False)
-
-    def gradients_of_experts(self, i, dh, act, sums):
-        """d_gate_up, d_down, d_bias (None without one) of window i, added to `sums` if that is not None."""
-        layer, sums = self.layer(self.windows[i]), sums or (None,) * 3
-        gather = {kernel: layer.config(kernel).gather for kernel in ("dw_down", "dw_up")}
-        dy = self.dy if gather["dw_down"] else layer.gathered(self.dy)
-        d_down = layer.dw("dw_down", dy, act, "a" if gather["dw_down"] else "", sums[1])
-        x = self.x if gather["dw_up"] else layer.gathered(self.x)
-        d_gate_up = layer.dw("dw_up", dh, x, "b" if gather["dw_up"] else "", sums[0])
-        return d_gate_up, d_down, None if self.bias is None else layer.bias_gradient(dh, sums[2])
+    y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*tensors, activation, tokens, pairs, fp8, keep, group)
+    return y_TD, None if shared_gate_up is None else shared_TD
 
 
 # Library.define as in ops/mlp.py: the decorator's own checks cost as much as a kernel
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
-    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, str activation, SymInt tokens, "
-    "SymInt pairs, bool fp8, bool keep, str group) -> (Tensor, Tensor)",
+    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, Tensor? shared_gate_up, "
+    "Tensor? shared_down, str activation, SymInt tokens, SymInt pairs, bool fp8, bool keep, str group) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
-    "symm_moe_backward(Tensor dy, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, Tensor h, "
-    "str activation, SymInt tokens, SymInt pairs, bool fp8, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "symm_moe_backward(Tensor dy, Tensor? d_shared, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, "
+    "Tensor? shared_gate_up, Tensor? shared_down, Tensor h, Tensor shared_h, str activation, SymInt tokens, SymInt pairs, bool fp8, "
+    "str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-@torch.library.impl("tmoe::symm_moe", "CUDA", lib=_lib)
-def _forward(x, weights, ids, gate_up, down, bias, activation, tokens, pairs, fp8, keep, group):
-    """y, and H of the first `pairs` routed pairs (empty unless keep)."""
+def _forward(
+    x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, activation, tokens, pairs, fp8, keep, group
+):
+    """y, H of the first `pairs` routed pairs (empty unless keep), the shared SwiGLU's y and pre-activations (empty without it)."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
         ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
         ex.reserve(tokens, D * x.itemsize, K, fp8)
-        ex.push("x", x, ids, weights, L, fp8)
-        if fp8:
-            ex.unpack("x", D, x.dtype, K)
+        if shared_gate_up is None:
+            shared_y, shared_h = x.new_empty(0), x.new_empty(0)
+            ex.push("x", x, ids, weights, L, fp8)
+            if fp8:
+                ex.unpack("x", D, x.dtype, K)
+        else:
+            _push_beside(ex, {"x": x}, ids, weights, L)
+            shared_y, shared_h = swiglu.forward(x, shared_gate_up, shared_down)
+            shared_h = shared_h if keep else x.new_empty(0)
+            ex.arrived()
         h = x.new_empty(pairs if keep else 0, gate_up.shape[1])
-        _Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs).forward(h if keep else None)
+        Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs).forward(h if keep else None)
         y = torch.empty_like(x)
         ex.pull(y, None, ids, L, fp8)
-    return y, h
+    return y, h, shared_y, shared_h
+
+
+_lib.impl("symm_moe", _forward, "CUDA")
 
 
 @torch.library.register_fake("tmoe::symm_moe", lib=_lib)
-def _forward_fake(x, weights, ids, gate_up, down, bias, activation, tokens, pairs, fp8, keep, group):
-    return x.new_empty(x.shape), x.new_empty(pairs if keep else 0, gate_up.shape[1])
+def _forward_fake(
+    x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, activation, tokens, pairs, fp8, keep, group
+):
+    h, shared = x.new_empty(pairs if keep else 0, gate_up.shape[1]), shared_gate_up is not None
+    shared_h = x.new_empty(x.shape[0], shared_gate_up.shape[0]) if shared and keep else x.new_empty(0)
+    return x.new_empty(x.shape), h, x.new_empty(x.shape if shared else 0), shared_h
 
 
-def _backward(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, pairs, fp8, group):
-    """Gradients of x, weights, gate_up, down and the bias (empty without one)."""
+def _push_beside(ex, wire, ids, weights, L):
+    """All rows of `wire` on the side, behind ids and weights by a kernel; `arrived` waits for all of them."""
+    ex.push("x", wire["x"][:, :0], ids, weights, L, False, meet=False)
+    ex.beside(ex.copy_x, wire)
+
+
+def _backward(
+    dy, d_shared, x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, h, shared_h, activation, tokens, pairs, fp8, group
+):  # fmt: skip
+    """Gradients of x by the experts, weights, gate_up, down and the bias (empty without one), then of x by the shared SwiGLU, and of
+    its matrices (empty without it)."""
     with torch.cuda.device(x.device):
         dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
-        ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
-        main, side = torch.cuda.current_stream(), ex.side
+        ex, (L, D, F), K = exchange_of(group), down.shape, ids.shape[1]
         dx, d_weights = torch.empty_like(x), torch.empty_like(weights)
-        hidden = hides(ex, x, K, down)
-        ex.push("dy", dy, ids, weights, L, fp8, meet=hidden)
-
-        def beside(copy, wire):
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                copy(wire)
-                exchange.meet(ex.addresses["side"], ex.rank, wait=False)
-            return wire  # whose memory must live until the streams have joined
-
-        def arrived():
-            main.wait_stream(side)  # or a CUDA graph might wait for peers before it runs the branch that they wait for
-            exchange.meet(ex.addresses["side"], ex.rank, arrive=False)
-
+        hidden, shared = hides(ex.world, x.itemsize, K * F), shared_gate_up is not None
         copied = []
-        if hidden:
-            copied.append(beside(ex.copy_x, ex.wire_x("x", x, fp8)))
+        if shared:
+            _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
+            of_shared = swiglu.backward(d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
+            ex.arrived()
         else:
-            ex.push("x", x, ids, None, L, fp8)
-        if fp8:
-            ex.unpack("dy", D, x.dtype, K)
-        experts = _Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
+            of_shared = tuple(x.new_empty(0) for _ in range(3))
+            ex.push("dy", dy, ids, weights, L, fp8, meet=hidden)
+            if hidden:
+                copied.append(ex.beside(ex.copy_x, ex.wire_x("x", x, fp8)))
+            else:
+                ex.push("x", x, ids, None, L, fp8)
+            if fp8:
+                ex.unpack("dy", D, x.dtype, K)
+        experts = Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
 
         def x_is_here():
-            if hidden:
-                arrived()
+            if hidden and not shared:
+                ex.arrived()
             if fp8:
                 ex.unpack("x", D, x.dtype, K)
 
         def dx_is_there():
             if hidden:
-                copied.append(beside(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
+                copied.append(ex.beside(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
             else:
                 ex.pull(dx, d_weights, ids, L, fp8)
 
         grads = experts.backward(h, x_is_here, dx_is_there)
         if hidden:
-            arrived()
-            ex.sum(dx, d_weights, ids, L, copied[1])
+            ex.arrived()
+            ex.sum(dx, d_weights, ids, L, copied[-1])
         ex.meet()  # weight gradients have read x and dy, and sums are read
     d_gate_up, d_down, d_bias = grads
-    return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias
+    return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias, *of_shared
 
 
 _lib.impl("symm_moe_backward", _backward, "CUDA")
 
 
 @torch.library.register_fake("tmoe::symm_moe_backward", lib=_lib)
-def _backward_fake(dy, x, weights, ids, gate_up, down, bias, h, activation, tokens, pairs, fp8, group):
-    grads = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
-    return *grads, x.new_empty(0 if bias is None else bias.shape)
+def _backward_fake(
+    dy, d_shared, x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, h, shared_h, activation, tokens, pairs, fp8, group
+):  # fmt: skip
+    shared = (x, shared_gate_up, shared_down) if shared_gate_up is not None else (None,) * 3
+    return *(t.new_empty(t.shape) for t in (x, weights, gate_up, down)), *(
+        x.new_empty(0 if t is None else t.shape) for t in (bias, *shared)
+    )
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, _, ctx.group = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1], output[3])
 
 
-def _differentiate(ctx, dy, _):
-    *tensors, bias, h = ctx.saved_tensors
+def _differentiate(ctx, dy, _, d_shared, __):
+    saved = ctx.saved_tensors  # once: a checkpoint recomputes for each look
+    x, bias, shared_down = saved[0], saved[5], saved[7]
+    # no rank may stay away where a result was not used; a rank's products of zeros are few
+    dy = torch.zeros_like(x) if dy is None else dy
+    if shared_down is not None and d_shared is None:
+        d_shared = torch.zeros_like(x)
     how = ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, ctx.group
-    dx, d_weights, d_gate_up, d_down, d_bias = torch.ops.tmoe.symm_moe_backward(dy, *tensors, bias, h, *how)
-    return dx, d_weights, None, d_gate_up, d_down, None if bias is None else d_bias, *(None,) * 6
+    dx, d_weights, d_gate_up, d_down, d_bias, *of_shared = torch.ops.tmoe.symm_moe_backward(dy, d_shared, *saved, *how)
+    if shared_down is None:
+        d_shared_gate_up = d_shared_down = None
+    else:
+        dx_shared, d_shared_gate_up, d_shared_down = of_shared
+        dx = dx + dx_shared  # here, where a compiled graph adds what the router and the residual give in the same pass
+    d_bias = None if bias is None else d_bias
+    return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
 
 
 torch.library.register_autograd("tmoe::symm_moe", _differentiate, setup_context=_save, lib=_lib)
 
 
-def hides(ex, x, K, down) -> bool:
-    """Whether the copy engines bring a copy of `capacity` rows to all peers while the products beside it run: 6 capacity K D F
-    operations, of dH and dX or of the weights' gradients. All ranks must decide alike: nothing here depends on how many tokens
-    this one has.
+def hides(ranks: int, itemsize: int, width: int) -> bool:
+    """Whether the copy engines bring rows of `itemsize` bytes a number to all peers while products run beside them: 6 D width
+    operations a row, of K experts' dH and dX or weight gradients (width K F), or of a shared expert (its own). All ranks must decide
+    alike: neither this rank's tokens nor their routing count.
     """
-    D, F = down.shape[1:]
-    moving = ex.capacity * D * x.itemsize * (ex.world - 1) / LINK
-    return moving < 6 * ex.capacity * K * D * F / PRODUCT
+    return itemsize * (ranks - 1) / LINK < 6 * width / PRODUCT
 
 
 @functools.cache

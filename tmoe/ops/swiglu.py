@@ -1,0 +1,71 @@
+"""A dense SwiGLU step by step, for an op that moves rows beside its products: gradients by hand, no autograd.
+
+    forward     h = x gate_up^T   act = silu(gate) up   y = act down^T
+    backward    d_act = dy down   act again, dh         the gradients of down, x and gate_up
+
+Products are torch.mm. Between two of them stands one pass over memory, which in backward makes act and dh at once.
+
+next: exchange.py
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.routing import power_of_2
+
+TILE = 4096  # elements of a program
+
+
+@triton.jit(do_not_specialize=["T"])
+def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
+    """act [T, F] = silu(gate) * up of h [T, 2F], gate columns first; unless d_act is None also dh."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    here = (t < T)[:, None] & (f < F)[None, :]
+    at = t.to(tl.int64)[:, None] * F + f[None, :]
+    at_gate = t.to(tl.int64)[:, None] * (2 * F) + f[None, :]
+    gate = tl.load(h + at_gate, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(h + at_gate + F, mask=here, other=0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    tl.store(act + at, (silu * up).to(act.dtype.element_ty), mask=here)
+    if d_act is not None:
+        d = tl.load(d_act + at, mask=here, other=0.0).to(tl.float32)
+        tl.store(dh + at_gate, (d * up * (s + silu * (1 - s))).to(dh.dtype.element_ty), mask=here)
+        tl.store(dh + at_gate + F, (d * silu).to(dh.dtype.element_ty), mask=here)
+
+
+def activate(h_T2F, d_act_TF=None):
+    """act [T, F], and the gradient of h, given that of act (else None). Contiguous, as both results."""
+    T, F = h_T2F.shape[0], h_T2F.shape[1] // 2
+    act = torch.empty(T, F, dtype=h_T2F.dtype, device=h_T2F.device)
+    dh = None if d_act_TF is None else torch.empty_like(h_T2F)
+    columns = min(1024, power_of_2(F))
+    rows = TILE // columns
+    grid = max(1, cdiv(T, rows)), cdiv(F, columns)
+    launch(swiglu_kernel, grid, h_T2F, act, d_act_TF, dh, T, F, rows, columns, num_warps=8)
+    return act, dh
+
+
+def forward(x_TD, gate_up_2FD, down_DF):
+    """y [T, D] and h [T, 2F], all in the type of x."""
+    with torch.autocast(x_TD.device.type, enabled=False):
+        h = x_TD @ gate_up_2FD.t()
+        return activate(h)[0] @ down_DF.t(), h
+
+
+def backward(dy_TD, x_TD, gate_up_2FD, down_DF, h_T2F):
+    """The gradients of x, gate_up and down."""
+    with torch.autocast(x_TD.device.type, enabled=False):
+        act, dh = activate(h_T2F, dy_TD @ down_DF)
+        d_down = dy_TD.t() @ act
+        return dh @ gate_up_2FD, dh.t() @ x_TD, d_down
+
+
+def trace(T, F, dtype):
+    """Launch the kernel, forward and backward, on meta tensors, inside compile_only."""
+    h, act = (torch.empty(T, width, dtype=dtype, device="meta") for width in (2 * F, F))
+    activate(h)
+    activate(h, act)
