@@ -26,7 +26,12 @@ _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
 _settled = set()  # modules of which triton knows all keys
-_PLAIN = {bool, str, float, type(None)}  # asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+_PLAIN = {
+    bool,
+    str,
+    float,
+    type(None),
+}  # asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
 MAPS = 4096  # tensor maps kept for each descriptor of a binary: whole steps find all of theirs again
 
