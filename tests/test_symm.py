@@ -243,11 +243,15 @@ def fork(world, work, *arguments):
     processes = [mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)]
     for process in processes:
         process.start()
+    end = time.monotonic() + 120
+    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+    failed = [p.exitcode for p in processes]  # None: it still waits for others
     for process in processes:
-        process.join(120)
-        hung = process.is_alive()
         process.kill()
-        assert not hung and process.exitcode == 0, "ranks wait for each other for ever, or one failed"
+    assert not any(failed) and None not in failed, (
+        f"exit codes {failed}: ranks wait for each other for ever, or one failed"
+    )
 
 
 def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
@@ -512,7 +516,7 @@ def on_gpus():
         check_against_nccl(torch.float32, "random", [40, 0], shared=SHARED)
         symm.hides = rule(True, hides)
         for dtype in (torch.float32, torch.bfloat16):
-            for kind, tokens in CASES:
+            for kind, tokens in CASES if dtype == torch.float32 else CASES[::3]:
                 check_against_nccl(dtype, kind, tokens, shared=SHARED)
         check_no_sync_and_graph(SHARED)
         check_whole_layer(SHARED)

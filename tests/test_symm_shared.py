@@ -36,6 +36,7 @@ from tmoe.zoo import presets
 SHARED = 96  # test_symm.rule's
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run(__file__, TRITON_INTERPRET="1")
 

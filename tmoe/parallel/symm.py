@@ -423,7 +423,7 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, dy, _, d_shared, __):
     saved = ctx.saved_tensors  # once: a checkpoint recomputes for each look
     x, bias, shared_down = saved[0], saved[5], saved[7]
-    # no rank may stay away where a result was not used; a rank's products of zeros are few
+    # zeros where a result was not used: no rank may stay away
     dy = torch.zeros_like(x) if dy is None else dy
     if shared_down is not None and d_shared is None:
         d_shared = torch.zeros_like(x)
