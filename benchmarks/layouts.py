@@ -4,8 +4,8 @@
     python -m benchmarks.layouts --gpus 2 -- --no-compile           on a CPU: two processes
 
 Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1 beyond 1e-5.
-The processes of a world start once and train on one layout after another; worlds for which there are GPUs enough run side by side.
-A world that fails is named, and the code is 1.
+The processes of a world start once and train on one layout after another; on GPUs the worlds run side by side and share them, for most
+of their time goes into compiling. A world that fails is named, and the code is 1.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tmoe import warmup
 from tmoe.cli import parse
 
 SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
-MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 64 --train.seq 64
+MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 4096 --train.seq 64
     --model.moe.balance-coeff 0.1 --optim.lr 3e-3 --optim.eps 1e-4 --optim.clip 0.5 --train.eval-every 0 --train.eval-batches 1
     --log.no-progress --data.path stdlib --optim.warmup 0 --checkpoint.mode off --resume none"""
 
@@ -57,13 +57,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         right, want = True, None
         worlds = [n for n in (1, 2, 4, 8) if n <= args.gpus]
-        while worlds:
-            failures = start(worlds, Path(folder), more, args.timeout)
-            for world, failure in failures.items():
-                worlds.remove(world)
-                if failure:
-                    print(f"{world} processes: {failure}", flush=True)
-                right &= not failure
+        for together in [worlds] if torch.cuda.is_available() else [[n] for n in worlds]:
+            failures = start(together, Path(folder), more, args.timeout)
+            for world in together:
+                if failures[world]:
+                    print(f"{world} processes: {failures[world]}", flush=True)
+                right &= not failures[world]
                 for layout in layouts(world):
                     got = curves(layout, Path(folder))
                     want = want or got  # the first layout's is what all others are held to
@@ -93,21 +92,15 @@ def layouts(world: int) -> list[Layout]:
 
 
 def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict[int, str]:
-    """Trains on all layouts of the first world, and of those behind it for which there are still GPUs; of each what went wrong,
-    if anything did."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    processes: dict[int, subprocess.Popen] = {}
-    failures, end = {}, time.monotonic()
+    """Trains on all layouts of these worlds, side by side; of each what went wrong, if anything did."""
+    end, failures = time.monotonic() + timeout * max(len(layouts(world)) for world in worlds), {}
     with ExitStack() as stack:
+        processes = []
         for world in worlds:
-            if processes and len(gpus) < world:
-                break
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
             command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
-            env = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[:world])} if torch.cuda.is_available() else {})
-            processes[world], gpus = stack.enter_context(running(command, env)), gpus[world:]
-            end = max(end, time.monotonic() + timeout * len(layouts(world)))
-        for world, process in processes.items():
+            processes.append(stack.enter_context(running(command)))
+        for world, process in zip(worlds, processes, strict=True):
             try:
                 code = process.wait(max(0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
