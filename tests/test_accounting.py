@@ -239,8 +239,7 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
         )
         weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
         local = LocalExperts(gate_up, down)
-        up, back = (SimpleNamespace(weight=t, in_features=t.shape[1]) for t in dense)
-        always = SimpleNamespace(gate_up=up, down=back) if shared else None
+        always = SimpleNamespace(matrices=lambda: dense) if shared else None
         y, _ = SymmDispatcher(Group(ep), experts // ep)(x, Routing(weights, ids, weights), local, always)  # type: ignore[bad-argument-type]
         operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))
     logits = T * experts * 4  # the router's, in fp32

@@ -82,6 +82,30 @@ def test_who_takes_the_shared_expert(monkeypatch):
     assert taken == [13, 11, 11, 11, 11, 11]
 
 
+def with_hook(module, register):
+    getattr(module, register)(lambda *_: None)
+    return module
+
+
+class Scaled(SwiGLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: with_hook(m, "register_forward_hook"), lambda m: with_hook(m, "register_full_backward_hook"),
+    lambda m: with_hook(m.down, "register_forward_pre_hook"), lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
+    lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up), lambda m: setattr(m, "__class__", Scaled),
+    lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))), lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
+])  # fmt: skip
+def test_a_shared_expert_that_is_more_than_its_matrices_runs_itself(change):
+    shared = SwiGLU(8, SHARED)
+    up, down = shared.matrices() or ()
+    assert up is shared.gate_up.weight and down is shared.down.weight
+    change(shared)
+    assert shared.matrices() is None
+
+
 def launched(what):
     found = {}
     with compile_only("cuda:90", lambda name, key, compile: found.setdefault(key, (name, compile))):

@@ -28,6 +28,16 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """gate_up [2F, D] and down [D, F], for an op that multiplies by them itself; None where this module is more than them: adapted,
+        parametrized, with biases, with a hook that must hear of each call."""
+        parts = self.gate_up, self.down
+        plain = type(self) is SwiGLU and all(type(part) is nn.Linear and part.bias is None for part in parts)
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if not plain or any(len(getattr(part, name)) for part in (self, *parts) for name in hooks):
+            return None
+        return self.gate_up.weight, self.down.weight
+
 
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.

@@ -12,11 +12,11 @@ next: experts.py
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tmoe.parallel import collectives, symm
 from tmoe.router import Routing
@@ -49,6 +49,14 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
     return None if ep == 1 else 128 * max(1, -(-min(tokens * top_k * 3 // 2, most) // 128))  # whole tiles
 
 
+class Shared(Protocol):
+    """A shared expert, as moe.py's SwiGLU is one: `matrices` are None where an op may not multiply by them in its place."""
+
+    def __call__(self, x_TD: Tensor, /) -> Tensor: ...
+
+    def matrices(self) -> tuple[Tensor, Tensor] | None: ...
+
+
 class Dispatcher:
     """`dispatcher(x_TD, routing, experts, shared)` is y_TD, the experts of all ranks applied to this rank's tokens, and shared(x_TD).
 
@@ -56,7 +64,7 @@ class Dispatcher:
     """
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: nn.Module | None = None
+        self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared | None = None
     ) -> tuple[Tensor, Tensor | None]:
         rows, plan = self.dispatch(x_TD, routing)
         return self.combine(experts(rows), plan), None if shared is None else shared(x_TD)
@@ -114,17 +122,17 @@ class SymmDispatcher(Dispatcher):
         self.tokens, self.fp8 = tokens, fp8
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts, shared: nn.Module | None = None
+        self, x_TD: Tensor, routing: Routing, experts, shared: Shared | None = None
     ) -> tuple[Tensor, Tensor | None]:
         tokens = max(self.tokens, x_TD.shape[0], 1)
         pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
         local = experts.gate_up, experts.down, experts.gate_up_bias, experts.activation
         how = tokens, pairs, self.fp8, self.group
-        if shared is None or self.fp8 or not symm.hides(self.ranks, x_TD.element_size(), shared.down.in_features):
-            y_TD, _ = symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how)
-            return y_TD, None if shared is None else shared(x_TD)
-        weights = shared.gate_up.weight, shared.down.weight
-        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *weights)
+        matrices = None if shared is None or self.fp8 else shared.matrices()
+        if matrices and symm.hides(self.ranks, x_TD.element_size(), matrices[1].shape[1]):
+            return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *matrices)
+        y_TD, _ = symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how)
+        return y_TD, None if shared is None else shared(x_TD)
 
 
 def dispatcher_for(
