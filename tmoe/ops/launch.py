@@ -33,7 +33,7 @@ _PLAIN = {
     type(None),
 }  # asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
-MAPS = 4096  # tensor maps kept for each descriptor of a binary: whole steps find all of theirs again
+MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
 
 
 class Descriptor(NamedTuple):
