@@ -240,7 +240,9 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
         weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
         local = LocalExperts(gate_up, down)
         always = SimpleNamespace(matrices=lambda: dense) if shared else None
-        y, _ = SymmDispatcher(Group(ep), experts // ep)(x, Routing(weights, ids, weights), local, always)  # type: ignore[bad-argument-type]
+        dispatcher = SymmDispatcher(Group(ep), experts // ep)  # type: ignore[bad-argument-type]
+        routing = Routing(weights, ids, weights)
+        y = dispatcher.beside(x, routing, local, always)[0] if shared else dispatcher(x, routing, local)
         operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))
     logits = T * experts * 4  # the router's, in fp32
     assert y.shape == (T, D) and moe_bytes(cfg, ep) == sum(kept.values()) - operands + logits

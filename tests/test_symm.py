@@ -356,8 +356,11 @@ def layer(dispatcher, moe, x, w, ids, dy):
 
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
-    ys = moe.experts(lambda experts: dispatcher(x, Routing(w, ids, torch.empty(0)), experts, moe.shared))
-    ys = [y for y in ys if y is not None]
+    routing = Routing(w, ids, torch.empty(0))
+    if moe.shared:
+        ys = moe.experts(lambda experts: dispatcher.beside(x, routing, experts, moe.shared))
+    else:
+        ys = [moe.experts(lambda experts: dispatcher(x, routing, experts))]
     torch.autograd.backward(ys, [dy, -dy][: len(ys)])
     grads = [p.grad.to_local() for p in moe.experts.parameters()]
     grads += [p.grad for p in moe.shared.parameters()] if moe.shared else []

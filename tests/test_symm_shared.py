@@ -3,7 +3,7 @@
 The kernels run in the interpreter, in processes that share their sections; as a test it starts itself for that:
     TRITON_INTERPRET=1 python tests/test_symm_shared.py
 On GPUs test_symm.py compares such layers with the nccl dispatcher, and whole runs are compared by
-    python -m benchmarks.layouts --gpus 4 -- --model.moe.shared-dim 4096
+    python -m benchmarks.layouts --gpus 4
 
 next: test_dispatch.py
 """
@@ -72,13 +72,10 @@ def test_who_takes_the_shared_expert(monkeypatch):
     routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
     for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr(symm, "hides", rule(beside, True))
-        y, y_shared = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8)(
-            x, routing, local, shared
-        )
+        dispatcher = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8)  # type: ignore[bad-argument-type]
+        y, y_shared = dispatcher.beside(x, routing, local, shared)
         assert torch.equal(y, x * 2) and torch.equal(y_shared, x * 3 if op else shared(x))
-        assert (
-            SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1)(x, routing, local)[1] is None or op
-        )
+        assert torch.equal(dispatcher(x, routing, local), x * 2)
     assert taken == [13, 11, 11, 11, 11, 11]
 
 
@@ -359,7 +356,7 @@ class Net:
         own = slice(p * self.L, (p + 1) * self.L)
         return [x.detach().split(self.tokens)[p], *grads[:2], *(t[own] for t in grads[2:6]), *grads[6:]]
 
-    def got(self, p, dispatcher, uses, around, frozen):
+    def got(self, p, layer_of, uses, around, frozen):
         x0, w, layers = self.leaves(p)
         x = x0.requires_grad_(not frozen)
         for i, (up, down, [(shared_up, shared_down)]) in enumerate(layers):
@@ -369,7 +366,7 @@ class Net:
             )
 
             def layer(x, up=up, down=down, shared=shared):
-                return uses(*dispatcher(x, Routing(w, self.ids[p], x), LocalExperts(up, down), shared), x)
+                return uses(*layer_of(x, Routing(w, self.ids[p], x), LocalExperts(up, down), shared), x)
 
             layers[i] = up, down, shared
             x = around(layer)(x)
@@ -404,7 +401,7 @@ def one_rank(rank, ranks, tokens, L):
     symm._lib.impl("symm_moe", symm._forward, "CPU")
     symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
     dispatcher = SymmDispatcher(SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens))  # type: ignore[bad-argument-type]
-    compiled = torch.compile(dispatcher.__call__, fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(dispatcher.beside, fullgraph=True, dynamic=False, backend="aot_eager")
 
     def paced(layer):
         def call(*args):
@@ -414,14 +411,14 @@ def one_rank(rank, ranks, tokens, L):
         return call
 
     cases = [  # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
-        (True, True, False, dispatcher, both, paced, False),
-        (True, False, rank == 0, dispatcher, both, checkpointed, False),
-        (False, True, False, dispatcher, both, paced, False),
-        (True, True, True, dispatcher, lambda routed, shared, x: shared + x, paced, False),
-        (True, True, rank == 1, dispatcher, lambda routed, shared, x: routed + x, paced, False),
+        (True, True, False, dispatcher.beside, both, paced, False),
+        (True, False, rank == 0, dispatcher.beside, both, checkpointed, False),
+        (False, True, False, dispatcher.beside, both, paced, False),
+        (True, True, True, dispatcher.beside, lambda routed, shared, x: shared + x, paced, False),
+        (True, True, rank == 1, dispatcher.beside, lambda routed, shared, x: routed + x, paced, False),
         (True, True, False, compiled, both, paced, False),
-        (True, True, True, dispatcher, both, paced, True),
-        (False, False, False, dispatcher, both, paced, False),
+        (True, True, True, dispatcher.beside, both, paced, True),
+        (False, False, False, dispatcher.beside, both, paced, False),
     ]
     with no_streams():
         for i, (beside, hidden, waits, call, uses, around, frozen) in enumerate(cases):

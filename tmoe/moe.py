@@ -72,7 +72,9 @@ class MoE(nn.Module):
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         routing = self.router(x_TD, padding_T)
-        y_TD, shared_TD = self.dispatcher(x_TD, routing, experts, self.shared)  # dispatch, experts, combine
-        if shared_TD is not None:
+        if self.shared is None:
+            y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
+        else:
+            y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
         return y_TD, measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)

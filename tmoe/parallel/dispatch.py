@@ -12,7 +12,7 @@ next: experts.py
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,16 +58,17 @@ class Shared(Protocol):
 
 
 class Dispatcher:
-    """`dispatcher(x_TD, routing, experts, shared)` is y_TD, the experts of all ranks applied to this rank's tokens, and shared(x_TD).
+    """`dispatcher(x_TD, routing, experts)` is y_TD: the experts of all ranks, applied to this rank's tokens."""
 
-    shared: the SwiGLU that every token passes, or None, which then comes back.
-    """
-
-    def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)
-        return self.combine(experts(rows), plan), None if shared is None else shared(x_TD)
+        return self.combine(experts(rows), plan)
+
+    def beside(
+        self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared
+    ) -> tuple[Tensor, Tensor]:
+        """y_TD, and shared(x_TD), which tokens may travel beside."""
+        return self(x_TD, routing, experts), shared(x_TD)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
         raise NotImplementedError
@@ -121,18 +122,22 @@ class SymmDispatcher(Dispatcher):
         self.local_experts = local_experts
         self.tokens, self.fp8 = tokens, fp8
 
-    def __call__(
-        self, x_TD: Tensor, routing: Routing, experts, shared: Shared | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x_TD: Tensor, routing: Routing, experts) -> Tensor:
+        return self.layer(x_TD, routing, experts)[0]
+
+    def beside(self, x_TD: Tensor, routing: Routing, experts, shared: Shared) -> tuple[Tensor, Tensor]:
+        matrices = None if self.fp8 else shared.matrices()
+        if matrices and symm.hides(self.ranks, x_TD.element_size(), matrices[1].shape[1]):
+            return self.layer(x_TD, routing, experts, *matrices)
+        return super().beside(x_TD, routing, experts, shared)
+
+    def layer(self, x_TD: Tensor, routing: Routing, experts, *shared: Tensor) -> tuple[Tensor, Any]:
+        """symm.moe's y_TD, and that of a SwiGLU of the two matrices `shared`, None without them."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
         pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
         local = experts.gate_up, experts.down, experts.gate_up_bias, experts.activation
         how = tokens, pairs, self.fp8, self.group
-        matrices = None if shared is None or self.fp8 else shared.matrices()
-        if matrices and symm.hides(self.ranks, x_TD.element_size(), matrices[1].shape[1]):
-            return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *matrices)
-        y_TD, _ = symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how)
-        return y_TD, None if shared is None else shared(x_TD)
+        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *shared)
 
 
 def dispatcher_for(
