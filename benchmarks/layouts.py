@@ -83,7 +83,7 @@ def distance(got: list[float], want: list[float]) -> float:
 
 
 def layouts(world: int) -> list[Layout]:
-    """Those of so many processes of which the batch is a multiple; micro-batches once through each dispatcher that `auto` may take."""
+    """Those of so many processes of which the batch is a multiple; nccl with one micro-batch only."""
     found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
     for ep in (e for e in (2, 4, 8) if e <= world):
         found += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]

@@ -226,7 +226,8 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
         wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
     # rows are read and written before they leave; where they come home they are read, widened, added to the token's sum
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
-    moves = how["moves"] - 2 * runs_beside(cfg, ep)  # x of the forward and dy of the backward
+    # beside a shared expert x of the forward and dy of the backward
+    moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 

@@ -101,7 +101,8 @@ class Bench:
 
     def products(self):
         """up and down as forward runs them where experts have few rows: in one launch, its counters cleared before."""
-        self.layer.meta.ready.zero_()
+        for spent in (self.layer.meta.ready, self.layer.meta.counter):
+            spent.zero_()
         self.layer.products(self.gate_up, None, self.h, self.down)
 
     def dense(self, kernel):

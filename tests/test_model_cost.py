@@ -311,6 +311,17 @@ def test_the_shipped_steps_are_predicted_within_ten_percent():
     assert good and roles == [*one, *four, *["predicted"] * 4]
 
 
+def test_only_symm_runs_beside_a_shared_expert():
+    """On a machine where the exchange is nccl's a shared expert hides nothing of it."""
+    shared = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=20480))
+    m = cost.values(CONSTANTS)
+    small_nodes = SimpleNamespace(**{**vars(m), "node": 4})
+    no_symm = SimpleNamespace(**{**vars(m), "exchange": {**m.exchange, "auto": "nccl"}})
+    for machine, ep, hidden in ((m, 4, True), (small_nodes, 8, False), (no_symm, 4, False)):
+        with_shared = cost.exchange_seconds(replace(OLMOE, model=shared), ep, machine)
+        assert (with_shared < cost.exchange_seconds(OLMOE, ep, machine)) == hidden
+
+
 def test_what_the_traces_say_of_the_collectives():
     """fsdp_overlap and copy_factor are read off two traced steps; their own predictions then are those traces' milliseconds."""
     m = cost.values(CONSTANTS)

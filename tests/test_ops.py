@@ -363,6 +363,12 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch)
     before = len(encoded)
     short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
     assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
+    other, turned = t.clone(), t.view(128, 256)[:, :128]
+    for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
+        described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
+        short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
+        assert handed[-1][14][1][0] == there.data_ptr() and handed[-1][14][1][6] == stride
+    assert len(encoded) == before + 3
     monkeypatch.setattr(launch, "MAPS", 2)
     for rows, new in ((192, 1), (64, 1), (192, 0), (256, 1)):  # the first and the last find no room
         before = len(encoded)
@@ -371,10 +377,16 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch)
     both_ways(binary(dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
 
     hook = lambda metadata: heard.append(metadata)  # noqa: E731
-    for chain in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
+    runtime = triton.knobs.runtime
+    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         monkeypatch.setattr(chain, "calls", [hook])
     short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
-    assert handed[-1][10] == "facts" and handed[-1][11] is triton.knobs.runtime.launch_enter_hook
+    assert handed[-1][10] == "facts" and handed[-1][11] is runtime.launch_enter_hook
+    for enter, given in ((hook, hook), (None, None)):  # triton takes these as well
+        monkeypatch.setattr(runtime, "launch_enter_hook", enter)
+        monkeypatch.setattr(runtime, "launch_exit_hook", None)
+        short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
+        assert handed[-1][11:13] == (given, None)
 
 
 def test_another_tritons_launcher_is_left_to_itself():

@@ -89,7 +89,13 @@ def check_metadata(routing):
         (0, 4, 2, 0),
     ]:
         ids = torch.randint(low, E, (T, K))
+        torch.use_deterministic_algorithms(True)  # what is allocated holds the largest integers, no zeros by luck
         meta, flat = routing.route(ids, E), ids.flatten()
+        pairs = routing.route(ids, E, 128)
+        sorted_already = routing.group(meta.ends.clone(), T * K)
+        for m in (meta, pairs, pairs.window(128), sorted_already):
+            assert len(m.ready) == E and not m.ready.any() and m.counter.tolist() == [0]
+        torch.use_deterministic_algorithms(False)
         want = torch.argsort(flat, stable=True)[(flat < 0).sum() :]
         counts = torch.bincount(flat[flat >= 0], minlength=E)
         n = int(counts.sum())

@@ -97,10 +97,32 @@ class Scaled(SwiGLU):
 ])  # fmt: skip
 def test_a_shared_expert_that_is_more_than_its_matrices_runs_itself(change):
     shared = SwiGLU(8, SHARED)
-    up, down = shared.matrices() or ()
+    x = torch.randn(3, 8)
+    up, down = shared.matrices(x) or ()
     assert up is shared.gate_up.weight and down is shared.down.weight
     change(shared)
-    assert shared.matrices() is None
+    assert shared.matrices(x) is None
+
+
+def test_a_shared_expert_that_is_cast_runs_itself():
+    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared.matrices(x) is None
+    assert shared.matrices(x.bfloat16()) is None and shared.bfloat16().matrices(x) is None
+    assert shared.matrices(x.bfloat16()) is not None
+
+
+def test_what_does_not_fit_is_said_before_anything_is_pushed():
+    x, w, ids, up, down, bias, shared_up, shared_down = operands()
+    for fp8, shared, message in (
+        (True, (shared_up, shared_down), "fp8"),
+        (False, (shared_up[:-1], shared_down), "shared_gate_up"),
+        (False, (shared_up.bfloat16(), shared_down), "shared_gate_up"),
+        (False, (shared_up, shared_down.bfloat16()), "shared_down"),
+        (False, (shared_up, shared_down[:-1]), "shared_down"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            symm._forward(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
 
 
 def launched(what):

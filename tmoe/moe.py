@@ -5,6 +5,7 @@ next: router.py
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -28,15 +29,16 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
-    def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """gate_up [2F, D] and down [D, F], for an op that multiplies by them itself; None where this module is more than them: adapted,
-        parametrized, with biases, with a hook that must hear of each call."""
+    def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself; None where calling this module would do more:
+        with adapters, parametrizations, biases, a hook that must hear of each call, under autocast, with other types than x's."""
         parts = self.gate_up, self.down
         plain = type(self) is SwiGLU and all(type(part) is nn.Linear and part.bias is None for part in parts)
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         if not plain or any(len(getattr(part, name)) for part in (self, *parts) for name in hooks):
             return None
-        return self.gate_up.weight, self.down.weight
+        cast = torch.is_autocast_enabled(x.device.type) or any(part.weight.dtype != x.dtype for part in parts)
+        return None if cast else (self.gate_up.weight, self.down.weight)
 
 
 class MoE(nn.Module):

@@ -17,6 +17,7 @@ import time
 
 import torch
 
+from tmoe.accounting import runs_beside
 from tmoe.config import Config
 from tmoe.ops import exchange, router_product, swiglu
 from tmoe.ops.launch import device_facts
@@ -42,7 +43,7 @@ def traces(cfg: Config) -> list[tuple]:
         (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
         *([(router_product.trace, T, m.dim, E, dtype)] if dtype == torch.bfloat16 else []),
         *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
-        *(beside if ep > 1 and experts.shared_dim else []),
+        *(beside if runs_beside(cfg, ep) else []),
     ]
 
 

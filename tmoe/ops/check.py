@@ -53,6 +53,17 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, ac
     _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)
 
 
+def check_shared(x_TD, gate_up_2GD, down_DG, fp8):
+    """Raise ValueError unless a SwiGLU's matrices fit the tokens that it is to run beside."""
+    require(not fp8, "fp8", fp8, "False beside a shared expert")
+    require(down_DG.dim() == 2, "shared_down", f"shape {tuple(down_DG.shape)}", "[D, G]")
+    D, G = x_TD.shape[1], down_DG.shape[1]
+    for name, t, shape in (("shared_gate_up", gate_up_2GD, (2 * G, D)), ("shared_down", down_DG, (D, G))):
+        require(tuple(t.shape) == shape, name, f"shape {tuple(t.shape)}", shape)
+        _check_types("x", x_TD, **{name: t})
+        _check_device(x_TD, **{name: t})
+
+
 def check_grouped_mm(a_ND, b_EFD, ends_E):
     """Raise ValueError unless the arguments fit grouped_mm's contract."""
     require(a_ND.dim() == 2, "a", f"shape {tuple(a_ND.shape)}", "[N, D]")

@@ -162,7 +162,7 @@ class Layer:
         return c
 
     def products(self, gate_up, bias, h_N2F, down):
-        """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready`."""
+        """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready` and `counter`."""
         cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
             return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
@@ -172,7 +172,7 @@ class Layer:
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
             self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
-            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.ready[self.E :], *self.tile_args(cfg), self.D, self.F, num_up, num_down,
+            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
             cdiv(self.D, BL), cdiv(self.F, BL), cfg.GROUP, cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, self.K,
             self.activation, num_warps=cfg.BM // 16,
         )  # fmt: skip

@@ -169,7 +169,7 @@ def launcher(compiled):
     )
 
     def direct(grid, stream, values):
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
             return as_triton_does(grid, stream, values)
         flat, start = [], 0
         for i, meta, known in maps:
@@ -177,7 +177,7 @@ def launcher(compiled):
             key = d.base.data_ptr(), d.shape, d.strides
             encoded = known.get(key)
             if encoded is None:
-                if len(known) == MAPS:
+                if len(known) >= MAPS:
                     known.clear()
                 encoded = known[key] = encode(d, meta)
             flat += values[start:i]
@@ -189,14 +189,18 @@ def launcher(compiled):
     return direct
 
 
+def heard(hook):
+    """Whether anybody hears of launches: triton keeps a chain of calls, but takes None or a function as well."""
+    return getattr(hook, "calls", hook)
+
+
 def _own_launcher(run):
     """The C function behind triton's launcher of a CUDA binary, what encodes a descriptor for it, and (index, its metadata) of each
     descriptor among the arguments; None where the launcher is not that of triton 3.6 or needs scratch memory."""
     try:
         from triton.backends.nvidia.driver import _BASE_ARGS_FORMAT, CudaLauncher, make_tensordesc_arg
 
-        hooked = [hook.calls for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)]
-        if not isinstance(run, CudaLauncher) or _BASE_ARGS_FORMAT != "iiiKKppOOOOOO" or any(hooked):
+        if not isinstance(run, CudaLauncher) or _BASE_ARGS_FORMAT != "iiiKKppOOOOOO":
             return None
         if run.global_scratch_size or run.profile_scratch_size:
             return None

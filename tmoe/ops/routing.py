@@ -30,8 +30,8 @@ def _pad(n):
 class Metadata:
     """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
 
-    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E+1], zeros until
-    few.py has counted there; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
+    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E] and counter [1],
+    zeros until few.py has counted there; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
     Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
@@ -42,7 +42,8 @@ class Metadata:
         starts = [sum(sections[:i]) for i in range(len(sections))]
         self.offsets = packed[: E + 1]
         self.by_size = packed[starts[1] : starts[1] + E]
-        self.ready = packed[starts[2] : starts[2] + E + 1]
+        self.ready = packed[starts[2] : starts[2] + E]
+        self.counter = packed[starts[2] + E : starts[2] + E + 1]
         self.tiles = {bm: packed[starts[3 + i] :] for i, bm in enumerate(TILES)}
         self.ends = packed[starts[5] : starts[5] + E]
         self.order = packed[starts[6] : starts[6] + N]
@@ -150,7 +151,7 @@ def write_expert(
     tl.store(ready + p, 0)
     if p == E - 1:
         tl.store(offsets + E, lo + count)
-        tl.store(ready + E, 0)
+        tl.store(ready + E, 0)  # the counter
     larger = (tot > count) | ((tot == count) & (ee < p))
     tl.store(by_size + tl.sum((larger & (ee < E)).to(tl.int32)), p)
     write_tiles(tiles0, cap0, p, tot, lo, count, ee, BM0, E - 1, 64)

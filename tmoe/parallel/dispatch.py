@@ -50,11 +50,12 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
 
 
 class Shared(Protocol):
-    """A shared expert, as moe.py's SwiGLU is one: `matrices` are None where an op may not multiply by them in its place."""
+    """A shared expert, as moe.py's SwiGLU is one: `matrices` are None, on all ranks alike, where an op may not multiply by them in
+    its place."""
 
     def __call__(self, x_TD: Tensor, /) -> Tensor: ...
 
-    def matrices(self) -> tuple[Tensor, Tensor] | None: ...
+    def matrices(self, x_TD: Tensor, /) -> tuple[Tensor, Tensor] | None: ...
 
 
 class Dispatcher:
@@ -110,7 +111,7 @@ class AllToAllDispatcher(Dispatcher):
 
 class SymmDispatcher(Dispatcher):
     """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes, and those of
-    `shared` too where tokens can travel while it runs.
+    `shared` too where tokens can travel while it runs and it is no more than its matrices.
 
     tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
     `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
@@ -126,7 +127,7 @@ class SymmDispatcher(Dispatcher):
         return self.layer(x_TD, routing, experts)[0]
 
     def beside(self, x_TD: Tensor, routing: Routing, experts, shared: Shared) -> tuple[Tensor, Tensor]:
-        matrices = None if self.fp8 else shared.matrices()
+        matrices = None if self.fp8 else shared.matrices(x_TD)
         if matrices and symm.hides(self.ranks, x_TD.element_size(), matrices[1].shape[1]):
             return self.layer(x_TD, routing, experts, *matrices)
         return super().beside(x_TD, routing, experts, shared)

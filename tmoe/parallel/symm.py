@@ -13,7 +13,7 @@ One opaque op spans the three steps, so that nobody else ever holds a view of th
 it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
 
 **What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows, but the copy
-engines need none: they carry x, again, and the partial dX while the products run, 3% slower for it (docs/lab.md). They copy every
+engines need none: they carry x, again, and the partial dX while the products run, 3 to 8% slower for it (docs/lab.md). They copy every
 row to every rank, since only the device knows who needs which; that is what most layers need anyway (at K=8 on 4 ranks 90%),
 and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open. x and dy
 must come before the experts can begin: they hide where a shared expert, which needs no rows of others, gives its products.
@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tmoe.ops import exchange, swiglu
-from tmoe.ops.check import check_moe_mlp
+from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch import cdiv, device_facts
 from tmoe.parallel.collectives import together
 from tmoe.parallel.received import Experts
@@ -315,6 +315,8 @@ def _forward(
 ):
     """y, H of the first `pairs` routed pairs (empty unless keep), the shared SwiGLU's y and pre-activations (empty without it)."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
+    if shared_gate_up is not None:
+        check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
         ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
