@@ -12,7 +12,8 @@ import torch
 import triton
 
 from tmoe import ops
-from tmoe.ops import exchange, launch, reference, table
+from tmoe.ops import exchange, launch, mlp, reference, table, topk
+from tmoe.ops.straight import unwatched
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -397,3 +398,84 @@ def test_another_tritons_launcher_is_left_to_itself():
     launch.launcher(compiled)((3, 2, 1), 99, [1, 2])
     hooks = triton.knobs.runtime
     assert ran == [(3, 2, 1, 99, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2)]
+
+
+# ---- past the dispatcher in eager mode
+
+
+@pytest.fixture
+def straight(monkeypatch):
+    """The way that a GPU's tensors take, with the CPU's kernels behind it; how often it was taken."""
+    taken = []
+
+    def instead(module, *names):
+        monkeypatch.setattr(module, "unwatched", lambda *tensors: taken.append(module) or unwatched(*tensors))
+        for name in names:
+            monkeypatch.setattr(module, f"_{name}_gpu", getattr(module, f"_{name}_cpu"))
+
+    instead(mlp, "forward", "backward")
+    instead(topk, "forward", "backward")
+    return taken
+
+
+def layer_and_router(x, logits, gate_up, down, bias, how):
+    """y, weights and all gradients; how: moe_mlp and softmax_topk."""
+    moe_mlp, softmax_topk = how
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in (x, logits, gate_up, down, bias)]
+    x, logits, gate_up, down, bias = leaves
+    weights, ids = softmax_topk(logits, 2, True)
+    y = moe_mlp(x, gate_up, down, weights, ids, bias)
+    if y.requires_grad:
+        y.sin().sum().backward()
+    return [y.detach(), weights.detach(), ids, *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2, 4), (0, 1, 2, 3, 4)])
+def test_the_straight_way_gives_the_same_bits(straight, frozen):
+    args = [torch.randn(7, 16), torch.randn(7, 4), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.randn(4, 24)]
+    args = [t.requires_grad_(i not in frozen) for i, t in enumerate(args)]
+    direct = lambda *a: mlp._Straight.apply(*a, "swiglu", 14, any(t.requires_grad for t in a))  # noqa: E731
+    got = layer_and_router(*args, (direct, topk._Straight.apply))
+    want = layer_and_router(*args, (ops.moe_mlp, ops.softmax_topk))
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_straight_way_differentiates_once_and_not_at_all(straight):
+    logits = torch.randn(7, 4, requires_grad=True)
+    weights, ids = topk._Straight.apply(logits, 2, True)
+    assert not ids.requires_grad
+    (first,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    with torch.no_grad():
+        assert not topk._Straight.apply(logits, 2, True)[0].requires_grad
+
+
+def test_who_watches():
+    """A compiler, a dispatch mode, a functional transform and a tensor of a class of its own each see the registered op."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Mine(torch.Tensor):
+        pass
+
+    x, seen = torch.randn(3), []
+    assert unwatched(x, None, torch.nn.Parameter(x))
+    assert not unwatched(x.as_subclass(Mine)) and not unwatched(x, x.as_subclass(Mine))
+    with Mode():
+        assert not unwatched(x)
+    torch.func.vmap(lambda t: seen.append(unwatched(x)) or t)(x)
+    torch.compile(lambda t: t + unwatched(t), fullgraph=True, backend="eager")
+    assert seen == [False]
+    assert torch.equal(torch.compile(lambda t: t + unwatched(t), fullgraph=True, backend="eager")(x), x)
+
+
+def test_a_gpus_tensors_alone_go_straight(straight):
+    """On a CPU the registered op is all there is."""
+    args = torch.randn(7, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.rand(7, 2), torch.zeros(7, 2).int()
+    ops.moe_mlp(*args), ops.softmax_topk(torch.randn(7, 4), 2, True)
+    assert not straight

@@ -6,10 +6,12 @@ needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_moe_mlp, require
 from tmoe.ops.routing import Metadata
+from tmoe.ops.straight import unwatched
 
 
 def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):
@@ -45,6 +47,8 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     else:
         require(pairs > 0, "pairs", pairs, "a positive number or None")
         pairs = (pairs + 127) // 128 * 128  # windows start on 16 bytes
+    if x_TD.is_cuda and unwatched(*tensors):
+        return _Straight.apply(*tensors, activation, pairs, keep)
     return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
 
 
@@ -71,7 +75,6 @@ def _rows(x, ids, pairs):
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-@torch.library.impl("tmoe::moe_mlp", "CPU", lib=_lib)
 def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     """y, H (empty unless keep) and the packed metadata."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
@@ -85,7 +88,6 @@ def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     return y, h if keep else h.new_empty(0, F2), meta.packed
 
 
-@torch.library.impl("tmoe::moe_mlp", "CUDA", lib=_lib)
 def _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     with torch.cuda.device(x.device):
@@ -99,7 +101,6 @@ def _forward_fake(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
 
-@torch.library.impl("tmoe::moe_mlp_backward", "CPU", lib=_lib)
 def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     """The gradients of x, gate_up, down, weights and the bias (empty without one)."""
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
@@ -109,7 +110,6 @@ def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
     return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 
-@torch.library.impl("tmoe::moe_mlp_backward", "CUDA", lib=_lib)
 def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     with torch.cuda.device(x.device):
         *grads, d_bias = gpu.backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs)
@@ -119,6 +119,12 @@ def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
 @torch.library.register_fake("tmoe::moe_mlp_backward", lib=_lib)
 def _backward_fake(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(0 if bias is None else bias.shape)
+
+
+_lib.impl("moe_mlp", _forward_cpu, "CPU")
+_lib.impl("moe_mlp", _forward_gpu, "CUDA")
+_lib.impl("moe_mlp_backward", _backward_cpu, "CPU")
+_lib.impl("moe_mlp_backward", _backward_gpu, "CUDA")
 
 
 def _save(ctx, inputs, output):
@@ -137,3 +143,22 @@ def _differentiate(ctx, dy, *_):
 
 
 torch.library.register_autograd("tmoe::moe_mlp", _differentiate, setup_context=_save, lib=_lib)
+
+
+class _Straight(torch.autograd.Function):
+    """The op on a GPU, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+        y, h, packed = _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
+        ctx.activation, ctx.pairs = activation, pairs
+        ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
+        run = torch.ops.tmoe.moe_mlp_backward if torch.compiler.is_compiling() else _backward_gpu  # compiled autograd
+        *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
+        return *grads, None, d_bias if bias is not None else None, None, None, None

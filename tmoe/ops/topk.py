@@ -7,11 +7,13 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops import reference
 from tmoe.ops.check import require
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
+from tmoe.ops.straight import unwatched
 
 
 def softmax_topk(logits_TE, K, renormalize):
@@ -27,6 +29,8 @@ def softmax_topk(logits_TE, K, renormalize):
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
     require(logits_TE.is_floating_point(), "logits", logits_TE.dtype, "a floating type")
     require(1 <= K <= logits_TE.shape[1], "K", K, f"1 to E={logits_TE.shape[1]}")
+    if logits_TE.is_cuda and unwatched(logits_TE):
+        return _Straight.apply(logits_TE, K, renormalize)
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
 
 
@@ -44,13 +48,11 @@ def _wide(logits):
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-@torch.library.impl("tmoe::softmax_topk", "CPU", lib=_lib)
 def _forward_cpu(logits, K, renormalize):
     weights, ids = reference.softmax_topk(logits, K, renormalize)
     return weights.contiguous(), ids.contiguous()
 
 
-@torch.library.impl("tmoe::softmax_topk", "CUDA", lib=_lib)
 def _forward_gpu(logits, K, renormalize):
     with torch.cuda.device(logits.device):
         return forward(logits, K, renormalize)
@@ -62,7 +64,6 @@ def _forward_fake(logits, K, renormalize):
     return logits.new_empty(T, K, dtype=_wide(logits)), logits.new_empty(T, K, dtype=torch.int32)
 
 
-@torch.library.impl("tmoe::softmax_topk_backward", "CPU", lib=_lib)
 def _backward_cpu(dw, logits, weights, ids, renormalize):
     """w_k (dw_k - <w, dw>) at the chosen; without renormalize the pull -p_e <w, dw> goes to all experts."""
     weighted = weights * dw
@@ -72,7 +73,6 @@ def _backward_cpu(dw, logits, weights, ids, renormalize):
     return (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
 
 
-@torch.library.impl("tmoe::softmax_topk_backward", "CUDA", lib=_lib)
 def _backward_gpu(dw, logits, weights, ids, renormalize):
     with torch.cuda.device(logits.device):
         return backward(dw, logits, weights, ids, renormalize)
@@ -81,6 +81,12 @@ def _backward_gpu(dw, logits, weights, ids, renormalize):
 @torch.library.register_fake("tmoe::softmax_topk_backward", lib=_lib)
 def _backward_fake(dw, logits, weights, ids, renormalize):
     return logits.new_empty(logits.shape)
+
+
+_lib.impl("softmax_topk", _forward_cpu, "CPU")
+_lib.impl("softmax_topk", _forward_gpu, "CUDA")
+_lib.impl("softmax_topk_backward", _backward_cpu, "CPU")
+_lib.impl("softmax_topk_backward", _backward_gpu, "CUDA")
 
 
 def _save(ctx, inputs, output):
@@ -98,6 +104,25 @@ def _differentiate(ctx, dw, _):
 
 
 torch.library.register_autograd("tmoe::softmax_topk", _differentiate, setup_context=_save, lib=_lib)
+
+
+class _Straight(torch.autograd.Function):
+    """The op on a GPU, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, logits, K, renormalize):
+        weights, ids = _forward_gpu(logits, K, renormalize)
+        _save(ctx, (logits, K, renormalize), (weights, ids))
+        return weights, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dw, _):
+        run = (
+            torch.ops.tmoe.softmax_topk_backward if torch.compiler.is_compiling() else _backward_gpu
+        )  # compiled autograd
+        logits, weights, ids = ctx.saved_tensors
+        return None if dw is None else run(dw, logits, weights, ids, ctx.renormalize), None, None
 
 
 @triton.jit
