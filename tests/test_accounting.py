@@ -239,8 +239,8 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
         )
         weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
         local = LocalExperts(gate_up, down)
-        always = SimpleNamespace(matrices=lambda x: dense) if shared else None
-        dispatcher = SymmDispatcher(Group(ep), experts // ep)  # type: ignore[bad-argument-type]
+        always = SimpleNamespace(plain=True, matrices=lambda x: dense) if shared else None
+        dispatcher = SymmDispatcher(Group(ep), experts // ep, width=shared)  # type: ignore[bad-argument-type]
         routing = Routing(weights, ids, weights)
         y = dispatcher.beside(x, routing, local, always)[0] if shared else dispatcher(x, routing, local)
         operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))

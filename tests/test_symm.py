@@ -402,7 +402,8 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
     ids = routes(kind, n, E, K, draw).cuda()
     x, dy = (torch.randn(n, D, generator=draw).to(dtype).cuda() for _ in range(2))
     w = torch.rand(n, K, generator=draw).cuda()
-    ours = SymmDispatcher(dist.group.WORLD, E // world, max(tokens), fp8)
+    assert moe.dispatcher.width == shared
+    ours = SymmDispatcher(dist.group.WORLD, E // world, max(tokens), fp8, shared)
     want = layer(AllToAllDispatcher(dist.group.WORLD, E // world), moe, x, w, ids, dy)
     for again in range(2):
         got = layer(ours, moe, x, w, ids, dy)

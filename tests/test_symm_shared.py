@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from test_symm import Ranks, fork, routes, rule, run
@@ -28,7 +29,7 @@ from tmoe.moe import SwiGLU
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.launch import compile_only
 from tmoe.parallel import symm
-from tmoe.parallel.dispatch import SymmDispatcher
+from tmoe.parallel.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.router import Routing
 from tmoe.warmup import traces
 from tmoe.zoo import presets
@@ -72,7 +73,7 @@ def test_who_takes_the_shared_expert(monkeypatch):
     routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
     for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr(symm, "hides", rule(beside, True))
-        dispatcher = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8)  # type: ignore[bad-argument-type]
+        dispatcher = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8, width=SHARED)  # type: ignore[bad-argument-type]
         y, y_shared = dispatcher.beside(x, routing, local, shared)
         assert torch.equal(y, x * 2) and torch.equal(y_shared, x * 3 if op else shared(x))
         assert torch.equal(dispatcher(x, routing, local), x * 2)
@@ -93,15 +94,36 @@ class Scaled(SwiGLU):
     lambda m: with_hook(m, "register_forward_hook"), lambda m: with_hook(m, "register_full_backward_hook"),
     lambda m: with_hook(m.down, "register_forward_pre_hook"), lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
     lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up), lambda m: setattr(m, "__class__", Scaled),
+    lambda m: setattr(m, "forward", m.forward), lambda m: setattr(m.down, "forward", lambda x: x),
     lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))), lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
 ])  # fmt: skip
-def test_a_shared_expert_that_is_more_than_its_matrices_runs_itself(change):
-    shared = SwiGLU(8, SHARED)
-    x = torch.randn(3, 8)
+def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change, monkeypatch):
+    """Told at parallelize, all ranks call it; later, when others may not know, it is an error."""
+    monkeypatch.setattr(symm, "hides", rule(True, True))
+    monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
+    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
     up, down = shared.matrices(x) or ()
-    assert up is shared.gate_up.weight and down is shared.down.weight
+    assert up is shared.gate_up.weight and down is shared.down.weight and shared.plain
     change(shared)
-    assert shared.matrices(x) is None
+    assert not shared.plain
+    group, routing, local = SimpleNamespace(group_name="g", size=lambda: 2), Routing(x, x.int(), x), LocalExperts(x, x)
+    with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
+        SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
+    _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
+    assert torch.equal(y, shared(x))
+
+
+def agreed(rank, world):
+    before, symm.obstacle = symm.obstacle, lambda group: ""
+    try:
+        widths = [96, 96 if rank else 0]  # of two layers, here
+        return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, False, width).width for width in widths]
+    finally:
+        symm.obstacle = before
+
+
+def test_all_ranks_pass_a_shared_expert_by_or_none(gloo):
+    assert gloo(2, agreed) == [[96, 0]] * 2
 
 
 def test_a_shared_expert_that_is_cast_runs_itself():
@@ -422,7 +444,9 @@ def one_rank(rank, ranks, tokens, L):
     symm.exchange_of, symm._all = lambda _: ex, lambda t: 2  # programs; no GPU to ask
     symm._lib.impl("symm_moe", symm._forward, "CPU")
     symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
-    dispatcher = SymmDispatcher(SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens))  # type: ignore[bad-argument-type]
+    dispatcher = SymmDispatcher(
+        SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens), False, SHARED
+    )  # type: ignore[bad-argument-type]
     compiled = torch.compile(dispatcher.beside, fullgraph=True, dynamic=False, backend="aot_eager")
 
     def paced(layer):

@@ -29,15 +29,22 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
-    def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself; None where calling this module would do more:
-        with adapters, parametrizations, biases, a hook that must hear of each call, under autocast, with other types than x's."""
+    @property
+    def plain(self) -> bool:
+        """Whether calling this module does nothing but multiply by its two matrices: no adapters, parametrizations or biases, no
+        hook of its own that must hear of each call (one that is added once a graph is compiled, nobody hears in it)."""
         parts = self.gate_up, self.down
-        plain = type(self) is SwiGLU and all(type(part) is nn.Linear and part.bias is None for part in parts)
+        if type(self) is not SwiGLU or not all(type(part) is nn.Linear and part.bias is None for part in parts):
+            return False
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if not plain or any(len(getattr(part, name)) for part in (self, *parts) for name in hooks):
-            return None
-        cast = torch.is_autocast_enabled(x.device.type) or any(part.weight.dtype != x.dtype for part in parts)
+        everyone = self, *parts
+        return not any(len(getattr(part, name)) for part in everyone for name in hooks) and not any(
+            "forward" in part.__dict__ for part in everyone
+        )
+
+    def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself; None where calling this module would cast."""
+        cast = torch.is_autocast_enabled(x.device.type) or any(w.dtype != x.dtype for w in self.parameters())
         return None if cast else (self.gate_up.weight, self.down.weight)
 
 

@@ -6,7 +6,6 @@ needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_moe_mlp, require
@@ -152,13 +151,18 @@ class _Straight(torch.autograd.Function):
     def forward(ctx, x, gate_up, down, weights, ids, bias, activation, pairs, keep):
         y, h, packed = _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
         ctx.activation, ctx.pairs = activation, pairs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 9
         x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
-        run = torch.ops.tmoe.moe_mlp_backward if torch.compiler.is_compiling() else _backward_gpu  # compiled autograd
+        alone = (
+            unwatched(dy) and not torch.is_grad_enabled()
+        )  # else batched, counted, compiled, or to be differentiated again
+        run = _backward_gpu if alone else torch.ops.tmoe.moe_mlp_backward
         *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
         return *grads, None, d_bias if bias is not None else None, None, None, None

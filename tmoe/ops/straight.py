@@ -17,5 +17,10 @@ def unwatched(*tensors):
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        and all(t is None or _plain(t) for t in tensors)
     )
+
+
+def _plain(t):
+    """Neither of a class of its own nor a batch behind one tensor (`is_grads_batched`), which has no address."""
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(t)

@@ -7,7 +7,6 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from tmoe.ops import reference
 from tmoe.ops.check import require
@@ -116,13 +115,13 @@ class _Straight(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dw, _):
-        run = (
-            torch.ops.tmoe.softmax_topk_backward if torch.compiler.is_compiling() else _backward_gpu
-        )  # compiled autograd
+        if dw is None:
+            return None, None, None
         logits, weights, ids = ctx.saved_tensors
-        return None if dw is None else run(dw, logits, weights, ids, ctx.renormalize), None, None
+        alone = unwatched(dw) and not torch.is_grad_enabled()
+        run = _backward_gpu if alone else torch.ops.tmoe.softmax_topk_backward
+        return run(dw, logits, weights, ids, ctx.renormalize), None, None
 
 
 @triton.jit

@@ -72,7 +72,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     L, p = E // ep, mesh.ep.get_local_rank()
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
-        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased)
+        width = moe.shared.down.in_features if moe.shared is not None and moe.shared.plain else 0
+        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width)
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         setattr(moe.experts, name, nn.Parameter(DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)))

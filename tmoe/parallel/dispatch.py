@@ -50,10 +50,13 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
 
 
 class Shared(Protocol):
-    """A shared expert, as moe.py's SwiGLU is one: `matrices` are None, on all ranks alike, where an op may not multiply by them in
-    its place."""
+    """A shared expert, as moe.py's SwiGLU is one: an op may multiply by its matrices in its place where it is plain and they are not
+    None. Ranks that do not decide alike wait for each other for ever: all of them agree on `plain` beforehand."""
 
     def __call__(self, x_TD: Tensor, /) -> Tensor: ...
+
+    @property
+    def plain(self) -> bool: ...
 
     def matrices(self, x_TD: Tensor, /) -> tuple[Tensor, Tensor] | None: ...
 
@@ -116,21 +119,32 @@ class SymmDispatcher(Dispatcher):
     tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
     `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
     fp8: rows travel as float8 e4m3, half the bytes, 2.6% of rounding each way.
+    width: that of a shared expert which is plain on every rank of the group, 0 without one.
     """
 
-    def __init__(self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0, fp8: bool = False):
+    def __init__(
+        self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0, fp8: bool = False, width: int = 0
+    ):
         self.group, self.ranks = group.group_name, group.size()
         self.local_experts = local_experts
-        self.tokens, self.fp8 = tokens, fp8
+        self.tokens, self.fp8, self.width = tokens, fp8, 0 if fp8 else width
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts) -> Tensor:
         return self.layer(x_TD, routing, experts)[0]
 
     def beside(self, x_TD: Tensor, routing: Routing, experts, shared: Shared) -> tuple[Tensor, Tensor]:
-        matrices = None if self.fp8 else shared.matrices(x_TD)
-        if matrices and symm.hides(self.ranks, x_TD.element_size(), matrices[1].shape[1]):
-            return self.layer(x_TD, routing, experts, *matrices)
-        return super().beside(x_TD, routing, experts, shared)
+        """ValueError where the shared expert has become more than its matrices: on one rank alone that would be a wait for ever."""
+        if not (self.width and symm.hides(self.ranks, x_TD.element_size(), self.width)):
+            return super().beside(x_TD, routing, experts, shared)
+        if not shared.plain:
+            raise ValueError(
+                "moe.shared: has got hooks, adapters or other layers since parallelize, which an exchange beside it would pass by; "
+                "change it before, on all ranks, or use --parallel.dispatch nccl"
+            )
+        matrices = shared.matrices(x_TD)
+        if matrices is None:
+            return super().beside(x_TD, routing, experts, shared)
+        return self.layer(x_TD, routing, experts, *matrices)
 
     def layer(self, x_TD: Tensor, routing: Routing, experts, *shared: Tensor) -> tuple[Tensor, Any]:
         """symm.moe's y_TD, and that of a SwiGLU of the two matrices `shared`, None without them."""
@@ -142,11 +156,18 @@ class SymmDispatcher(Dispatcher):
 
 
 def dispatcher_for(
-    group: dist.ProcessGroup, local_experts: int, dispatch: str, tokens: int, fp8: bool, biased: bool
+    group: dist.ProcessGroup,
+    local_experts: int,
+    dispatch: str,
+    tokens: int,
+    fp8: bool,
+    biased: bool,
+    width: int = 0,
 ) -> AllToAllDispatcher | SymmDispatcher:
     """The dispatcher of an expert group, by `--parallel.dispatch` auto, nccl or symm. A collective, with one answer on all ranks.
 
-    auto: symm where the peers' memory can be reached, else nccl. biased: the experts' down projection has a bias.
+    auto: symm where the peers' memory can be reached, else nccl. biased: the experts' down projection has a bias. width:
+    that of the shared expert if it is plain here, else 0.
     Raises ValueError where symm is asked for, or fp8 on the wire, which only symm has, and it cannot work.
     """
     if dist.get_backend(group) == "fake":  # a dry run moves nothing
@@ -158,7 +179,9 @@ def dispatcher_for(
         if fp8 and not obstacle and torch.cuda.get_device_capability() < (8, 9):
             obstacle = "its GPUs have no float8"
     if not obstacle:
-        return SymmDispatcher(group, local_experts, tokens, fp8)
+        widths = [0] * group.size()
+        dist.all_gather_object(widths, width, group=group)
+        return SymmDispatcher(group, local_experts, tokens, fp8, min(widths))
     if fp8:
         raise ValueError(f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same")
     if dispatch == "symm":
