@@ -107,8 +107,9 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
     change(shared)
     assert not shared.plain
     group, routing, local = SimpleNamespace(group_name="g", size=lambda: 2), Routing(x, x.int(), x), LocalExperts(x, x)
-    with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
-        SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
+    for now in (shared, torch.nn.Linear(8, 8)):
+        with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
+            SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
     _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
     assert torch.equal(y, shared(x))
 

@@ -72,7 +72,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     L, p = E // ep, mesh.ep.get_local_rank()
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
-        width = moe.shared.down.in_features if moe.shared is not None and moe.shared.plain else 0
+        width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0  # or somebody's own module
         moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width)
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()

@@ -136,7 +136,7 @@ class SymmDispatcher(Dispatcher):
         """ValueError where the shared expert has become more than its matrices: on one rank alone that would be a wait for ever."""
         if not (self.width and symm.hides(self.ranks, x_TD.element_size(), self.width)):
             return super().beside(x_TD, routing, experts, shared)
-        if not shared.plain:
+        if not getattr(shared, "plain", False):
             raise ValueError(
                 "moe.shared: has got hooks, adapters or other layers since parallelize, which an exchange beside it would pass by; "
                 "change it before, on all ranks, or use --parallel.dispatch nccl"
