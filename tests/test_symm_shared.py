@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from test_symm import Ranks, fork, routes, rule, run
+from test_symm_room import Streams
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
@@ -213,15 +214,16 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 # ---- the order of operations
 
 
-class Streams:
-    """torch.cuda's streams, as a list of (stream, what it was given)."""
+class Calls(Streams):
+    """An exchange, streams and experts that do nothing but say when they are asked, and on which stream."""
 
     def __init__(self, monkeypatch, hidden):
-        self.now, self.log = "main", []
-        main = SimpleNamespace(name="main", wait_stream=lambda other: self.say(f"after {other.name}"))
-        side = SimpleNamespace(name="side", wait_stream=lambda other: self.log.append(("side", f"after {other.name}")))
-        say = lambda what: lambda *wire, **how: self.say(" ".join([what, *self.words(wire, how)]))  # noqa: E731
-        ex = SimpleNamespace(side=side, rank=0, world=2, addresses=dict(side=None), reserve=lambda *_: None)
+        super().__init__()
+        main = self.stream("main")
+        say = lambda what: lambda *wire, **how: self.note(" ".join([what, *self.words(wire, how)]))  # noqa: E731
+        ex = SimpleNamespace(
+            side=self.stream("side"), rank=0, world=2, addresses=dict(side=None), reserve=lambda *_: None
+        )
         ex.push = lambda name, x, *_, **how: say(f"push {x.shape[1]} columns")(**how)
         for name in ("pull", "meet", "sum", "copy_x", "copy_y", "wire_y"):
             setattr(ex, name, say(name))
@@ -240,23 +242,17 @@ class Streams:
         yield from (name for rows in wire if isinstance(rows, dict) for name in rows)
         yield from (f"{k}={v}" for k, v in how.items())
 
-    def say(self, what):
+    def note(self, what):
         self.log.append((self.now, what))
 
-    @contextlib.contextmanager
-    def on(self, stream):
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
     def forward(self, h):
-        self.say("experts")
+        self.note("experts")
 
     def backward(self, h, x_is_here, dx_is_there):
-        self.say("dx")
+        self.note("dx")
         x_is_here()
         dx_is_there()
-        self.say("dw")
+        self.note("dw")
         return None, None, None
 
 
@@ -271,7 +267,7 @@ def operands(shared=True):
 
 def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
     """As backward in test_symm_room.py: what waits for other ranks must depend on what they wait for."""
-    at = Streams(monkeypatch, True)
+    at = Calls(monkeypatch, True)
     symm._forward(*operands(), "swiglu", 4, 128, False, True, "group")
     beside = [
         ("main", "push 0 columns meet=False"),
@@ -286,7 +282,7 @@ def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_backward_brings_dy_and_x_beside_the_shared_gradients(monkeypatch, hidden):
-    at = Streams(monkeypatch, hidden)
+    at = Calls(monkeypatch, hidden)
     x, *rest = operands()
     symm._backward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group")
     home = [

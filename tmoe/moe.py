@@ -44,8 +44,9 @@ class SwiGLU(nn.Module):
 
     def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself; None where calling this module would cast."""
-        cast = torch.is_autocast_enabled(x.device.type) or any(w.dtype != x.dtype for w in self.parameters())
-        return None if cast else (self.gate_up.weight, self.down.weight)
+        matrices = self.gate_up.weight, self.down.weight
+        cast = torch.is_autocast_enabled(x.device.type) or any(w.dtype != x.dtype for w in matrices)
+        return None if cast else matrices
 
 
 class MoE(nn.Module):

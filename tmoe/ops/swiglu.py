@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tmoe.ops import kernels
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
 
@@ -28,13 +29,14 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
     at_gate = t.to(tl.int64)[:, None] * (2 * F) + f[None, :]
     gate = tl.load(h + at_gate, mask=here, other=0.0).to(tl.float32)
     up = tl.load(h + at_gate + F, mask=here, other=0.0).to(tl.float32)
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    tl.store(act + at, (silu * up).to(act.dtype.element_ty), mask=here)
-    if d_act is not None:
+    if d_act is None:
+        a = kernels.activate(gate, up, False, "swiglu")
+    else:
         d = tl.load(d_act + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(dh + at_gate, (d * up * (s + silu * (1 - s))).to(dh.dtype.element_ty), mask=here)
-        tl.store(dh + at_gate + F, (d * silu).to(dh.dtype.element_ty), mask=here)
+        a, d_gate, d_up, _ = kernels.activate_backward(gate, up, d, 1.0, False, "swiglu")
+        tl.store(dh + at_gate, d_gate.to(dh.dtype.element_ty), mask=here)
+        tl.store(dh + at_gate + F, d_up.to(dh.dtype.element_ty), mask=here)
+    tl.store(act + at, a.to(act.dtype.element_ty), mask=here)
 
 
 def activate(h_T2F, d_act_TF=None):

@@ -1,0 +1,268 @@
+"""How calls reach their kernels: the binary that a launch finds, triton's launcher and the short way past it, ops past the dispatcher.
+
+next: test_ops_kernels.py
+"""
+
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from tmoe import ops
+from tmoe.ops import exchange, launch, mlp, topk
+from tmoe.ops.straight import unwatched
+
+
+def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
+    """Triton asks the same of arguments; on AMD's GPUs also whether 32 bits reach the whole tensor."""
+    small, large = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in (2**20, 2**30))
+
+    def key(target, *args):
+        monkeypatch.setattr(launch, "_target", target)
+        return launch._key(args, [False] * len(args))[0]
+
+    assert key("cuda:90", small) == key("cuda:90", large) != key("cuda:90", small.float())
+    assert key("hip:gfx942", small) != key("hip:gfx942", large)
+    shifted = torch.empty(9, dtype=torch.bfloat16)
+    assert key("cuda:90", shifted[1:]) != key("cuda:90", shifted) != key("cuda:90", None)
+    assert key("cuda:90", 5) != key("cuda:90", 6)
+    assert launch._key((5,), [True])[0] == launch._key((6,), [True])[0] != launch._key((2**31,), [True])[0]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
+    """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""
+    asked, ran = [], []
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    key, _ = launch._key(args, launch._fixed(exchange.meet_kernel))
+    monkeypatch.setitem(launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)])
+        thread.start()
+        thread.join()
+    assert ran == ([0] * 6 if capturing else [1, 1, 1, 2, 2, 2])
+
+
+def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch):
+    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
+    from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+
+    handed, encoded, heard = [], [], []
+
+    def fill(*args):
+        encoded.append(args)
+        return "map", args
+
+    monkeypatch.setattr(
+        triton.runtime.driver, "_active", SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=fill))
+    )
+    meta = [
+        dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 64], fp4_padded=False),
+        dict(swizzle=2, elem_size=2, elem_type=10, block_size=[1, 1, 8, 32], fp4_padded=False),
+    ]
+    t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+    signature = dict(a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr")
+
+    def binary(signature, meta):
+        run = object.__new__(CudaLauncher)
+        run.launch_cooperative_grid, run.launch_pdl, run.num_ctas = 0, 1, 1
+        run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+        c_function = functools.partial(lambda *args: handed.append(args))  # no Python function, as triton's is none
+        run.launch = wrap_handle_tensordesc(c_function, signature, meta)
+        return SimpleNamespace(
+            run=run, function=7, packed_metadata=(8, 1, 0), launch_metadata=lambda *_: "facts", src=None
+        )
+
+    def both_ways(compiled, values):
+        short, before = launch.launcher(compiled), len(encoded)
+        short((3, 2, 1), 99, values)
+        short((3, 2, 1), 99, values)
+        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)  # the second found them
+        compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        first, second, own = handed[-3:]
+        assert first == second == own
+        return short
+
+    described = launch.describe(t, [64, 64]), launch.describe_ragged(u, [8, 32])
+    compiled = binary(signature, meta)
+    short = both_ways(compiled, [t.data_ptr(), described[0], 5, described[1], 16])
+    before = len(encoded)
+    short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
+    assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
+    other, turned = t.clone(), t.view(128, 256)[:, :128]
+    for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
+        described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
+        short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
+        assert handed[-1][14][1][0] == there.data_ptr() and handed[-1][14][1][6] == stride
+    assert len(encoded) == before + 3
+    monkeypatch.setattr(launch, "MAPS", 2)
+    for rows, new in ((192, 1), (64, 1), (192, 0), (256, 1)):  # the first and the last find no room
+        before = len(encoded)
+        short((1, 1, 1), 0, [0, launch.describe(t[:rows], [64, 64]), 5, described[1], 16])
+        assert len(encoded) == before + new and handed[-1][14][1][5] == (rows, 128)
+    both_ways(binary(dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
+
+    hook = lambda metadata: heard.append(metadata)  # noqa: E731
+    runtime = triton.knobs.runtime
+    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        monkeypatch.setattr(chain, "calls", [hook])
+    short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
+    assert handed[-1][10] == "facts" and handed[-1][11] is runtime.launch_enter_hook
+    for enter, given in ((hook, hook), (None, None)):  # triton takes these as well
+        monkeypatch.setattr(runtime, "launch_enter_hook", enter)
+        monkeypatch.setattr(runtime, "launch_exit_hook", None)
+        short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
+        assert handed[-1][11:13] == (given, None)
+
+
+def test_another_tritons_launcher_is_left_to_itself():
+    ran = []
+    compiled = SimpleNamespace(
+        run=lambda *args: ran.append(args), function=7, packed_metadata=(8,), launch_metadata=lambda *_: None
+    )
+    launch.launcher(compiled)((3, 2, 1), 99, [1, 2])
+    hooks = triton.knobs.runtime
+    assert ran == [(3, 2, 1, 99, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2)]
+
+
+# ---- past the dispatcher in eager mode
+
+
+@pytest.fixture
+def straight(monkeypatch):
+    """The way that a GPU's tensors take, with the CPU's kernels behind it; how often it was taken."""
+    taken = []
+
+    def instead(module, *names):
+        monkeypatch.setattr(module, "unwatched", lambda *tensors: taken.append(module) or unwatched(*tensors))
+        for name in names:
+            monkeypatch.setattr(module, f"_{name}_gpu", getattr(module, f"_{name}_cpu"))
+
+    instead(mlp, "forward", "backward")
+    instead(topk, "forward", "backward")
+    return taken
+
+
+def through(*args, how, use):
+    """What `use` finds in y of a layer behind its router, by the gradients of all; how: moe_mlp and softmax_topk."""
+    x, logits, gate_up, down, bias = leaves = [
+        None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in args
+    ]
+    moe_mlp, softmax_topk = how
+    weights, ids = softmax_topk(logits, 2, True)
+    return use(moe_mlp(x, gate_up, down, weights, ids, bias), [t for t in leaves if t is not None and t.requires_grad])
+
+
+def grads(y, leaves):
+    if leaves:
+        y.sin().sum().backward()
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def batched(y, leaves):
+    return torch.autograd.grad(y, leaves, torch.stack([y.cos(), y]).detach(), is_grads_batched=True)
+
+
+class Swallow(torch.autograd.Function):
+    """Tells nothing of what came."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.set_materialize_grads(False)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def unused(y, leaves):
+    Swallow.apply(y).sum().backward()
+    return [t.grad for t in leaves]
+
+
+def counted(y, leaves):
+    """How many of our ops a mode around backward alone sees."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        ours = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ours += "tmoe" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        y.sum().backward()
+    return [torch.tensor(count.ours), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("use", [grads, batched, unused, counted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "frozen, biased, T", [((), True, 7), ((0,), False, 7), ((1,), True, 7), ((2, 4), True, 7), ((), True, 0)]
+)
+def test_the_straight_way_gives_what_the_registered_op_gives(straight, use, frozen, biased, T):
+    args = [torch.randn(T, 16), torch.randn(T, 4), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.randn(4, 24)]
+    args = [t.requires_grad_(i not in frozen) for i, t in enumerate(args)]
+    args[4] = args[4] if biased else None
+    direct = lambda *a: mlp._Straight.apply(*a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a))  # noqa: E731
+    got = through(*args, how=(direct, topk._Straight.apply), use=use)
+    want = through(*args, how=(ops.moe_mlp, ops.softmax_topk), use=use)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_straight_way_without_gradients(straight):
+    args = torch.randn(7, 16), torch.randn(7, 4), torch.randn(4, 24, 16), torch.randn(4, 16, 12), None
+    direct = lambda *a: mlp._Straight.apply(*a, "swiglu", 14, False)  # noqa: E731
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            (got,) = through(*args, how=(direct, topk._Straight.apply), use=grads)
+            (want,) = through(*args, how=(ops.moe_mlp, ops.softmax_topk), use=grads)
+            assert torch.equal(got, want) and not got.requires_grad
+    assert not topk._Straight.apply(args[1].requires_grad_(), 2, True)[1].requires_grad
+
+
+@pytest.mark.parametrize("way", ["straight", "registered"])
+def test_a_second_derivative_is_warned_of(straight, way):
+    logits = torch.randn(7, 4, requires_grad=True)
+    softmax_topk = topk._Straight.apply if way == "straight" else ops.softmax_topk
+    (first,) = torch.autograd.grad(softmax_topk(logits, 2, True)[0][:, 0].sum(), logits, create_graph=True)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        (first.square().sum() + logits.sum()).backward()
+
+
+def test_who_watches():
+    """A compiler, a dispatch mode, a functional transform and a tensor of a class of its own each see the registered op."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Mine(torch.Tensor):
+        pass
+
+    x, seen = torch.randn(3), []
+    assert unwatched(x, None, torch.nn.Parameter(x))
+    assert not unwatched(x.as_subclass(Mine)) and not unwatched(x, x.as_subclass(Mine))
+    with Mode():
+        assert not unwatched(x)
+    torch.func.vmap(lambda t: seen.append(unwatched(x)) or t)(x)
+    assert seen == [False]
+    assert torch.equal(torch.compile(lambda t: t + unwatched(t), fullgraph=True, backend="eager")(x), x)
+
+
+def test_a_gpus_tensors_alone_go_straight(straight):
+    """On a CPU the registered op is all there is."""
+    args = torch.randn(7, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.rand(7, 2), torch.zeros(7, 2).int()
+    ops.moe_mlp(*args), ops.softmax_topk(torch.randn(7, 4), 2, True)
+    assert not straight
