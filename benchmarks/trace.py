@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
@@ -27,23 +28,25 @@ REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies and
 
 
 def main(path: str) -> None:
-    shares, names = read(Path(path))
-    print(summary(shares))
+    shares, names, waits = read(Path(path))
+    print(summary(shares, waits))
     print("| kernel | ms | launches |\n|---|---|---|")
     for name, us, launches in names[:40]:
         print(f"| `{name[:100]}` | {us / 1e3:.2f} | {launches} |")
 
 
-def summary(shares: dict[str, float]) -> str:
-    """One line a kind: ms, and share of the step."""
+def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
+    """One line a kind: ms, and share of the step; then before which kernels the GPU was idle longest."""
     total = shares["ms"]
     rows = [f"| {kind} | {ms:.2f} | {ms / total:.1%} |" for kind, ms in shares.items()]
+    rows += [f"| idle before `{name[:80]}` | {ms:.2f} | {ms / total:.1%} |" for name, ms in list(waits.items())[:6]]
     return "\n".join(["| traced step | ms | share |", "|---|---|---|", *rows])
 
 
-def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
     """ms from the first kernel to the last, of it nothing running, only the exchange or other collectives running, and busy by kind
-    (kernels that run at the same time count each); kernels by time as (name, microseconds, launches)."""
+    (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by
+    the kernel that ends them."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -70,15 +73,28 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
         times[e["name"]] += e["dur"]
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
-    total = max(e["ts"] + e["dur"] for e in kernels) - min(e["ts"] for e in kernels)
-    shares = {"ms": total, "GPU idle": total - busy(kernels)}
+    waits = Counter()
+    for name, us in idle(kernels):
+        waits[name] += us
+    shares = {"ms": busy(kernels) + waits.total(), "GPU idle": waits.total()}
     for moving in ("exchange", "collectives"):
         shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},
         [(name, us, launches[name]) for name, us in times.most_common()],
+        {name: us / 1e3 for name, us in waits.most_common()},
     )
+
+
+def idle(kernels: list[dict]) -> Iterator[tuple[str, float]]:
+    """The gaps in which no stream works: the kernel that ends one, and its microseconds."""
+    ordered = sorted(kernels, key=lambda e: e["ts"])
+    end = ordered[0]["ts"]
+    for e in ordered:
+        if e["ts"] > end:
+            yield e["name"], e["ts"] - end
+        end = max(end, e["ts"] + e["dur"])
 
 
 def busy(kernels: list[dict]) -> float:

@@ -61,9 +61,10 @@ def main() -> None:
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
         if args.trace:
-            result["trace_ms"], kernels = read(Path(out, f"run/trace-step{args.steps}-rank0.json.gz"))
+            result["trace_ms"], kernels, waits = read(Path(out, f"run/trace-step{args.steps}-rank0.json.gz"))
             result["kernels"] = [(name[:160], round(us), launches) for name, us, launches in kernels[:40]]
-            print(summary(result["trace_ms"]))
+            result["idle_ms_before"] = {name[:160]: round(ms, 2) for name, ms in list(waits.items())[:12]}
+            print(summary(result["trace_ms"], waits))
             if args.json:
                 write_line(args.json, result, begin)
 

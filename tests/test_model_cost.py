@@ -373,7 +373,7 @@ def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, 
         assert "| 4 | 31,200 |" in capsys.readouterr().out
         if killed:
             raise KeyboardInterrupt
-        return {"ms": 2.0, "GPU idle": 1.0}, [("kernel", 7.4, 3)]
+        return {"ms": 2.0, "GPU idle": 1.0}, [("kernel", 7.4, 3)], {"kernel": 1.0}
 
     monkeypatch.setattr(steps, "measure", lambda *args: result)
     monkeypatch.setattr(steps, "read", read)
@@ -384,7 +384,7 @@ def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, 
                 steps.main()
         else:
             steps.main()
-            assert "| GPU idle | 1.00 | 50.0% |" in capsys.readouterr().out
+            assert "| GPU idle | 1.00 | 50.0% |\n| idle before `kernel` | 1.00 | 50.0% |" in capsys.readouterr().out
         lines = [json.loads(text) for text in out.read_text().splitlines()]
         assert len(lines) == count
         assert all(("kernels" in line) is not killed for line in lines)

@@ -350,17 +350,24 @@ def in_the_interpreter():
 # ---- on GPUs: one MoE layer under both dispatchers
 
 
-def layer(dispatcher, moe, x, w, ids, dy):
-    """y, the shared expert's y unless it has none, and all gradients."""
+def way(dispatcher, moe):
+    """From x, its routing and the experts to (y,), or (y, the shared expert's y)."""
+
+    def through(x, routing, experts):
+        if moe.shared is None:
+            return (dispatcher(x, routing, experts),)
+        return dispatcher.beside(x, routing, experts, moe.shared)
+
+    return through
+
+
+def layer(through, moe, x, w, ids, dy):
+    """y, all gradients, and the shared expert's y unless there is none."""
     from tmoe.router import Routing
 
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
-    routing = Routing(w, ids, torch.empty(0))
-    if moe.shared:
-        ys = moe.experts(lambda experts: dispatcher.beside(x, routing, experts, moe.shared))
-    else:
-        ys = [moe.experts(lambda experts: dispatcher(x, routing, experts))]
+    ys = moe.experts(lambda experts: through(x, Routing(w, ids, torch.empty(0)), experts))
     torch.autograd.backward(ys, [dy, -dy][: len(ys)])
     grads = [p.grad.to_local() for p in moe.experts.parameters()]
     grads += [p.grad for p in moe.shared.parameters()] if moe.shared else []
@@ -404,9 +411,9 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
     w = torch.rand(n, K, generator=draw).cuda()
     assert moe.dispatcher.width == shared
     ours = SymmDispatcher(dist.group.WORLD, E // world, max(tokens), fp8, shared)
-    want = layer(AllToAllDispatcher(dist.group.WORLD, E // world), moe, x, w, ids, dy)
+    want = layer(way(AllToAllDispatcher(dist.group.WORLD, E // world), moe), moe, x, w, ids, dy)
     for again in range(2):
-        got = layer(ours, moe, x, w, ids, dy)
+        got = layer(way(ours, moe), moe, x, w, ids, dy)
         for name, g, t in zip(NAMES[: len(want)], got, want, strict=True):
             assert g.isfinite().all(), (name, again)
             # silu and its gradient are written down in other orders
@@ -427,30 +434,31 @@ def check_no_sync_and_graph(shared=0):
     x, dy = (torch.randn(n, D, generator=draw).bfloat16().cuda() for _ in range(2))
     w, ids = torch.rand(n, K, generator=draw).cuda(), routes("random", n, E, K, draw).cuda()
     other = routes("first rank", n, E, K, draw).cuda()
-    want = [layer(moe.dispatcher, moe, x, w, i, dy) for i in (ids, other)]
+    eager = way(moe.dispatcher, moe)
+    want = [layer(eager, moe, x, w, i, dy) for i in (ids, other)]
     dist.barrier()
     torch.cuda.set_sync_debug_mode("error")
-    layer(moe.dispatcher, moe, x, w, ids, dy)
+    layer(eager, moe, x, w, ids, dy)
     torch.cuda.set_sync_debug_mode("default")
 
     def compare(got, want, what):
         assert all(torch.equal(g, t) for g, t in zip(got, want, strict=True)), what
 
-    dispatcher = torch.compile(moe.dispatcher.__call__, fullgraph=True, dynamic=False)
+    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
     for i, t in zip((ids, other, ids), (*want, want[0]), strict=True):
-        compare(layer(dispatcher, moe, x, w, i, dy), t, "compiled")
+        compare(layer(compiled, moe, x, w, i, dy), t, "compiled")
 
     static_ids = ids.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            layer(moe.dispatcher, moe, x, w, static_ids, dy)
+            layer(eager, moe, x, w, static_ids, dy)
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        got = layer(moe.dispatcher, moe, x, w, static_ids, dy)
+        got = layer(eager, moe, x, w, static_ids, dy)
     for i, t in zip((ids, other, ids), (*want, want[0]), strict=True):
         static_ids.copy_(i)
         graph.replay()

@@ -1,0 +1,38 @@
+"""What benchmarks/trace.py reads out of a trace, against figures counted by hand."""
+
+import gzip
+import json
+
+import pytest
+
+from benchmarks import trace
+
+EVENTS = [  # (name, stream, begins, microseconds)
+    ("nvjet_sm90", 7, 0, 100),
+    ("push_kernel", 7, 100, 50),  # alone for 20, then beside the collective
+    ("nccl_AllGather", 9, 120, 60),  # alone for 30
+    ("flash_fwd", 7, 200, 100),  # behind a gap of 20
+    ("fused_norm", 7, 310, 40),  # behind one of 10
+    ("nvjet_sm90", 7, 350, 30),  # inside the loss
+    ("flash_fwd", 7, 385, 15),  # behind one of 5
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_step_is_divided_as_by_hand(tmp_path, packed):
+    kernels = [dict(cat="kernel", name=n, tid=t, ts=1000 + ts, dur=dur) for n, t, ts, dur in reversed(EVENTS)]
+    loss = dict(cat="gpu_user_annotation", name="loss", tid=7, ts=1350, dur=30)
+    host = dict(cat="cpu_op", name="nvjet_sm90", tid=1, ts=0, dur=9999)
+    path = tmp_path / ("trace.json.gz" if packed else "trace.json")
+    with (gzip.open if packed else open)(path, "wt") as file:
+        json.dump({"traceEvents": [host, loss, *kernels]}, file)
+    shares, names, waits = trace.read(path)
+    assert shares == pytest.approx(
+        {
+            "ms": 0.4, "GPU idle": 0.035, "exchange not hidden": 0.02, "collectives not hidden": 0.03,
+            "dense products": 0.1, "exchange": 0.05, "collectives": 0.06, "attention": 0.115, "glue": 0.04, "loss": 0.03,
+        }
+    )  # fmt: skip
+    assert names[0] == ("nvjet_sm90", 130, 2)
+    assert waits == pytest.approx({"flash_fwd": 0.025, "fused_norm": 0.01})
+    assert "| idle before `flash_fwd` | 0.03 | 6.2% |" in trace.summary(shares, waits)
