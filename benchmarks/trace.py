@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,17 +73,17 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
         times[e["name"]] += e["dur"]
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
-    waits = Counter()
+    waits: dict[str, float] = defaultdict(float)
     for name, us in idle(kernels):
         waits[name] += us
-    shares = {"ms": busy(kernels) + waits.total(), "GPU idle": waits.total()}
+    shares = {"ms": busy(kernels) + sum(waits.values()), "GPU idle": sum(waits.values())}
     for moving in ("exchange", "collectives"):
         shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},
         [(name, us, launches[name]) for name, us in times.most_common()],
-        {name: us / 1e3 for name, us in waits.most_common()},
+        {name: us / 1e3 for name, us in sorted(waits.items(), key=lambda wait: -wait[1])},
     )
 
 

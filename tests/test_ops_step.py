@@ -3,7 +3,6 @@
 next: test_step_gpu.py
 """
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -24,36 +23,53 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0 and "11 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "12 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+def parameter(n: int, dtype, copy, step: float, offset: int = 0):
+    """weight, grad, mean, square, copy and step; offset: elements by which all miss what is 16-byte aligned."""
+    grad, weight, mean, square, low = (
+        torch.empty(n + offset, dtype=t)[offset:] for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
+    )
+    for t in (grad, weight, mean):
+        t.normal_()
+    return weight, grad, mean, square.uniform_(), low.fill_(7.0) if copy else None, torch.tensor(float(step))
 
 
 @interpreted
 @pytest.mark.parametrize("finite", [1.0, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw(dtype, finite):
-    n = 2500  # two blocks and a part
-    grad = torch.randn(n).to(dtype)
-    weight, mean, square = torch.randn(n), torch.randn(n), torch.rand(n)
-    before = [t.clone() for t in (weight, mean, square)]
-    copy, step = torch.full((n,), 7.0, dtype=torch.bfloat16), torch.tensor(3.0)
-    factor = torch.tensor(0.25)
-    adamw.adamw_(weight, grad, mean, square, copy, step, factor, torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
-    if not finite:
-        assert all(torch.equal(a, b) for a, b in zip((weight, mean, square), before, strict=True))
-        assert (copy == 7).all()
-        return
-    # Loshchilov & Hutter 2017, algorithm 2
-    w, m, v, g = (t.double() for t in (*before, grad.double() * 0.25))
-    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-    w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
-    for got, want in zip((weight, mean, square), (w, m, v), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(copy.float(), weight, rtol=2**-7, atol=0)
+    """Tensors of many lengths, types and alignments in one call, of which each counts its own steps."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    tensors = [
+        parameter(2500, dtype, bf16, 3), parameter(1, dtype, bf16, 1), parameter(0, dtype, bf16, 9),
+        parameter(16, dtype, bf16, 2), parameter(1024, dtype, None, 3), parameter(33, bf16, None, 4),
+        parameter(3100, dtype, bf16, 5, offset=1), parameter(5000, fp32, bf16, 3), parameter(1025, dtype, bf16, 7),
+    ]  # fmt: skip
+    before = [[t.clone() for t in (weight, mean, square)] for weight, _, mean, square, _, _ in tensors]
+    adamw.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    for (weight, grad, mean, square, copy, step), was in zip(tensors, before, strict=True):
+        if not finite:
+            assert all(torch.equal(a, b) for a, b in zip((weight, mean, square), was, strict=True))
+            assert copy is None or (copy == 7).all()
+            continue
+        # Loshchilov & Hutter 2017, algorithm 2
+        w, m, v, g = (t.double() for t in (*was, grad.double() * 0.25))
+        m, v, n = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g, step.item()
+        w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**n)) / ((v / (1 - 0.95**n)).sqrt() + 1e-8)
+        for got, want in zip((weight, mean, square), (w, m, v), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+        if copy is not None:
+            torch.testing.assert_close(copy.float(), weight, rtol=2**-7, atol=0)
+
+
+@interpreted
+def test_adamw_takes_no_tensor_with_gaps():
+    weight, grad, *others = parameter(64, torch.float32, None, 1)
+    one = torch.ones(())
+    with pytest.raises(ValueError, match=r"contiguous; .*\(2,\)"):
+        adamw.adamw_([(weight[::2], grad[::2], *others)], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
 
 
 @interpreted

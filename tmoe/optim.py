@@ -51,7 +51,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, of which clipping and the choice not to step are part, both made on the device: no host waits.
 
-    On a GPU each parameter takes one pass over its memory (ops/adamw.py): gradients of any float type are read once and not
+    On a GPU one pass over the memory of all parameters does it (ops/adamw.py): gradients of any float type are read once and not
     written, working copies (parallel/working.py) are written beside the weights. `keeps_fresh` says that nobody else writes to
     the weights without `make_stale`, so that no forward need cast them again.
     """
@@ -92,26 +92,31 @@ class AdamW(torch.optim.AdamW):
                     self.state[p] = _new_state(p, p.device, self.offload)
             # a list, for a lone 0-dim tensor is taken for a number and read by the host
             torch._foreach_add_([self.state[p]["step"] for p in params], [finite] * len(params))
+            step = partial(
+                adamw_, factor=factor, finite=finite,
+                lr=group["lr"], betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
+            )  # fmt: skip
+            together = []
             for p in params:
                 state, copy = self.state[p], working_copy(p)
                 if copy and copy.tensor.dtype == p.dtype:
                     copy = None  # it is the weight itself
                 tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.tensor.detach()]
                 tensors = [None if t is None else local_part(t) for t in tensors]
-                step = partial(
-                    adamw_, step=state["step"], factor=factor, finite=finite,
-                    lr=group["lr"], betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
-                )  # fmt: skip
-                step(*tensors) if streams is None else stream_moments(tensors, streams, step)
+                if streams is None:
+                    together.append((*tensors, state["step"]))
+                else:
+                    stream_moments(tensors, state["step"], streams, step)
                 if copy:
                     copy.fresh = self.keeps_fresh
+            step(together)
         if streams is not None:
             for _ in range(2):
                 torch.cuda.current_stream().wait_stream(next(streams))
 
 
-def stream_moments(tensors: list, streams: Iterator, step: Callable) -> None:
-    """step(weight, grad, mean, square, copy) on pieces whose moments come from pinned memory and go back there. Pieces take turns on
+def stream_moments(tensors: list, number: Tensor, streams: Iterator, step: Callable) -> None:
+    """step([(weight, grad, mean, square, copy, number)]) on pieces whose moments come from pinned memory and go back there. Pieces take turns on
     two streams, so that one's way in overlaps with the other's way out; a stream works on one piece at a time, in bounded memory."""
     pieces = [repeat(None) if t is None else t.view(-1).split(PIECE) for t in tensors]
     for weight, grad, *moments, copy in zip(*pieces, strict=False):  # repeat is endless
@@ -119,7 +124,7 @@ def stream_moments(tensors: list, streams: Iterator, step: Callable) -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             here = [m.to(weight.device, non_blocking=True) for m in moments]
-            step(weight, grad, *here, copy)
+            step([(weight, grad, *here, copy, number)])
             for m, new in zip(moments, here, strict=True):
                 m.copy_(new, non_blocking=True)
         grad.record_stream(stream)

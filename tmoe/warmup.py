@@ -19,7 +19,8 @@ import torch
 
 from tmoe.accounting import runs_beside
 from tmoe.config import Config
-from tmoe.ops import exchange, router_product, swiglu
+from tmoe.loss import IGNORE
+from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
@@ -44,6 +45,8 @@ def traces(cfg: Config) -> list[tuple]:
         *([(router_product.trace, T, m.dim, E, dtype)] if dtype == torch.bfloat16 else []),
         *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
         *(beside if runs_beside(cfg, ep) else []),
+        (cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype),
+        (adamw.trace, dtype),
     ]
 
 

@@ -1,10 +1,10 @@
 """Cross-entropy of a block of logits and its gradient in their place: one kernel that reads each row twice and writes it once."""
 
-from typing import Any, cast
-
 import torch
 import triton
 import triton.language as tl
+
+from tmoe.ops.launch import cdiv, launch
 
 
 @triton.jit
@@ -47,8 +47,8 @@ def cross_entropy_(logits_RV, targets_R, ignore, grad):
     R, V = logits_RV.shape
     losses = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
     if R:
-        with torch.cuda.device(logits_RV.device):
-            cast(Any, cross_entropy_kernel)[(R,)](logits_RV, targets_R, losses, V, ignore, grad, 8192, num_warps=8)
+        with torch.cuda.device_of(logits_RV):
+            launch(cross_entropy_kernel, (R,), logits_RV, targets_R, losses, V, ignore, grad, 8192, num_warps=8)
     return losses
 
 
@@ -64,6 +64,14 @@ def scaled(x, factor, dtype):
     bandwidth where types differ."""
     out = torch.empty_like(x, dtype=dtype)
     if n := x.numel():
-        with torch.cuda.device(x.device):
-            cast(Any, scale_kernel)[(triton.cdiv(n, 2048),)](x, factor, out, n, 2048, num_warps=8)
+        with torch.cuda.device_of(x):
+            launch(scale_kernel, (cdiv(n, 2048),), x, factor, out, n, 2048, num_warps=8)
     return out
+
+
+def trace(V, D, ignore, dtype):
+    """Launch the kernels, for logits with and without gradient and for that of the head [V, D], on meta tensors, inside compile_only."""
+    logits, targets = torch.empty(1, V, dtype=dtype, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    for grad in (True, False):
+        cross_entropy_(logits, targets, ignore, grad)
+    scaled(torch.empty(V, D, device="meta"), torch.empty((), device="meta"), dtype)

@@ -124,7 +124,7 @@ def _key(args, fixed):
         if kind is int:
             key.append(arg.bit_length() > 31 if is_fixed else arg)
         elif kind in _PLAIN:
-            key.append(arg)
+            key.append(kind if is_fixed else arg)
         elif kind is Descriptor:
             key.append(arg.base.dtype)
             key += arg.block
