@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tmoe import ops
-from tmoe.ops import gpu, reference, table
+from tmoe.ops import gpu, reference, replay, table
 from tmoe.ops.routing import route
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +113,43 @@ def test_graph_replays_with_new_routing(E):
         assert all(
             torch.equal(a, b) for a, b in zip(out, run(ops.moe_mlp, [x, gate_up, down, weights, ids, dy]), strict=True)
         )
+
+
+@pytest.mark.parametrize(
+    "shape", [(500, 512, 256, 64, 4), (257, 576, 192, 16, 4), (1000, 512, 704, 8, 2), (700, 200, 72, 5, 3)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("share", [1, 3])
+def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
+    """Five calls of a kind, with other tensors and another routing each, then a graph captured from the sixth, replayed with others."""
+    monkeypatch.setattr(replay, "_programs", {})
+    slots = shape[0] * shape[4]
+    pairs = -(-slots // share // 128) * 128 if share > 1 else slots
+
+    def decided(x, gate_up, down, weights, ids, dy):
+        y, h, meta = gpu.forward(x, gate_up, down, weights, ids, None, "swiglu", pairs, True)
+        return y, *gpu.backward(dy, x, gate_up, down, weights, h, meta, None, "swiglu", pairs)[:4]
+
+    def remembered(x, gate_up, down, weights, ids, dy):
+        leaves = [t.detach().requires_grad_() for t in (x, gate_up, down, weights)]
+        y = ops.moe_mlp(*leaves, ids, pairs=None if share == 1 else pairs)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    modes, kept = ("random", "zipf", "absent", "one", "random"), []
+    for mode in modes:
+        args = layer(*shape, mode, dtype)
+        for t in args[:3]:
+            t.mul_(torch.randn_like(t))
+        kept.append(args)  # or each would find the memory of the one before
+        assert all(torch.equal(a, b) for a, b in zip(remembered(*args), decided(*args), strict=True)), mode
+    assert [type(p) for p in replay._programs.values()] == [replay.Program] * 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = remembered(*args)
+    for mode in modes[1:3]:
+        args[4].copy_(routing(shape[0], shape[3], shape[4], mode))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, decided(*args), strict=True)), mode
 
 
 def test_launches_from_a_thread_that_never_called_cuda():
@@ -244,6 +281,7 @@ def test_every_tuned_configuration(entry, monkeypatch):
     pick = gpu.pick
     monkeypatch.setattr(gpu, "pick", lambda k, *a: config if k == kernel else pick(k, *a))
     monkeypatch.setattr(gpu, "few", lambda *a: None)
+    monkeypatch.setattr(replay, "_programs", {})
     got, plain = errors(run(ops.moe_mlp, args), want), errors(run(reference.moe_mlp, args), want)
     assert all(ours <= 1.5 * theirs for ours, theirs in zip(got, plain, strict=True)), (got, plain)
 

@@ -134,7 +134,8 @@ MODEL = ModelConfig(
 
 
 def train(steps: int, strict: bool = False, **settings):
-    """Losses and final parameters of a bf16 run on one GPU; with strict, a host sync after the third step is an error."""
+    """Losses, final parameters and the first step's gradients of a bf16 run on one GPU; with strict, a host sync after the third step
+    is an error."""
     parallel = ParallelConfig(checkpoint=settings.pop("checkpoint", "none"))
     cfg = Config(model=MODEL, train=TrainConfig(seq=SEQ, **settings), parallel=parallel, optim=OptimConfig(lr=1e-3))
     with torch.device("meta"):
@@ -149,40 +150,43 @@ def train(steps: int, strict: bool = False, **settings):
     tokens = torch.randint(16, (steps, 2, SEQ), generator=draw).to(CUDA)
     documents = (torch.arange(SEQ) // 100).expand(2, SEQ).to(CUDA)
     totals = Totals(*torch.tensor([2.0 * SEQ, 2.0 * SEQ, 2.0], device=CUDA))
-    losses = []
+    losses, grads = [], {}
     for step in range(steps):
         torch.cuda.set_sync_debug_mode("error" if strict and step > 2 else "default")
         loss = model(tokens[step], tokens[step].roll(-1, 1), documents_BS=documents, totals=totals)
         loss.backward()
+        grads = grads or {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = clip_grad_norm_(model.parameters(), torch.inf)
         optimizer.decide(all_finite(loss.detach(), norm), norm, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     torch.cuda.set_sync_debug_mode("default")
-    return torch.stack(losses).tolist(), {n: p.full_tensor() for n, p in model.named_parameters()}
+    return torch.stack(losses).tolist(), {n: p.full_tensor() for n, p in model.named_parameters()}, grads
 
 
 def test_no_step_waits_for_the_host():
-    losses, _ = train(8, strict=True)
+    losses, *_ = train(8, strict=True)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("policy", ["moe", "attention", "block"])
 def test_recomputing_gives_the_same_training(policy):
-    want, weights = train(4)
-    got, same = train(4, checkpoint=policy)
+    """Compiled otherwise, a recomputed graph rounds otherwise: up to 1.9e-3 of a gradient, where bf16 itself is 6e-2 off float32. The
+    weights after some steps are no measure: AdamW's first steps are as large for a gradient of 1e-9 as for one of 1."""
+    want, _, grads = train(4)
+    got, _, same = train(4, checkpoint=policy)
     assert got == pytest.approx(want, rel=1e-4)
-    assert all(far(same[n], weights[n]) < 1e-3 for n in weights)
+    assert {n: far(same[n], grads[n]) for n in grads if not far(same[n], grads[n]) < 5e-3} == {}
 
 
 def test_fresh_copies_are_the_weights():
     """The optimizer writes the bf16 copies; casting them anew in each forward gives the same bits."""
     kept = optim.AdamW._step_in_one_pass
-    want, weights = train(5)
+    want, weights, _ = train(5)
     try:
         optim.AdamW._step_in_one_pass = lambda self: (setattr(self, "keeps_fresh", False), kept(self))[1]
-        got, same = train(5)
+        got, same, _ = train(5)
     finally:
         optim.AdamW._step_in_one_pass = kept
     assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)

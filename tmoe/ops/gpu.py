@@ -11,7 +11,7 @@ import torch
 
 from tmoe.ops import hopper, kernels
 from tmoe.ops.few import few_rows
-from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, launch
+from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, empty, launch
 from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
 
@@ -71,7 +71,7 @@ class Layer:
         return length % cfg.BL == 0
 
     def empty(self, *shape, dtype=None):
-        return torch.empty(*shape, dtype=dtype or self.x.dtype, device=self.x.device)
+        return empty(shape, dtype or self.x.dtype, self.x.device)
 
     def gathered(self, t_TD):
         """The rows of a [T, D] tensor in expert order."""
@@ -233,7 +233,7 @@ class Layer:
         add = y is not None if add is None else add
         y = self.empty(self.T, self.D) if y is None else y
         if ds is not None and d_weights is None:
-            d_weights = self.weights.new_empty(self.weights.shape)
+            d_weights = self.empty(*self.weights.shape, dtype=self.weights.dtype)
         sparse = 2 * self.N <= self.T * self.K  # most slots are not here: look before loading, two at a time
         block, group, warps = (2048, 2, 2) if sparse else (1024, self.K, 4)
         block = min(block, power_of_2(self.D))
@@ -277,7 +277,7 @@ def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
     meta = route(ids, down.shape[0], pairs)
-    h, y = x.new_empty(pairs if keep else 0, gate_up.shape[1]), None
+    h, y = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device), None
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):

@@ -46,6 +46,15 @@ class Descriptor(NamedTuple):
     padding: str = "zero"
 
 
+class Address(NamedTuple):
+    """What is left of a tensor where nothing else is asked for."""
+
+    address: int
+
+    def data_ptr(self):
+        return self.address
+
+
 def describe(t, block):
     """A whole tensor."""
     return Descriptor(t, t.shape, t.stride(), block)
@@ -145,7 +154,8 @@ def launcher(compiled):
 
     That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
     there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Another
-    triton, whose launcher is built otherwise, gets its launches as it makes them.
+    triton, whose launcher is built otherwise, gets its launches as it makes them. `parts`, where it goes the short way: the C
+    function, what it takes between stream and values, and (index, encoder, known maps) of each descriptor.
     """
     own = _own_launcher(compiled.run)
     hooks = knobs.runtime
@@ -158,35 +168,34 @@ def launcher(compiled):
     if own is None:
         return as_triton_does
     call, encode, maps = own
-    maps = [(i, meta, {}) for i, meta in maps]
-    head = (
-        compiled.function,
-        compiled.run.launch_cooperative_grid,
-        compiled.run.launch_pdl,
-        None,
-        None,
-        compiled.packed_metadata,
-    )
+    maps = [(i, functools.partial(encode, metadata=meta), {}) for i, meta in maps]
+    options = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
+    head = (compiled.function, *options, None, None, compiled.packed_metadata, None, None, None)
 
     def direct(grid, stream, values):
         if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
             return as_triton_does(grid, stream, values)
         flat, start = [], 0
-        for i, meta, known in maps:
-            d = values[i]
-            key = d.base.data_ptr(), d.shape, d.strides
-            encoded = known.get(key)
-            if encoded is None:
-                if len(known) >= MAPS:
-                    known.clear()
-                encoded = known[key] = encode(d, meta)
+        for i, encode, known in maps:
             flat += values[start:i]
-            flat += encoded
+            flat += encoded(values[i], encode, known)
             start = i + 1
         flat += values[start:]
-        call(*grid, stream, *head, None, None, None, *flat)
+        call(*grid, stream, *head, *flat)
 
+    direct.parts = call, head, maps
     return direct
+
+
+def encoded(descriptor, encode, known):
+    """What the C function takes for a descriptor, from `known` if it was made before."""
+    key = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides
+    found = known.get(key)
+    if found is None:
+        if len(known) >= MAPS:
+            known.clear()
+        found = known[key] = encode(descriptor)
+    return found
 
 
 def heard(hook):
@@ -205,7 +214,7 @@ def _own_launcher(run):
         if run.global_scratch_size or run.profile_scratch_size:
             return None
         if not inspect.isfunction(run.launch):  # no descriptors
-            return run.launch, None, []
+            return run.launch, make_tensordesc_arg, []
         found = inspect.getclosurevars(run.launch).nonlocals
         maps = list(zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True))
         return None if any(meta is None for _, meta in maps) else (found["launcher"], make_tensordesc_arg, maps)
@@ -220,11 +229,13 @@ def launch(kernel, grid, *args, **options):
         key = kernel.__name__, _target, *options.values(), *_key(args, _fixed(kernel))[0]
         _compiling(kernel.__name__, str(key), compile)
         return
+    tape = getattr(_thread, "tape", None)
     if not isinstance(kernel, JITFunction):  # the interpreter's
+        if tape:
+            tape.launched(kernel, grid, args, args)
         kernel[grid](*[_native(a, kernel) for a in args], **options)
         return
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
+    device = triton.runtime.driver.active.get_current_device()
     key, values = _key(args, getattr(kernel, "tmoe_fixed", None) or _fixed(kernel))
     key = (id(kernel), device, *options.values(), *key)
     run = _binaries.get(key)
@@ -232,13 +243,45 @@ def launch(kernel, grid, *args, **options):
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
         compiled._init_handles()
         run = _binaries[key] = launcher(compiled)
+    grid = (*grid, 1, 1)[:3]
+    if tape:
+        tape.launched(run, grid, args, values)
+    run(grid, current_stream(), values)
+
+
+def current_stream():
+    """The current device's, for a launch that this thread makes now."""
     if not hasattr(_thread, "ready"):
         # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
         # (the question whether a graph is captured makes one too, and a capture may not survive the call)
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
-    run((*grid, 1, 1)[:3], driver.get_current_stream(device), values)
+    driver = triton.runtime.driver.active
+    return driver.get_current_stream(driver.get_current_device())
+
+
+def empty(shape, dtype, device):
+    """torch.empty, of which a tape hears."""
+    t = torch.empty(shape, dtype=dtype, device=device)
+    if tape := getattr(_thread, "tape", None):
+        tape.allocated(t)
+    return t
+
+
+@contextlib.contextmanager
+def recording(tape):
+    """This thread's allocations and launches are told to tape: replay.py."""
+    _thread.tape = tape
+    try:
+        yield
+    finally:
+        _thread.tape = None
+
+
+def compiling():
+    """Whether inside compile_only."""
+    return _compiling is not None
 
 
 class _Driver:

@@ -9,6 +9,7 @@ import torch
 
 from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_moe_mlp, require
+from tmoe.ops.replay import remembered
 from tmoe.ops.routing import Metadata
 from tmoe.ops.straight import unwatched
 
@@ -90,7 +91,7 @@ def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
 def _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     with torch.cuda.device(x.device):
-        return gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
+        return remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), activation, pairs, keep)
 
 
 @torch.library.register_fake("tmoe::moe_mlp", lib=_lib)
@@ -111,7 +112,8 @@ def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
 
 def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     with torch.cuda.device(x.device):
-        *grads, d_bias = gpu.backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs)
+        tensors = dy, x, gate_up, down, weights, h, packed, bias
+        *grads, d_bias = remembered(gpu.backward, tensors, activation, pairs)
     return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 

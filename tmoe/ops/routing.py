@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.launch import cdiv, empty, launch
 
 TILES = (
     64,
@@ -72,7 +72,7 @@ class Metadata:
 
     def window(self, base):
         """The metadata of the P rows from base on."""
-        meta = Metadata(torch.empty_like(self.packed[: self.size(0, self.E, self.P)]), 0, self.E, self.P)
+        meta = Metadata(empty((self.size(0, self.E, self.P),), torch.int32, self.packed.device), 0, self.E, self.P)
         meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
         tabulate_from(self.ends, meta)
         return meta
@@ -233,7 +233,7 @@ def power_of_2(n):
 
 
 def empty_metadata(N, E, P, device):
-    return Metadata(torch.empty(Metadata.size(N, E, P), dtype=torch.int32, device=device), N, E, P)
+    return Metadata(empty((Metadata.size(N, E, P),), torch.int32, device), N, E, P)
 
 
 def route(ids_TK, E, P=None):
@@ -261,7 +261,7 @@ def route(ids_TK, E, P=None):
         )
         return meta
     NB = cdiv(N, BLOCK)
-    scratch = torch.empty(_pad(E) + E * NB, dtype=torch.int32, device=ids_TK.device)
+    scratch = empty((_pad(E) + E * NB,), torch.int32, ids_TK.device)
     totals, counts = scratch[:E], scratch[_pad(E) :]
     if NB:
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)

@@ -1,0 +1,243 @@
+"""Calls that are remembered: the launches of the third are those of the first, but for the addresses, which are its own tensors'.
+
+Kernels go nowhere here: a stand-in for triton's C function writes down what it is given. test_ops_gpu.py compares results.
+"""
+
+import gc
+import itertools
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from tmoe.ops import gpu, launch, replay
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What reached the C function, each as a list; a GPU of sm_90 that is not there."""
+    handed = []
+
+    def warmup(kernel, *args, grid, **options):
+        boxes = [i for i, a in enumerate(args) if "Descriptor" in type(a).__name__]
+        run = SimpleNamespace(name=kernel.__name__, boxes=boxes, launch_cooperative_grid=0, launch_pdl=0)
+        return SimpleNamespace(run=run, function=kernel.__name__, packed_metadata=(), _init_handles=lambda: None)
+
+    def encode(d, metadata):
+        return [("map", d.base.data_ptr(), *d.shape, *d.strides, *d.block), *d.shape, *d.strides]
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "warmup", warmup)
+    monkeypatch.setattr(
+        launch, "_own_launcher", lambda run: (lambda *a: handed.append(list(a)), encode, [(i, None) for i in run.boxes])
+    )
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 77)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(launch._thread, "ready", True, raising=False)
+    monkeypatch.setattr(launch, "_binaries", {})
+    monkeypatch.setattr(replay, "_programs", {})
+    monkeypatch.setattr(gpu, "device_facts", lambda device: ("cuda:90", 132, True))
+    return handed
+
+
+class Memory:
+    """Gives every buffer of a call a name, the order of its allocation, so that two calls can be compared."""
+
+    def __init__(self, monkeypatch, inputs):
+        self.named = [t for t in inputs if t is not None]
+        self.spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.named]
+        own = torch.empty
+
+        def empty(*args, **kwargs):
+            t = own(*args, **kwargs)
+            self.named.append(t)  # alive, so no two share memory
+            self.spans.append((t.data_ptr(), t.data_ptr() + t.nbytes))
+            return t
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+    def name(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self.name, value))
+        if isinstance(value, int) and value > 2**34:
+            (found,) = [(i, value - begin) for i, (begin, end) in enumerate(self.spans) if begin <= value < end]
+            return found
+        return value
+
+
+def inputs(T, D, F, E, K, dtype, biased, gap=0):
+    def new(*shape, dtype=dtype):
+        return torch.zeros(torch.Size(shape).numel() + gap, dtype=dtype)[gap:].view(shape)
+
+    tensors = new(T, D), new(E, 2 * F, D), new(E, D, F), new(T, K, dtype=torch.float32), new(T, K, dtype=torch.int32)
+    return *tensors, new(E, 2 * F) if biased else None
+
+
+def step(tensors, pairs, run):
+    """forward without and with what backward keeps, and backward; the shapes of all results."""
+    x, gate_up, down, weights, _, bias = tensors
+    how = "swiglu", pairs
+    (alone, *_), (y, h, packed) = run(gpu.forward, tensors, *how, False), run(gpu.forward, tensors, *how, True)
+    grads = run(gpu.backward, (torch.empty(x.shape, dtype=x.dtype), x, gate_up, down, weights, h, packed, bias), *how)
+    return [None if t is None else (t.shape, t.dtype) for t in (alone, y, h, packed, *grads)]
+
+
+CASES = [  # T, D, F, E, K, dtype, biased, share of pairs in a window
+    (512, 128, 192, 16, 4, torch.bfloat16, False, 1),  # few rows: one launch for both products
+    (6000, 128, 64, 4, 2, torch.bfloat16, True, 1),
+    (6000, 128, 64, 4, 2, torch.float16, True, 3),  # windows
+    (300, 72, 40, 4, 2, torch.bfloat16, False, 2),  # no tensor maps
+    (300, 64, 64, 3, 2, torch.float32, True, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_third_call_launches_what_the_first_did(calls, monkeypatch, case):
+    *shape, dtype, biased, share = case
+    pairs = -(-shape[0] * shape[4] // share // 128) * 128
+    logs, found = [], []
+    for run in (lambda f, tensors, *how: f(*tensors, *how), *[replay.remembered] * 4):
+        tensors = inputs(*shape, dtype, biased)
+        calls.clear()
+        with monkeypatch.context() as patch:
+            memory = Memory(patch, tensors)
+            found.append(step(tensors, pairs, run))
+        logs.append([[memory.name(v) for v in call] for call in calls])
+    assert len(logs[0]) > 8 and all(log == logs[0] for log in logs[1:])
+    assert all(shapes == found[0] for shapes in found[1:])
+    assert len(replay._programs) == 3 and all(isinstance(p, replay.Program) for p in replay._programs.values())
+
+
+def test_another_kind_of_call_is_not_taken_for_it(calls):
+    """Other shapes, types, alignments, arguments: each is decided anew. Inputs with gaps are not remembered."""
+    base = dict(T=300, D=64, F=64, E=3, K=2, dtype=torch.bfloat16, biased=False)
+    changes = [
+        {},
+        dict(T=301),
+        dict(D=128),
+        dict(F=128),
+        dict(E=4),
+        dict(K=3),
+        dict(dtype=torch.float16),
+        dict(biased=True),
+        dict(gap=1),
+    ]
+    for change in changes:
+        for _ in range(3):
+            tensors = inputs(**(base | change))
+            replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    assert len(replay._programs) == len(changes)
+    for how in (("clamped", 1024, True), ("swiglu", 1024, False), ("swiglu", 896, True)):
+        replay.remembered(gpu.forward, tensors, *how)
+    assert len(replay._programs) == len(changes) + 3
+    x, *others = inputs(**base)
+    for _ in range(3):
+        replay.remembered(gpu.forward, (x.t().contiguous().t(), *others), "swiglu", 1024, True)
+    assert len(replay._programs) == len(changes) + 3
+    before = len(calls)
+    monkeypatched = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = not monkeypatched
+        replay.remembered(gpu.forward, (x, *others), "swiglu", 1024, True)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = monkeypatched
+    assert len(replay._programs) == len(changes) + 4 and len(calls) > before
+
+
+def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
+    """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer."""
+    tensors, own = inputs(6000, 128, 64, 4, 2, torch.bfloat16, False), torch.empty
+    peaks = []
+
+    def most(run):
+        alive = [0, 0]
+
+        def gone(size):
+            alive[0] -= size
+
+        def empty(*args, **kwargs):
+            t = own(*args, **kwargs)
+            alive[0] += t.nbytes
+            alive[1] = max(alive)
+            weakref.finalize(t.untyped_storage(), gone, t.nbytes)
+            return t
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", empty)
+            step(tensors, 12032, run)
+        return alive[1]
+
+    for run in (lambda f, tensors, *how: f(*tensors, *how), *[replay.remembered] * 3):
+        gc.collect()
+        peaks.append(most(run))
+    assert peaks[3] <= peaks[0], peaks
+
+
+def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
+    """No tokens (torch's own ops make the results), two inputs of one memory, memory that nobody heard of, triton's own launcher."""
+    empty = inputs(0, 64, 64, 3, 2, torch.bfloat16, False)
+    x, gate_up, down, weights, ids, bias = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
+    shared = torch.zeros(3, 3, 64, 64, dtype=torch.bfloat16)
+    overlap = (
+        x,
+        shared.view(-1)[: 3 * 128 * 64].view(3, 128, 64),
+        shared.view(-1)[-3 * 64 * 64 - 64 : -64].view(3, 64, 64),
+    )
+    for tensors in (empty, (*overlap, weights, ids, bias)):
+        for _ in range(4):
+            y, *_ = replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+            assert y.shape == tensors[0].shape
+    assert list(replay._programs.values()) == [False, False]
+    replay._programs.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+        for _ in range(3):
+            replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
+    assert list(replay._programs.values()) == [False]
+    replay._programs.clear()
+    launch._binaries.clear()
+    monkeypatch.setattr(launch, "launcher", lambda compiled: lambda *_: None)
+    for _ in range(3):
+        replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
+    assert list(replay._programs.values()) == [False]
+
+
+def test_memory_that_was_let_go_is_nobodys():
+    """Another tensor, of which nobody heard, may have got it since."""
+    t = torch.zeros(64)
+    tape, address = replay.Tape(()), t.data_ptr()
+    tape.allocated(t)
+    assert tape._find(address + 8) == (0, 8) and tape.whole
+    del t
+    tape._find(address)
+    assert not tape.whole
+
+
+def test_a_failure_while_it_is_written_down_leaves_nothing_behind(calls, monkeypatch):
+    tensors = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
+    replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.Layer, "combine", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    assert getattr(launch._thread, "tape", None) is None and list(replay._programs.values()) == [None]
+
+
+def test_hooks_hear_of_every_launch(calls, monkeypatch):
+    """A profiler's hooks: while there are any, nothing is replayed."""
+    tensors = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
+    for _ in range(3):
+        replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    ran = []
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    monkeypatch.setattr(gpu, "forward", lambda *args: ran.append(len(args)))
+    replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    assert ran == [9]
+
+
+def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
+    monkeypatch.setattr(replay, "KEPT", 4)
+    for T in itertools.chain(range(300, 310), [300] * 3):
+        replay.remembered(gpu.forward, inputs(T, 64, 64, 3, 2, torch.bfloat16, False), "swiglu", 1024, True)
+    assert len(replay._programs) <= 4 and any(replay._programs.values())

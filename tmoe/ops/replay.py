@@ -1,0 +1,149 @@
+"""A call's allocations and launches, remembered: when one with equal shapes comes again, only addresses are new.
+
+What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and alignments alone, and nothing
+but `empty` and `launch` touches the device there. So the second call of a kind is written down, and the third decides nothing: of a
+layer's backward, which autograd runs on a thread of its own with cold caches, that was most of the host's time (docs/lab.md).
+
+next: gpu.py
+"""
+
+import itertools
+import weakref
+
+import torch
+from triton import knobs
+
+from tmoe.ops import launch
+from tmoe.ops.launch import Address, Descriptor, encoded, heard
+
+KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
+_programs = {}  # kind -> None when it was seen once, then its Program, or False where it has none
+
+
+def remembered(run, tensors, *how):
+    """run(*tensors, *how), a function of gpu.py; tensors (or None) lie on the current device, and results are tensors that it has
+    allocated, or None."""
+    hooks = knobs.runtime
+    if launch.compiling() or heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
+        return run(*tensors, *how)
+    kind = [run, *how, torch.backends.cuda.matmul.allow_tf32, tensors[0].device]
+    for t in tensors:
+        if t is None:
+            kind.append(None)
+        elif t.is_contiguous():
+            kind += t.shape, t.dtype, t.data_ptr() % 16
+        else:
+            return run(*tensors, *how)
+    kind = tuple(kind)
+    if kind not in _programs:
+        if len(_programs) >= KEPT:
+            _programs.clear()
+        _programs[kind] = None
+        return run(*tensors, *how)
+    program = _programs[kind]
+    if program is None:
+        tape = Tape(tensors)
+        with launch.recording(tape):
+            results = run(*tensors, *how)
+        _programs[kind] = tape.program(results)
+        return results
+    return program(tensors) if program else run(*tensors, *how)
+
+
+class Tape:
+    """Hears what `launch` and `empty` do, and finds out whose memory an address is. `whole` until something cannot be replayed."""
+
+    def __init__(self, tensors):
+        self.spans, self.holders, self.events, self.whole = [], [], [], True
+        self.inputs = len(tensors)
+        for t in tensors:
+            self._add(t)
+        known = sorted(span for span in self.spans if span[0] < span[1])
+        if any(before[1] > after[0] for before, after in itertools.pairwise(known)):
+            self.whole = False  # an address in both could be either's
+
+    def _add(self, t):
+        begin = 0 if t is None else t.data_ptr()
+        self.spans.append((begin, begin if t is None else begin + t.nbytes))
+        self.holders.append((lambda: None) if t is None else weakref.ref(t))
+
+    def _find(self, address):
+        """(number of the buffer, bytes from its start). A buffer counts while its own tensor lives: another one may get its memory."""
+        for i in reversed(range(len(self.spans))):
+            begin, end = self.spans[i]
+            if begin <= address < end and self.holders[i]() is not None:
+                return i, address - begin
+        self.whole = False
+        return 0, 0
+
+    def allocated(self, t):
+        self._add(t)
+        self.events.append(("empty", t.shape, t.dtype))
+
+    def launched(self, run, grid, args, values):
+        if not hasattr(run, "parts"):
+            self.whole = False  # triton's own launcher
+            return
+        call, head, maps = run.parts
+        encoders = {i: (encode, known) for i, encode, known in maps}
+        flat, slots, boxes, used = [], [], [], set()
+        for i, (arg, value) in enumerate(zip(args, values, strict=True)):
+            if isinstance(arg, Descriptor):
+                buffer, offset = self._find(arg.base.data_ptr())
+                length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
+                boxes.append((len(flat), len(flat) + length, buffer, offset, arg, *encoders[i]))
+                flat += [None] * length
+                used.add(buffer)
+            elif isinstance(arg, torch.Tensor):
+                buffer, offset = self._find(value)
+                slots.append((len(flat), buffer, offset))
+                flat.append(None)
+                used.add(buffer)
+            else:
+                flat.append(value)
+        self.events.append(("launch", call, grid, head, flat, slots, boxes, used))
+
+    def program(self, results):
+        numbers = {
+            id(holder()): i for i, holder in enumerate(self.holders) if i >= self.inputs and holder() is not None
+        }
+        found = [None if t is None else numbers.get(id(t)) for t in results]
+        if not self.whole or any(i is None and t is not None for i, t in zip(found, results, strict=True)):
+            return False
+        last = {}  # buffer -> the last launch that uses it
+        for at, event in enumerate(self.events):
+            last |= dict.fromkeys(event[-1], at) if event[0] == "launch" else {}
+        steps = []
+        for at, event in enumerate(self.events):
+            steps.append(event[:-1] if event[0] == "launch" else event)
+            spent = [i for i, end in last.items() if end == at and i >= self.inputs and i not in found]
+            steps += [("free", i) for i in spent]
+        return Program(steps, found)
+
+
+class Program:
+    """What a call does. Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use."""
+
+    def __init__(self, steps, results):
+        self.steps, self.results = steps, results
+
+    def __call__(self, tensors):
+        device, stream = tensors[0].device, launch.current_stream()
+        held = list(tensors)
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        for step in self.steps:
+            if step[0] == "launch":
+                _, call, grid, head, flat, slots, boxes = step
+                values = flat.copy()
+                for at, buffer, offset in slots:
+                    values[at] = addresses[buffer] + offset
+                for begin, end, buffer, offset, was, encode, known in boxes:
+                    key = addresses[buffer] + offset, was.shape, was.strides
+                    values[begin:end] = known.get(key) or encoded(was._replace(base=Address(key[0])), encode, known)
+                call(*grid, stream, *head, *values)
+            elif step[0] == "empty":
+                held.append(torch.empty(step[1], dtype=step[2], device=device))
+                addresses.append(held[-1].data_ptr())
+            else:
+                held[step[1]] = None
+        return tuple(None if i is None else held[i] for i in self.results)
