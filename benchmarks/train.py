@@ -55,13 +55,14 @@ def main() -> None:
         if args.cold:
             env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
             cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
-        steps = args.steps + 2 * args.trace  # not the last, which validates
-        words += ["--profile", str(args.steps)] if args.trace else []
+        traced = args.steps + 1  # the tracer starts in the step before, and delays the one before that
+        steps = args.steps + 3 * args.trace  # not the last, which validates
+        words += ["--profile", str(traced)] if args.trace else []
         result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
         if args.trace:
-            result["trace_ms"], kernels, waits = read(Path(out, f"run/trace-step{args.steps}-rank0.json.gz"))
+            result["trace_ms"], kernels, waits = read(Path(out, f"run/trace-step{traced}-rank0.json.gz"))
             result["kernels"] = [(name[:160], round(us), launches) for name, us, launches in kernels[:40]]
             result["idle_ms_before"] = {name[:160]: round(ms, 2) for name, ms in list(waits.items())[:12]}
             print(summary(result["trace_ms"], waits))
@@ -152,8 +153,8 @@ def measure(
         raise SystemExit(
             f"--steps {steps}: too few; {WARMUP} steps warm up and are not timed (and log.every must be 1)"
         )
-    # the last step validates; starting the trace delays the step before
-    steady = steady[: -3 if "--profile" in words else -1] or steady
+    # the last step validates; a trace is one step, and its start takes two
+    steady = steady[: -4 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())
     ep = config["config"]["parallel"]["ep"]
     return {

@@ -146,31 +146,28 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
 
 
 def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
-    """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer."""
-    tensors, own = inputs(6000, 128, 64, 4, 2, torch.bfloat16, False), torch.empty
-    peaks = []
+    """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer. Afterwards
+    nothing is alive."""
+    own, peaks, alive = torch.empty, [], [0, 0]
 
-    def most(run):
-        alive = [0, 0]
+    def gone(size):
+        alive[0] -= size
 
-        def gone(size):
-            alive[0] -= size
+    def empty(*args, **kwargs):
+        t = own(*args, **kwargs)
+        weakref.finalize(t.untyped_storage(), gone, t.nbytes)
+        alive[0] += t.nbytes
+        alive[1] = max(alive)
+        return t
 
-        def empty(*args, **kwargs):
-            t = own(*args, **kwargs)
-            alive[0] += t.nbytes
-            alive[1] = max(alive)
-            weakref.finalize(t.untyped_storage(), gone, t.nbytes)
-            return t
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", empty)
-            step(tensors, 12032, run)
-        return alive[1]
-
+    monkeypatch.setattr(torch, "empty", empty)
     for run in (lambda f, tensors, *how: f(*tensors, *how), *[replay.remembered] * 3):
+        inputs_alive = inputs(6000, 128, 64, 4, 2, torch.bfloat16, False)
+        alive[:] = 0, 0
+        step(inputs_alive, 12032, run)
+        peaks.append(alive[1])
         gc.collect()
-        peaks.append(most(run))
+        assert alive[0] == 0
     assert peaks[3] <= peaks[0], peaks
 
 

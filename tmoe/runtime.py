@@ -265,11 +265,12 @@ def collecting() -> Iterator[None]:
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
     """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start` on."""
-    none, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "RECORD", "RECORD_AND_SAVE"))
+    none, warm, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE"))
 
     def action(i: int) -> ProfilerAction:
-        step = start + i
-        return none if step not in steps else record if step + 1 in steps else save
+        step, follows = start + i, start + i + 1 in steps
+        # the tracer starts a step early: each rank takes its own time for that, and the others would wait for it in the traced step
+        return (record if follows else save) if step in steps else warm if follows else none
 
     def write(p: torch.profiler.profile) -> None:
         p.export_chrome_trace(f"{out}/trace-step{start + p.step_num - 1}-rank{rank}.json.gz")

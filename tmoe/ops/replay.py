@@ -91,7 +91,8 @@ class Tape:
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
                 length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
-                boxes.append((len(flat), len(flat) + length, buffer, offset, arg, *encoders[i]))
+                box = arg._replace(base=None)  # or the tensor would live as long as the program
+                boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length
                 used.add(buffer)
             elif isinstance(arg, torch.Tensor):
@@ -137,9 +138,9 @@ class Program:
                 values = flat.copy()
                 for at, buffer, offset in slots:
                     values[at] = addresses[buffer] + offset
-                for begin, end, buffer, offset, was, encode, known in boxes:
-                    key = addresses[buffer] + offset, was.shape, was.strides
-                    values[begin:end] = known.get(key) or encoded(was._replace(base=Address(key[0])), encode, known)
+                for begin, end, buffer, offset, box, encode, known in boxes:
+                    key = addresses[buffer] + offset, box.shape, box.strides
+                    values[begin:end] = known.get(key) or encoded(box._replace(base=Address(key[0])), encode, known)
                 call(*grid, stream, *head, *values)
             elif step[0] == "empty":
                 held.append(torch.empty(step[1], dtype=step[2], device=device))
