@@ -152,6 +152,16 @@ def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(out, decided(*args), strict=True)), mode
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_what_one_gpu_remembers_runs_on_no_other():
+    args = layer(500, 512, 256, 16, 4)
+    want = [run(ops.moe_mlp, args) for _ in range(3)][-1]
+    there = [t.to("cuda:1") for t in args]
+    for _ in range(3):
+        got = run(ops.moe_mlp, there)
+        assert all(a.device.index == 1 and torch.equal(a.to(b.device), b) for a, b in zip(got, want, strict=True))
+
+
 def test_launches_from_a_thread_that_never_called_cuda():
     """Autograd's thread may be one: binaries are there already, from another thread, and no call has made its context current."""
     # dh gathers at this shape, so what the thread launches first is a kernel with tensor maps

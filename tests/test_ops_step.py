@@ -23,7 +23,7 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0 and "12 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "19 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 def parameter(n: int, dtype, copy, step: float, offset: int = 0):
@@ -65,11 +65,22 @@ def test_adamw(dtype, finite):
 
 
 @interpreted
-def test_adamw_takes_no_tensor_with_gaps():
-    weight, grad, *others = parameter(64, torch.float32, None, 1)
-    one = torch.ones(())
-    with pytest.raises(ValueError, match=r"contiguous; .*\(2,\)"):
-        adamw.adamw_([(weight[::2], grad[::2], *others)], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+@pytest.mark.parametrize(
+    ("at", "change", "message"),
+    [
+        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t[:8], r"float32 \[8\]"),
+        (2, lambda t: t.bfloat16(), "bfloat16"), (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t.int(), "int32"),
+        (4, lambda t: t.repeat(2), r"\[128\]"), (5, lambda t: t.long(), "int64"), (2, lambda t: t.to("meta"), "meta"),
+    ],
+)  # fmt: skip
+def test_adamw_takes_no_other_tensors(at, change, message):
+    """It gets addresses alone: what they lead to must be what it takes it for."""
+    tensors = list(parameter(64, torch.float32, torch.bfloat16, 1))
+    tensors[at], one = change(tensors[at]), torch.ones(())
+    before = [t.clone() for t in tensors]
+    with pytest.raises(ValueError, match=rf"adamw_: .*{message}"):
+        adamw.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    assert all(a.is_meta or torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @interpreted

@@ -12,6 +12,7 @@ from tmoe.balance import Totals
 from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
 from tmoe.loss import cross_entropy_sum
 from tmoe.model import Transformer
+from tmoe.ops.adamw import adamw_
 from tmoe.optim import build_optimizer, init_state
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from train import all_finite
@@ -76,6 +77,32 @@ def test_offloaded_moments_change_no_bit(monkeypatch):
     for name in want:
         assert torch.equal(got[name].to(CUDA), want[name]), name
     assert got["0.exp_avg"].is_pinned() and want["0.exp_avg"].is_cuda
+
+
+@pytest.mark.parametrize("offset", [1, 2, 8])
+def test_one_pass_adamw_takes_any_alignment(offset):
+    """What misses 16 bytes gives what an aligned copy gives, and writes nothing beside it."""
+    one, hyper = torch.ones((), device=CUDA), (1e-2, (0.9, 0.95), 1e-8, 0.1)
+    whole = [torch.rand(5000, device=CUDA).to(t) for t in (*[torch.float32] * 4, torch.bfloat16)]
+    for shifted in (range(5), (1,), (4,), (0, 2)):
+        aligned = [t[offset:-7].clone() for t in whole]
+        beside = [t.clone() for t in whole]
+        adamw_([(*aligned, one)], one, one, *hyper)
+        tensors = [t[offset:-7] if i in shifted else t[offset:-7].clone() for i, t in enumerate(beside)]
+        adamw_([(*tensors, one)], one, one, *hyper)
+        for i, (got, want) in enumerate(zip(tensors, aligned, strict=True)):
+            torch.testing.assert_close(got, want, rtol=1e-6 if i < 4 else 2**-7, atol=1e-7)
+        for i in shifted:
+            assert torch.equal(beside[i][:offset], whole[i][:offset]) and torch.equal(beside[i][-7:], whole[i][-7:])
+
+
+def test_adamw_is_in_no_graph():
+    """Its table of addresses would be that of the captured step for ever."""
+    tensors = [torch.zeros(64, device=CUDA) for _ in range(4)]
+    one = torch.ones((), device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
+        adamw_([(*tensors, None, one)], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
 
 
 # ---- loss ----

@@ -96,7 +96,7 @@ class AdamW(torch.optim.AdamW):
                 adamw_, factor=factor, finite=finite,
                 lr=group["lr"], betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
             )  # fmt: skip
-            together = []
+            together, copies = [], []
             for p in params:
                 state, copy = self.state[p], working_copy(p)
                 if copy and copy.tensor.dtype == p.dtype:
@@ -108,8 +108,10 @@ class AdamW(torch.optim.AdamW):
                 else:
                     stream_moments(tensors, state["step"], streams, step)
                 if copy:
-                    copy.fresh = self.keeps_fresh
+                    copies.append(copy)
             step(together)
+            for copy in copies:
+                copy.fresh = self.keeps_fresh
         if streams is not None:
             for _ in range(2):
                 torch.cuda.current_stream().wait_stream(next(streams))

@@ -12,7 +12,7 @@ BLOCK = 1024
 ROW = tl.constexpr(
     8
 )  # numbers in the table's line for a tensor: its first program, elements, the addresses of six tensors
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
 
 @triton.jit
@@ -76,16 +76,24 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
         factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody waits for them.
     28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it takes on the GPU.
     One launch takes all tensors of equal types: with one for each, 408 in moe-pilot-14b, the host was slower than the GPU.
+    ValueError for tensors that are not as above; RuntimeError where a CUDA graph is captured.
     """
     tables, programs = defaultdict(list), defaultdict(int)
     for *parts, step in tensors:
-        if not all(t is None or t.is_contiguous() for t in parts):
-            strides = [None if t is None else t.stride() for t in parts]
-            raise ValueError(
-                f"adamw_: tensors must be contiguous; strides of weight, grad, mean, square, copy: {strides}"
-            )
-        weight, grad, _, _, copy = parts
+        weight, grad, mean, square, copy = parts
         numel, sizes = weight.numel(), [0 if t is None else t.element_size() for t in parts]
+        if not (
+            weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
+            and all(t is None or (t.numel() == numel and t.is_contiguous() and t.dtype in DTYPES) for t in parts)
+            and all(t is None or t.device == factor.device for t in (*parts, step))
+        ):
+            got = [
+                t if t is None else f"{t.dtype} {list(t.shape)} by {t.stride()} on {t.device}" for t in (*parts, step)
+            ]
+            raise ValueError(
+                f"adamw_: weight, mean, square and step must be fp32, all contiguous, of weight's length and on {factor.device}; "
+                f"weight, grad, mean, square, copy, step: {got}"
+            )
         starts = [0 if t is None else t.data_ptr() for t in parts]
         # What is not wide apart, so that one and the same binary works on an element however a tensor is cut: another one may round
         # otherwise. All pieces of a tensor cut at multiples of 16 elements are wide where it is.

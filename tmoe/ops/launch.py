@@ -36,16 +36,6 @@ _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what
 MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
 
 
-class Descriptor(NamedTuple):
-    """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
-
-    base: torch.Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block: list[int]
-    padding: str = "zero"
-
-
 class Address(NamedTuple):
     """What is left of a tensor where nothing else is asked for."""
 
@@ -53,6 +43,16 @@ class Address(NamedTuple):
 
     def data_ptr(self):
         return self.address
+
+
+class Descriptor(NamedTuple):
+    """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
+
+    base: torch.Tensor | Address
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: list[int]
+    padding: str = "zero"
 
 
 def describe(t, block):

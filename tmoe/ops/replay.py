@@ -11,13 +11,14 @@ import itertools
 import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from tmoe.ops import launch
 from tmoe.ops.launch import Address, Descriptor, encoded, heard
 
 KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
-_programs = {}  # kind -> None when it was seen once, then its Program, or False where it has none
+_programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
 
 
 def remembered(run, tensors, *how):
@@ -35,15 +36,15 @@ def remembered(run, tensors, *how):
         else:
             return run(*tensors, *how)
     kind = tuple(kind)
-    if kind not in _programs:
+    program = _programs.get(kind, ...)
+    if program is ...:
         if len(_programs) >= KEPT:
-            _programs.clear()
+            _programs.pop(next(iter(_programs)))
         _programs[kind] = None
         return run(*tensors, *how)
-    program = _programs[kind]
     if program is None:
         tape = Tape(tensors)
-        with launch.recording(tape):
+        with launch.recording(tape), Foreign(tape):
             results = run(*tensors, *how)
         _programs[kind] = tape.program(results)
         return results
@@ -91,7 +92,7 @@ class Tape:
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
                 length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
-                box = arg._replace(base=None)  # or the tensor would live as long as the program
+                box = arg._replace(base=Address(0))  # or the tensor would live as long as the program
                 boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length
                 used.add(buffer)
@@ -120,6 +121,19 @@ class Tape:
             spent = [i for i, end in last.items() if end == at and i >= self.inputs and i not in found]
             steps += [("free", i) for i in spent]
         return Program(steps, found)
+
+
+class Foreign(TorchDispatchMode):
+    """Tells a tape of torch's own ops: what they do, no program repeats."""
+
+    def __init__(self, tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.empty.memory_format and not func.is_view:
+            self.tape.whole = False
+        return func(*args, **(kwargs or {}))
 
 
 class Program:
