@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks import trace
+from tmoe import runtime
 
 EVENTS = [  # (name, stream, begins, microseconds)
     ("nvjet_sm90", 7, 0, 100),
@@ -36,3 +37,10 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
     assert names[0] == ("nvjet_sm90", 130, 2)
     assert waits == pytest.approx({"flash_fwd": 0.025, "fused_norm": 0.01})
     assert "| idle before `flash_fwd` | 0.03 | 6.2% |" in trace.summary(shares, waits)
+
+
+def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
+    of = lambda steps, start: [runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)]  # noqa: E731
+    assert of((2, 3, 5), 0) == ["NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE", "WARMUP", "RECORD_AND_SAVE", "NONE"]
+    assert of((12,), 10) == ["NONE", "WARMUP", "RECORD_AND_SAVE", *["NONE"] * 4]
+    assert of((10,), 10) == ["RECORD_AND_SAVE", *["NONE"] * 6]

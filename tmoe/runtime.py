@@ -269,7 +269,10 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
     def action(i: int) -> ProfilerAction:
         step, follows = start + i, start + i + 1 in steps
-        # the tracer starts a step early: each rank takes its own time for that, and the others would wait for it in the traced step
+        # The tracer starts a step early: each rank takes its own time for that, and the others would wait for it in the traced step.
+        # Then the GPU ends what it has been given: the rest of the step before would be in the trace.
+        if step in steps and step - 1 not in steps and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return (record if follows else save) if step in steps else warm if follows else none
 
     def write(p: torch.profiler.profile) -> None:
