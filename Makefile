@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test check bench clean
+.PHONY: train test check clean
 
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none

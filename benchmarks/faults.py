@@ -277,7 +277,7 @@ CASES: dict[str, tuple[str, Callable[..., list[str]]]] = {
     "18": ("saved by 2 ranks, loaded by 4 and 1", other_worlds),
 }
 NOT_OFFERED = {("stock DCP", "8"): "deletes nothing", ("stock DCP", "15"): "does not choose a step"}
-SILENT = {"2", "6", "11", "14"}  # wrong without an error: FAULTS.md counts these three times
+SILENT = {"2", "6", "11", "14"}  # wrong without an error
 
 
 def outcome(system: System, case: str) -> dict[str, Any]:

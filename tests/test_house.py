@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Floors from the ground up (DESIGN.md): a file may import from its own floor and below, never from above.
+# Floors from the ground up: a file may import from its own floor and below, never from above.
 FLOORS = [
     ("tmoe.ops",),
     ("tmoe.config",),
@@ -118,7 +118,7 @@ def test_lengths():
 
 
 def test_the_step_is_whole_in_train():
-    """Everything that DESIGN.md's step names happens in one loop body."""
+    """Everything that a step does happens in one loop body."""
     tree = ast.parse((ROOT / "train.py").read_text())
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and "range" in ast.unparse(n.iter)]
     called = {ast.unparse(n.func).split(".")[-1] for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Call)}
