@@ -1,4 +1,4 @@
-"""The step's own kernels in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
+"""The step's own kernels, compiled and in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
 
 next: test_step_gpu.py
 """
@@ -6,13 +6,19 @@ next: test_step_gpu.py
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_ops_kernels import CHIPS, assert_fits, measure
+from triton import knobs
 
 from tmoe.ops import adamw, cross_entropy
+from tmoe.ops.launch import compile_only
+from tmoe.warmup import traces
+from tmoe.zoo import presets
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
@@ -24,6 +30,56 @@ def test_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
     assert ran.returncode == 0 and "19 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_warm_up_knows_what_a_step_launches(dtype):
+    tiny = presets()["tiny"]
+    cfg, V, D = (
+        replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32")),
+        50304,
+        2048,
+    )
+    cfg = replace(cfg, model=replace(cfg.model, vocab=V, dim=D))
+
+    def launched(what):
+        found = {}
+        with compile_only("cuda:90", lambda name, key, compile: found.setdefault(key, name)):
+            what()
+        return found
+
+    def step():
+        one, copy = torch.ones(()), None if dtype == torch.float32 else dtype
+        tensors = [
+            parameter(n, grad, low, 1) for n in (64, 100, 7) for grad in (torch.float32, dtype) for low in (None, copy)
+        ]
+        for lr in (1e-2, 1e-3):
+            adamw.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
+        for rows, grad in ((8, True), (6, False)):
+            logits = torch.empty(rows, V, dtype=dtype, device="meta")
+            cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), -100, grad)
+        cross_entropy.scaled(torch.empty(V, D, device="meta"), torch.empty((), device="meta"), dtype)
+
+    wanted = launched(step)
+    assert set(wanted.values()) == {"adamw_kernel", "cross_entropy_kernel", "scale_kernel"}
+    assert len(wanted) == (8 if dtype == torch.bfloat16 else 2) + 3
+    assert not set(wanted) - set(launched(lambda: [trace(*args) for trace, *args in traces(cfg)]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernels_fit(arch, tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found = []
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, {}))):
+        adamw.trace(torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            cross_entropy.trace(50304, 2048, -100, dtype)
+    assert len(found) == 14
+    for binary in found:
+        assert_fits(binary, CHIPS[arch])
 
 
 def parameter(n: int, dtype, copy, step: float, offset: int = 0):

@@ -1,4 +1,4 @@
-"""The exchange's buffers and streams without a GPU: who makes room when, what outlives a mode or a graph, who waits for whom.
+"""The exchange's buffers without a GPU: who makes room when, and what outlives a mode or a graph.
 
 Processes share the sections of their memory through files, in place of GPUs that map each other's.
 
@@ -6,7 +6,6 @@ next: test_dispatch.py
 """
 
 import contextlib
-import functools
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -215,66 +214,6 @@ def test_a_graphs_table_is_not_kept(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert ex.table("y", y) is ex.table("y", y) is not captured
     assert torch.equal(ex.table("y", y), captured)
-
-
-class Streams:
-    """torch.cuda's streams, as a list of (stream, what it was given)."""
-
-    def __init__(self):
-        self.now, self.log = "main", []
-
-    def stream(self, name):
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append((name, f"after {other.name}")))
-
-    @contextlib.contextmanager
-    def on(self, stream):
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
-    def say(self, what):
-        return lambda *_, **how: self.log.append((self.now, " ".join([what, *(f"{k}={v}" for k, v in how.items())])))
-
-
-def test_main_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch):
-    """Streams are all that a CUDA graph knows: what waits for other ranks must depend on what they wait for."""
-    at = Streams()
-    ex = SimpleNamespace(
-        side=at.stream("side"), rank=0, world=2, addresses=dict(side=None), push=at.say("push"), meet=at.say("meet"), sum=at.say("sum"),
-        copy_x=at.say("copy x"), copy_y=at.say("copy y"), wire_x=mock.Mock(), wire_y=mock.Mock(),
-    )  # fmt: skip
-
-    ex.beside, ex.arrived = (functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived))
-
-    class Experts:
-        def __init__(self, *_):
-            pass
-
-        def backward(self, h, x_is_here, dx_is_there):
-            at.say("dx")()
-            x_is_here()
-            dx_is_there()
-            at.say("dw")()
-            return None, None, None
-
-    main = at.stream("main")
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", at.on)
-    for name, value in (("exchange_of", lambda _: ex), ("hides", lambda *_: True), ("Experts", Experts)):
-        monkeypatch.setattr(symm, name, value)
-    monkeypatch.setattr(exchange, "meet", at.say("half"))
-    x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
-    down = torch.zeros(2, D, 4)
-    without = (None,) * 5  # bias, shared expert, H
-    symm._backward(x, None, x, w, ids, torch.zeros(2, 8, D), down, *without, "swiglu", 4, 128, False, "group")
-    assert at.log == [
-        ("main", "push meet=True"),
-        ("side", "after main"), ("side", "copy x"), ("side", "half wait=False"),
-        ("main", "dx"), ("main", "after side"), ("main", "half arrive=False"),
-        ("side", "after main"), ("side", "copy y"), ("side", "half wait=False"),
-        ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"), ("main", "meet"),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Rows that travel beside a shared expert: who waits for whom, and the same sums and gradients, by ranks that really exchange.
+"""Rows that travel beside a shared expert: when they may, and the same sums and gradients, by ranks that really exchange.
 
 The kernels run in the interpreter, in processes that share their sections; as a test it starts itself for that:
     TRITON_INTERPRET=1 python tests/test_symm_shared.py
-On GPUs test_symm.py compares such layers with the nccl dispatcher, and whole runs are compared by
+On GPUs test_symm_gpu.py compares such layers with the nccl dispatcher, and whole runs are compared by
     python -m benchmarks.layouts --gpus 4
 
 next: test_dispatch.py
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
-from test_symm import Ranks, fork, routes, rule, run
-from test_symm_room import Streams
+from test_symm import Ranks, fork, routes, run
+from test_symm_gpu import SHARED, rule
+from test_symm_order import operands
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
@@ -34,8 +35,6 @@ from tmoe.parallel.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.router import Routing
 from tmoe.warmup import traces
 from tmoe.zoo import presets
-
-SHARED = 96  # test_symm.rule's
 
 
 @pytest.mark.slow
@@ -209,92 +208,6 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
     assert len(found) == 9
     for binary in found:
         assert_fits(binary, CHIPS[arch])
-
-
-# ---- the order of operations
-
-
-class Calls(Streams):
-    """An exchange, streams and experts that do nothing but say when they are asked, and on which stream."""
-
-    def __init__(self, monkeypatch, hidden):
-        super().__init__()
-        main = self.stream("main")
-        say = lambda what: lambda *wire, **how: self.note(" ".join([what, *self.words(wire, how)]))  # noqa: E731
-        ex = SimpleNamespace(
-            side=self.stream("side"), rank=0, world=2, addresses=dict(side=None), reserve=lambda *_: None
-        )
-        ex.push = lambda name, x, *_, **how: say(f"push {x.shape[1]} columns")(**how)
-        for name in ("pull", "meet", "sum", "copy_x", "copy_y", "wire_y"):
-            setattr(ex, name, say(name))
-        ex.beside, ex.arrived = (functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived))
-        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
-        monkeypatch.setattr(symm, "exchange_of", lambda _: ex)
-        monkeypatch.setattr(symm, "hides", lambda *_: hidden)
-        monkeypatch.setattr(symm, "Experts", lambda *_: say("route")() or self)
-        monkeypatch.setattr(exchange, "meet", say("half"))
-        monkeypatch.setattr(swiglu, "forward", lambda x, *_: say("shared")() or (x, x))
-        monkeypatch.setattr(swiglu, "backward", lambda dy, x, up, down, h: say("shared")() or (x, up, down))
-
-    def words(self, wire, how):
-        yield from (name for rows in wire if isinstance(rows, dict) for name in rows)
-        yield from (f"{k}={v}" for k, v in how.items())
-
-    def note(self, what):
-        self.log.append((self.now, what))
-
-    def forward(self, h):
-        self.note("experts")
-
-    def backward(self, h, x_is_here, dx_is_there):
-        self.note("dx")
-        x_is_here()
-        dx_is_there()
-        self.note("dw")
-        return None, None, None
-
-
-D, K = 8, 2
-
-
-def operands(shared=True):
-    x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
-    matrices = (torch.zeros(2 * 6, D), torch.zeros(D, 6)) if shared else (None, None)
-    return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices
-
-
-def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
-    """As backward in test_symm_room.py: what waits for other ranks must depend on what they wait for."""
-    at = Calls(monkeypatch, True)
-    symm._forward(*operands(), "swiglu", 4, 128, False, True, "group")
-    beside = [
-        ("main", "push 0 columns meet=False"),
-        ("side", "after main"), ("side", "copy_x x"), ("side", "half wait=False"),
-        ("main", "shared"), ("main", "after side"), ("main", "half arrive=False"),
-    ]  # fmt: skip
-    assert at.log == [*beside, ("main", "route"), ("main", "experts"), ("main", "pull")]
-    at.log.clear()
-    symm._forward(*operands(False), "swiglu", 4, 128, False, True, "group")
-    assert at.log == [("main", what) for what in ("push 8 columns", "route", "experts", "pull")], "as ever"
-
-
-@pytest.mark.parametrize("hidden", [True, False])
-def test_backward_brings_dy_and_x_beside_the_shared_gradients(monkeypatch, hidden):
-    at = Calls(monkeypatch, hidden)
-    x, *rest = operands()
-    symm._backward(x, x, x, *rest, x, x, "swiglu", 4, 128, False, "group")
-    home = [
-        ("main", "wire_y"), ("side", "after main"), ("side", "copy_y"), ("side", "half wait=False"),
-        ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"),
-    ] if hidden else [("main", "pull"), ("main", "dw")]  # fmt: skip
-    assert at.log == [
-        ("main", "push 0 columns meet=False"),
-        ("side", "after main"), ("side", "copy_x dy x"), ("side", "half wait=False"),
-        ("main", "shared"), ("main", "after side"), ("main", "half arrive=False"),
-        ("main", "route"), ("main", "dx"), *home, ("main", "meet"),
-    ]  # fmt: skip
 
 
 # ---- in the interpreter

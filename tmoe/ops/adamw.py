@@ -9,9 +9,8 @@ import triton.language as tl
 from tmoe.ops.launch import cdiv, launch
 
 BLOCK = 1024
-ROW = tl.constexpr(
-    8
-)  # numbers in the table's line for a tensor: its first program, elements, the addresses of six tensors
+# numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step
+ROW = tl.constexpr(8)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
 
@@ -31,9 +30,8 @@ def adamw_kernel(
         return
     program = tl.program_id(0)
     low, high = program * 0, lines
-    while (
-        high - low > 1
-    ):  # the last line whose first program is no later than this one: 9 reads from L1 for 400 tensors
+    # the last line whose first program is no later than this one: 9 reads from L1 for 400 tensors
+    while high - low > 1:
         middle = (low + high) // 2
         later = tl.load(table + middle * ROW) > program
         low, high = tl.where(later, low, middle), tl.where(later, middle, high)
@@ -121,9 +119,9 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
 
 def trace(dtype):
     """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside compile_only."""
+    # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
     weight, number = torch.empty(17, device="meta"), torch.empty((), device="meta")
-    for cut in (16, 17):  # meta tensors have no addresses: all begin at 0
-        for grad in {torch.float32, dtype}:
-            for copy in [None] if dtype == torch.float32 else [None, weight[:cut].to(dtype)]:
-                parts = weight[:cut], weight[:cut].to(grad), weight[:cut], weight[:cut], copy
-                adamw_([(*parts, number)], number, number, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+    for grad in {torch.float32, dtype}:
+        for copy in [None] if dtype == torch.float32 else [None, weight.to(dtype)]:
+            parts = weight, weight.to(grad), weight, weight, copy
+            adamw_([(*parts, number)], number, number, 1e-3, (0.9, 0.95), 1e-8, 0.1)
