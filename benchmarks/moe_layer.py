@@ -3,13 +3,16 @@
     python -m benchmarks.moe_layer                                  # all shapes, who is installed, the table last
     python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
     python -m benchmarks.moe_layer --only tmoe sonicmoe             # some contestants (benchmarks/rivals.py has them all)
+    python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8    # any shape: T,D,F,E,K
     python -m benchmarks.moe_layer --shapes qwen3 --breakdown       # each kernel beside its floor
 
 Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and all weights. Before
 it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py); who is not installed, fails or is wrong
 is named with the reason. GPU time is taken with CUDA events, with a cold L2 and the host far ahead, in rounds over all contestants
 (one after another, whoever came first won by 12%: the clock sinks under load), and the median is printed; the host's own
-time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output.
+time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output. "weights
+once" is a copy in the same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
+what a forward of few rows is held to.
 
 next: rivals.py
 """
@@ -170,8 +173,16 @@ def host_ms(fn, rounds=20):
     return statistics.median(times)
 
 
+def weights_once(logits, K, gate_up, down):
+    """A copy that moves as many bytes as the weights of the chosen experts hold."""
+    touched = rivals.top_k(logits, K)[1].unique().numel()
+    half = touched * (gate_up[0].nbytes + down[0].nbytes) // 2
+    source, target = (torch.empty(half, dtype=torch.int8, device=gate_up.device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
 def measure(name, contestants):
-    """One shape: {"shape", "dense", "results": {contestant: {...}}, "missing": {contestant: reason}}.
+    """One shape: {"shape", "dense", "weights_once", "results": {contestant: {...}}, "missing": {contestant: reason}}.
 
     "dense" is all six products of forward and backward as cuBLAS does them on plain matrices, in the same rounds.
     """
@@ -193,12 +204,13 @@ def measure(name, contestants):
         results[who] = {"version": rivals.version(who), "errors": errors, "kept_mib": kept(calls[-2]) / 2**20}
     del want
     bench = Bench(shape, "cuda")
-    dense, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], *calls])
+    once = weights_once(logits, K, gate_up, down)
+    dense, read, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], once, *calls])
     for i, result in enumerate(results.values()):
         result |= {"fwd": times[2 * i], "both": times[2 * i + 1]}
         result |= {"host_fwd": host_ms(calls[2 * i]), "host_both": host_ms(calls[2 * i + 1])}
     torch.compiler.reset()
-    return {"shape": name, "dense": dense, "results": results, "missing": missing}
+    return {"shape": name, "dense": dense, "weights_once": read, "results": results, "missing": missing}
 
 
 def both(layer, inputs, weights, dy):
@@ -249,6 +261,7 @@ def rows(r):
     T, D, F, _, K = ALL[r["shape"]]
     ours, flops = r["results"].get("tmoe"), 18 * T * K * D * F
     yield f"{r['shape']:>10} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
+    yield f"{r['shape']:>10} {'weights once':>20} {r['weights_once']:9.3f}"
     for who, m in r["results"].items():
         ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
         sonic = ""
@@ -268,9 +281,23 @@ HEADER = (
 )
 
 
+def shape(text):
+    """A shape's name, or five numbers that become one."""
+    if text not in ALL:
+        try:
+            T, D, F, E, K = (int(n) for n in text.split(","))
+            if min(T, D, F, K) < 1 or K > E:
+                raise ValueError
+        except ValueError:
+            names = ", ".join(ALL)
+            raise argparse.ArgumentTypeError(f"{text!r} is neither of {names} nor T,D,F,E,K with 1 <= K <= E") from None
+        ALL[text] = T, D, F, E, K
+    return text
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shapes", nargs="+", default=list(ALL), choices=list(ALL))
+    p.add_argument("--shapes", nargs="+", default=list(ALL), type=shape, metavar="SHAPE")
     p.add_argument("--only", nargs="+", default=list(rivals.CONTESTANTS), choices=list(rivals.CONTESTANTS))
     p.add_argument("--breakdown", action="store_true", help="each kernel by itself instead of whole layers")
     p.add_argument("--json", type=Path, help="append each shape's result to this file, one JSON object a line")
@@ -288,7 +315,7 @@ def main():
         result = measure(name, args.only)
         torch.cuda.empty_cache()
         lines += rows(result)
-        print(*lines[-len(args.only) - 1 :], sep="\n", flush=True)
+        print(*lines[-len(args.only) - 2 :], sep="\n", flush=True)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             with args.json.open("a") as file:
