@@ -90,7 +90,9 @@ def check_metadata(routing):
     ]:
         ids = torch.randint(low, E, (T, K))
         torch.use_deterministic_algorithms(True)  # what is allocated holds the largest integers, no zeros by luck
-        meta, flat = routing.route(ids, E), ids.flatten()
+        flat = ids.flatten()
+        ids = torch.where(ids == low, E + 7, ids) if low < 0 else ids  # absent in either way
+        meta = routing.route(ids, E)
         pairs = routing.route(ids, E, 128)
         sorted_already = routing.group(meta.ends.clone(), T * K)
         for m in (meta, pairs, pairs.window(128), sorted_already):
@@ -189,10 +191,11 @@ def main():
     check_metadata(routing)
     routing.FEW = 0  # three launches instead of the one for few slots
     check_metadata(routing)
-    for T, E, K in [(70, 8, 2), (33, 60, 7), (5, 1, 1), (9, 16, 16)]:
+    for T, E, K in [(70, 8, 2), (33, 60, 7), (5, 1, 1), (9, 16, 16), (2050, 40, 3)]:  # the last in two tiles a row
         for renormalize in (True, False):
             check_topk(topk, T, E, K, renormalize)
     check_topk(topk, 40, 16, 5, True, hard=True)
+    check_topk(topk, 2050, 40, 5, True, hard=True)
     for tma, gather, sub, *shape in [
         (True, True, 2, 70, 64, 64, 4, 2),
         (False, True, 2, 70, 64, 64, 4, 2),

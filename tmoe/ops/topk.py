@@ -124,78 +124,100 @@ class _Straight(torch.autograd.Function):
         return run(dw, logits, weights, ids, ctx.renormalize), None, None
 
 
-@triton.jit
-def softmax_row(logits, T, E, r, e):
-    """Rows r of the logits, and exp(logit - largest) with its sum; a row with NaN or +inf has NaN everywhere."""
-    x = tl.load(
-        logits + r.to(tl.int64)[:, None] * E + e[None, :], mask=(r < T)[:, None] & (e < E)[None, :], other=float("-inf")
-    ).to(tl.float32)
-    p = tl.exp(x - tl.max(x, 1)[:, None])
-    return x, p, tl.sum(p, 1)
-
-
 @triton.jit(do_not_specialize=["T"])
 def topk_kernel(
     logits, weights, ids, T,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed."""
+    """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed.
+
+    A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it asks others.
+    """
     r = tl.program_id(0) * R + tl.arange(0, R)
-    e = tl.arange(0, EP)
-    x, p, total = softmax_row(logits, T, E, r, e)
-    bits = tl.where(x == x, x + 0.0, float("inf")).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    lanes = tl.arange(0, W)
+    rows = logits + r.to(tl.int64)[:, None] * E
+    x = ()
+    most = tl.full((R, W), float("-inf"), tl.float32)
+    for c in tl.static_range(EP // W):
+        e = c * W + lanes
+        x = x + (tl.load(rows + e[None, :], (r < T)[:, None] & (e < E)[None, :], float("-inf")).to(tl.float32),)
+        most = tl.maximum(most, x[c])
+    most = tl.max(most, 1)
+    parts = tl.zeros((R, W), tl.float32)  # of the softmax's sum; NaN where the row has NaN or +inf
+    keys = ()
     taken = -(1 << 63)  # below every logit, -inf too, so that K different experts are chosen
-    keys = tl.where(e[None, :] < E, (bits.to(tl.int64) << 32) | (EP - 1 - e)[None, :], taken)
+    for c in tl.static_range(EP // W):
+        e = c * W + lanes
+        parts += tl.exp(x[c] - most[:, None])
+        bits = tl.where(x[c] == x[c], x[c] + 0.0, float("inf")).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
+        bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        keys = keys + (tl.where(e[None, :] < E, (bits.to(tl.int64) << 32) | (EP - 1 - e)[None, :], taken),)
+    total = tl.sum(parts, 1)
     k = tl.arange(0, KP)
-    chosen = tl.zeros((R, KP), tl.int32)
-    w = tl.zeros((R, KP), tl.float32)
+    chosen = tl.zeros((R, KP), tl.int64)
     for j in tl.static_range(K):
-        largest = tl.max(keys, 1)
+        largest = keys[0]
+        for c in tl.static_range(1, EP // W):
+            largest = tl.maximum(largest, keys[c])
+        largest = tl.max(largest, 1)
+        chosen = tl.where(k[None, :] == j, largest[:, None], chosen)
         i = EP - 1 - (largest & 0xFFFFFFFF).to(tl.int32)
-        here = e[None, :] == i[:, None]
-        chosen = tl.where(k[None, :] == j, i[:, None], chosen)
-        w = tl.where(k[None, :] == j, tl.sum(tl.where(here, p, 0.0), 1)[:, None], w)
-        keys = tl.where(here, taken, keys)
+        left = ()
+        for c in tl.static_range(EP // W):
+            left = left + (tl.where((c * W + lanes)[None, :] == i[:, None], taken, keys[c]),)
+        keys = left
+    bits = (chosen >> 32).to(tl.int32)
+    value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    w = tl.where(k[None, :] < K, tl.exp(value - most[:, None]), 0.0)
     if RENORMALIZE:
         total = tl.where(total == total, tl.sum(w, 1), total)
     w = w / total[:, None]
     at = r.to(tl.int64)[:, None] * K + k[None, :]
     stored = (r < T)[:, None] & (k < K)[None, :]
     tl.store(weights + at, w, mask=stored)
-    tl.store(ids + at, chosen, mask=stored)
+    tl.store(ids + at, EP - 1 - (chosen & 0xFFFFFFFF).to(tl.int32), mask=stored)
 
 
 @triton.jit(do_not_specialize=["T"])
 def topk_backward_kernel(
     dw, logits, weights, ids, d_logits, T,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """As in `_backward_cpu`."""
+    """As in `_backward_cpu`; a chosen expert's is w (dw - <w, dw>) in both cases, and stored by itself."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, EP)
-    at = r.to(tl.int64) * K
-    pull = tl.zeros((R,), tl.float32)
-    for k in tl.static_range(K):
-        pull += tl.load(weights + at + k, mask=r < T, other=0.0) * tl.load(dw + at + k, mask=r < T, other=0.0)
-    if RENORMALIZE:
-        d = tl.zeros((R, EP), tl.float32)
-    else:
-        _, p, total = softmax_row(logits, T, E, r, e)
-        d = p * (-pull / total)[:, None]
-    for k in tl.static_range(K):
-        w = tl.load(weights + at + k, mask=r < T, other=0.0)
-        g = tl.load(dw + at + k, mask=r < T, other=0.0)
-        i = tl.load(ids + at + k, mask=r < T, other=-1)
-        d += tl.where(e[None, :] == i[:, None], (w * (g - pull if RENORMALIZE else g))[:, None], 0.0)
+    k = tl.arange(0, KP)
+    mine = (r < T)[:, None] & (k < K)[None, :]
+    at = r.to(tl.int64)[:, None] * K + k[None, :]
+    w = tl.load(weights + at, mine, 0.0)
+    g = tl.load(dw + at, mine, 0.0)
+    i = tl.load(ids + at, mine, 0)
+    pull = tl.sum(w * g, 1)
+    row = r.to(tl.int64)[:, None] * E
     mask = (r < T)[:, None] & (e < E)[None, :]
-    tl.store(d_logits + r.to(tl.int64)[:, None] * E + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask)
+    here = tl.zeros((R, EP), tl.int1)
+    for j in tl.static_range(K):
+        here |= e[None, :] == tl.load(ids + r.to(tl.int64) * K + j, r < T, 0)[:, None]
+    d = tl.zeros((R, EP), tl.float32)
+    if not RENORMALIZE:
+        x = tl.load(logits + row + e[None, :], mask, float("-inf")).to(tl.float32)
+        p = tl.exp(x - tl.max(x, 1)[:, None])
+        d = p * (-pull / tl.sum(p, 1))[:, None]
+    tl.store(d_logits + row + e[None, :], d.to(d_logits.dtype.element_ty), mask=mask & ~here)
+    tl.store(d_logits + row + i, (w * (g - pull[:, None])).to(d_logits.dtype.element_ty), mask=mine)
 
 
 def rows_a_program(E, T):
     """Tokens whose logits fill 16 registers of each of 128 threads, or fewer: so many that about 128 programs share the work (512
     tokens of 128 experts: 8.3 to 2.9 us)."""
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
+
+
+def tile_width(E, K, R):
+    """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times; few rows need more, or
+    threads would do each other's work. No more than 128 tile maxima in the program, which is unrolled."""
+    EP = power_of_2(E)
+    return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
 
 
 def forward(logits, K, renormalize):
@@ -206,7 +228,7 @@ def forward(logits, K, renormalize):
     R = rows_a_program(E, T)
     if T:
         launch(
-            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), K, power_of_2(K), R, renormalize,
+            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K, power_of_2(K), R, renormalize,
             num_warps=4,
         )  # fmt: skip
     return weights, ids
@@ -221,6 +243,6 @@ def backward(dw, logits, weights, ids, renormalize):
     if T:
         launch(
             topk_backward_kernel, (cdiv(T, R),), dw, logits, weights, ids, d_logits, T, E, power_of_2(E),
-            ids.shape[1], R, renormalize, num_warps=4,
+            ids.shape[1], power_of_2(ids.shape[1]), R, renormalize, num_warps=4,
         )  # fmt: skip
     return d_logits
