@@ -134,15 +134,15 @@ class Bench:
 _scratch = {}
 
 
-def prepare(device="cuda"):
-    """A millisecond of head start for the host, then a cold L2."""
+def prepare(head_start=None):
+    """Cycles of head start for the host (default: a millisecond), then a cold L2."""
     if not _scratch:
-        _scratch["l2"] = torch.empty(1 << 28, dtype=torch.int8, device=device)
-    torch.cuda._sleep(2_000_000)
+        _scratch["l2"] = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    torch.cuda._sleep(head_start or 2_000_000)
     _scratch["l2"].zero_()
 
 
-def time_all(fns, rounds=9, give_up=None):
+def time_all(fns, rounds=9, give_up=None, head_start=None):
     """Median GPU ms of each function, in rounds over all; with give_up, who takes that many times the best drops out early."""
     times = [[] for _ in fns]
     for fn in fns:
@@ -151,7 +151,7 @@ def time_all(fns, rounds=9, give_up=None):
         for fn, mine in zip(fns, times, strict=True):
             if give_up and i > 1 and min(mine) > give_up * min(min(t) for t in times):
                 continue
-            prepare()
+            prepare(head_start)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             fn()

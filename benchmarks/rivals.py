@@ -4,7 +4,7 @@ A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An 
 logits [T, E], fp32, through softmax, top-k (no renormalisation) and the experts to y [T, D]. Weights lie as their maker stores
 them, so no contestant pays for another's layout. Who is not installed raises ImportError, which `enter` reports.
 
-next: tune.py
+next: shapes.py
 """
 
 from collections.abc import Callable

@@ -156,8 +156,8 @@ def topk_kernel(
     k = tl.arange(0, KP)
     chosen = tl.zeros((R, KP), tl.int64)
     for j in tl.static_range(K):
-        largest = keys[0]
-        for c in tl.static_range(1, EP // W):
+        largest = tl.full((R, W), taken, tl.int64)
+        for c in tl.static_range(EP // W):
             largest = tl.maximum(largest, keys[c])
         largest = tl.max(largest, 1)
         chosen = tl.where(k[None, :] == j, largest[:, None], chosen)
