@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import train
-from benchmarks.train import running
+from benchmarks.train import at_least_one, running
 from tmoe import warmup
 from tmoe.cli import parse
 
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="the most processes, one a GPU")
+    parser.add_argument("--gpus", type=at_least_one, default=1, help="the most processes, one a GPU")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for each layout")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # a world's process: WORLD:FOLDER
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")

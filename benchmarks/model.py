@@ -276,8 +276,33 @@ def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
-    """Degrees of expert parallelism to compare: what divides experts and GPUs, up to two nodes."""
-    return [ep for ep in divisors(math.gcd(cfg.model.moe.experts, gpus)) if ep <= 2 * node]
+    """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
+    return [ep for ep in divisors(math.gcd(cfg.model.moe.experts, gpus)) if ep <= 2 * node and fits(ep, gpus, node)]
+
+
+def fits(ep: int, gpus: int, node: int) -> bool:
+    """Whether groups of ep neighbours lie in one node, or fill nodes: train.py refuses others, and no time here is theirs."""
+    return gpus <= node or node % ep == 0 or ep % node == 0
+
+
+def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, parts: bool) -> str:
+    """What is asked for and not in the model, "" if nothing is."""
+    p = cfg.parallel
+    if not 0 < tokens < math.inf:
+        return f"--tokens {tokens}: must be above 0"
+    if cfg.train.dtype != "bf16":
+        return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
+    if p.wire != "same":
+        return f"--parallel.wire={p.wire}: not in this model; valid: same"
+    if not parts:
+        return (
+            "" if p.dispatch in ("auto", "nccl") else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
+        )
+    if p.dispatch == "symm" and p.ep > m.node:
+        return f"--parallel.dispatch=symm: one node of {m.node} at most, not --parallel.ep={p.ep}"
+    if bad := [n for n in gpus if not fits(p.ep, n, m.node)]:
+        return f"--parallel.ep={p.ep}: on {bad[0]} GPUs groups would straddle nodes of {m.node}; valid: what divides {m.node}, or multiples of it"
+    return ""
 
 
 def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
@@ -339,7 +364,13 @@ class Point(NamedTuple):
 
 def read_points(paths: list[Path]) -> list[Point]:
     points = []
-    for file, line in [(path, line) for path in paths for line in path.read_text().splitlines()]:
+    try:
+        lines = [(path, line) for path in paths for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--check: {error}") from None
+    if not lines:
+        raise SystemExit(f"--check {' '.join(map(str, paths))}: holds no line to compare with")
+    for file, line in lines:
         record = json.loads(line) if line.startswith("{") else {}
         if not {"command", "gpus", "tokens_per_s_gpu"} <= record.keys():
             raise SystemExit(f"--check {file}: not a line of `python -m benchmarks.train --json`: {line[:80]}")
@@ -411,8 +442,11 @@ def main() -> None:
     args = parser.parse_args()
     constants = json.loads(args.constants.read_text())
     console = Console(width=170)
-    if unknown := set(args.fit) - set(constants):
-        raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(constants)}")
+    numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
+    if unknown := set(args.fit) - set(numbers):
+        raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
+    if args.fit and args.check is None:
+        parser.error("--fit: needs --check, the points to fit")
     if args.check is not None:
         points = read_points(args.check or CHECKED)
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
@@ -425,6 +459,11 @@ def main() -> None:
     if not args.parts and (taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]):
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
+    if min(args.gpus) < 1:  # before the words are held to it as a world
+        parser.error(f"--gpus {min(args.gpus)}: must be 1 or more")
+    for world in args.gpus if args.parts else (1,):
+        if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):
+            parser.error(no)
     if args.parts:
         for world in args.gpus:
             cfg = parse(words, "", world=world)

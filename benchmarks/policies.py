@@ -12,7 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.train import measure
+from benchmarks.train import at_least_one, measure
 from tmoe.accounting import memory_per_rank, peak_bytes
 from tmoe.cli import parse
 
@@ -27,8 +27,8 @@ POLICIES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
+    parser.add_argument("--steps", type=at_least_one, default=14)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
     parser.add_argument("--json", type=Path, help="append a line for every run to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.train import measure
+from benchmarks.train import at_least_one, measure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="at most so many; default: all that are here")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--gpus", type=at_least_one, help="at most so many; default: all that are here")
+    parser.add_argument("--steps", type=at_least_one, default=24)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
     parser.add_argument("--json", type=Path, help="append a line for every run to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")

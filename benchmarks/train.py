@@ -38,10 +38,17 @@ from tmoe.tokenizer import ByteTokenizer
 WARMUP = 10  # steps left out of the medians
 
 
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be 1 or more")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
+    parser.add_argument("--steps", type=at_least_one, default=30)
     parser.add_argument("--timeout", type=float, default=500, help="seconds after which the run is given up")
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     parser.add_argument(

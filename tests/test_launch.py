@@ -231,13 +231,22 @@ def test_the_straight_way_without_gradients(straight):
     assert not topk._Straight.apply(args[1].requires_grad_(), 2, True)[1].requires_grad
 
 
-@pytest.mark.parametrize("way", ["straight", "registered"])
-def test_a_second_derivative_is_warned_of(straight, way):
-    logits = torch.randn(7, 4, requires_grad=True)
-    softmax_topk = topk._Straight.apply if way == "straight" else ops.softmax_topk
-    (first,) = torch.autograd.grad(softmax_topk(logits, 2, True)[0][:, 0].sum(), logits, create_graph=True)
-    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-        (first.square().sum() + logits.sum()).backward()
+@pytest.mark.parametrize("way", ["straight", "registered", "layer", "layer, straight", "grouped"])
+def test_a_second_derivative_is_refused(straight, way):
+    """A kernel has none: what went on without it would be a wrong number."""
+    x, logits = torch.randn(7, 16, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    topk_of = {"straight": topk._Straight.apply, "registered": ops.softmax_topk}
+    if way in topk_of:
+        of, y = logits, topk_of[way](logits, 2, True)[0][:, 0]
+    elif way == "grouped":
+        of, y = x, ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
+    else:
+        args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
+        of, y = x, mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
+    (first,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (first.square().sum() + of.sum()).backward()
 
 
 def test_who_watches():

@@ -120,6 +120,16 @@ def test_stand_alone_layer_and_its_losses():
     torch.testing.assert_close(copy.deepcopy(moe)(x), y)  # after a call, whose graph is no part of the copy
 
 
+def test_a_layer_names_a_wrong_width_or_input():
+    for dim in (0, -1, 2.5, "8", None):
+        with pytest.raises(ValueError, match=f"dim: got {dim!r}, valid is a whole number"):
+            tmoe.MoE(dim, tmoe.MoEConfig())
+    layer = tmoe.MoE(16, tmoe.MoEConfig(ffn_dim=8))
+    for shape in ((16,), (2, 5, 15), ()):
+        with pytest.raises(ValueError, match=r"x: got shape .*dim=16"):
+            layer(torch.randn(shape))
+
+
 def test_presets_and_public_names():
     assert {"tiny", "moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"} < set(tmoe.presets())
     for name in ("Transformer", "MoE", "ops", "parallel", "presets"):

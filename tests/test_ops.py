@@ -212,6 +212,62 @@ def test_errors_name_the_argument(argument):
         ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(*args, None, "swiglu")
 
 
+@pytest.mark.parametrize("position, name", list(enumerate(["x", "gate_up", "down", "weights", "ids", "gate_up_bias"])))
+def test_what_is_no_tensor_is_named(position, name):
+    args = [*layer(5, 8, 8, 4, 2), torch.randn(4, 16)]
+    args[position] = [1.0]
+    with pytest.raises(ValueError, match=rf"{name}: got \[1.0\], valid is a tensor"):
+        ops.moe_mlp(*args)
+
+
+@pytest.mark.parametrize("position, name", [(1, "gate_up"), (2, "down"), (3, "weights"), (4, "ids")])
+def test_one_argument_on_meta_gives_no_numbers(position, name):
+    """torch runs the fake then: what it gives on the CPU was never written."""
+    args = list(layer(5, 8, 8, 4, 2))
+    args[position] = args[position].to("meta")
+    with pytest.raises(ValueError, match=f"{name}: got meta, valid is the input's cpu"):
+        ops.moe_mlp(*args)
+
+
+def test_widths_of_nothing_are_named():
+    """Kernels divide by them."""
+    for shape in ((5, 8, 8, 0, 2), (5, 0, 8, 2, 2), (5, 8, 0, 2, 2)):
+        args = list(layer(5, 8, 8, 4, 2))
+        _, D, F, E, _ = shape
+        args[:3] = torch.randn(5, D), torch.randn(E, 2 * F, D), torch.randn(E, D, F)
+        with pytest.raises(ValueError, match=r"down: got shape .* none of them 0"):
+            ops.moe_mlp(*args)
+    with pytest.raises(ValueError, match=r"b: got shape .* none of them 0"):
+        ops.grouped_mm(torch.randn(3, 8), torch.randn(0, 4, 8), torch.zeros(0, dtype=torch.int32))
+    with pytest.raises(ValueError, match="ends: got \\[1, 2\\], valid is a tensor"):
+        ops.grouped_mm(torch.randn(3, 8), torch.randn(2, 4, 8), [1, 2])
+
+
+@pytest.mark.parametrize("how", ["dual", "jvp"])
+def test_forward_mode_is_refused(how):
+    """torch would take the tangents for zeros."""
+    args = layer(5, 8, 8, 4, 2)
+    b, ends = torch.randn(3, 16, 8), torch.tensor([1, 2, 3], dtype=torch.int32)
+    for name, call, x in (
+        ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]), ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
+        ("logits", lambda logits: ops.softmax_topk(logits, 2, True)[0], torch.randn(5, 4)),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"{name}: got a forward-mode tangent"):
+            if how == "jvp":
+                torch.func.jvp(call, (x,), (x,))
+            else:
+                with torch.autograd.forward_ad.dual_level():
+                    call(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def test_backward_inside_autocast_is_no_less_exact():
+    args = layer(37, 24, 16, 5, 3)
+    want = run(ops.moe_mlp, args)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(ops.moe_mlp, args)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_grouped_mm_errors_name_the_argument():
     a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 2, 3], dtype=torch.int32)
     bad = [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]
@@ -241,8 +297,11 @@ def test_unknown_activation_and_bound_are_named():
     args = layer(5, 8, 8, 4, 2)
     with pytest.raises(ValueError, match="activation: got 'gelu', valid is 'swiglu' or 'clamped'"):
         ops.moe_mlp(*args, activation="gelu")
-    with pytest.raises(ValueError, match="pairs: got 0"):
-        ops.moe_mlp(*args, pairs=0)
+    with pytest.raises(ValueError, match="activation: got None, valid is 'swiglu' or 'clamped'"):
+        ops.moe_mlp(*args, activation=None)
+    for pairs in (0, 1.5, "3"):
+        with pytest.raises(ValueError, match=f"pairs: got {pairs!r}, valid is a positive whole number or None"):
+            ops.moe_mlp(*args, pairs=pairs)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -266,6 +325,8 @@ def test_softmax_topk_compiles_and_names_bad_input():
     for args, message in [
         ((logits, 9, True), "K: got 9, valid is 1 to E=8"),
         ((logits[0], 2, True), "logits: got shape"),
+        ((logits, 2.0, True), "K: got 2.0, valid is 1 to E=8"),
+        ((None, 2, True), "logits: got None, valid is a tensor"),
     ]:
         with pytest.raises(ValueError, match=message):
             ops.softmax_topk(*args)

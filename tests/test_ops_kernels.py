@@ -44,6 +44,7 @@ CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widt
     f"{arch}-{D}x{F}-{str(dtype)[6:]}": (arch, D, F, dtype)
     for arch, D, F, dtype in [
         ("cuda:90", 2048, 768, bf16), ("cuda:90", 2048, 768, fp16), ("cuda:90", 512, 192, fp32), ("cuda:90", 200, 72, bf16),
+        ("cuda:90", 200, 72, fp32), ("cuda:80", 200, 72, fp32), ("hip:gfx942", 200, 72, fp32),
         ("cuda:80", 2048, 768, bf16), ("cuda:80", 200, 72, fp16), ("cuda:80", 512, 192, fp32),
         ("hip:gfx942", 2048, 768, bf16), ("hip:gfx942", 200, 72, bf16), ("hip:gfx942", 512, 192, fp32),
     ]
@@ -183,6 +184,13 @@ def test_tuned_configurations_fit(name, binaries):
     for binary in binaries[name] + binaries[f"{name} variants"]:
         assert_fits(binary, CHIPS["cuda:90"])
     assert cfg.ctas in {binary.programs for binary in binaries[name]}
+
+
+def test_experts_beyond_32_bits_are_refused_where_kernels_would_miss_them():
+    with compile_only("cuda:90", lambda *launch: None):
+        trace(4, 16384, 65536, 2, 2, bf16)
+        with pytest.raises(ValueError, match="D=16384, F=65536"):
+            trace(4, 16384, 65536, 2, 2, fp32)
 
 
 def test_the_rule_between_entries_prefers_near_shapes():

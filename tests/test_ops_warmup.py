@@ -16,9 +16,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from triton import knobs
 
 from tmoe import warmup
+from tmoe.ops import adamw, precompile
 from tmoe.warmup import warm
 from tmoe.zoo import presets
 
@@ -91,6 +94,34 @@ def test_eight_ranks_on_what_a_killed_compilation_left(tmp_path):
     victim.communicate()
     assert half_written(tmp_path) and whole(tmp_path)
     assert_ranks_share_the_work(tmp_path)
+
+
+def killed(arch, traces):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def broken(arch, traces):
+    return 1 / 0
+
+
+@pytest.mark.timeout(30)
+def test_a_killed_process_ends_the_warm_up(monkeypatch):
+    """Out of memory, or a compiler that aborts: nobody waits for what will not come."""
+    monkeypatch.setattr(precompile, "work", killed)
+    with pytest.raises(RuntimeError, match="a process that compiled kernels for cuda:90 died"):
+        precompile.precompile("cuda:90", [], 2)
+    monkeypatch.setattr(precompile, "work", broken)
+    with pytest.raises(RuntimeError, match="cuda:90: ZeroDivisionError: division by zero"):
+        precompile.precompile("cuda:90", [], 2)
+
+
+def test_a_cache_without_room_for_locks_is_read(tmp_path, monkeypatch):
+    """Whole and read-only, or another user's: triton reads it, and so do we. (Root may write anywhere: a file is in the way here.)"""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    traces = [(adamw.trace, torch.bfloat16)]
+    (tmp_path / "tmoe-locks").touch()
+    compiled, needed = precompile.work("cuda:90", traces)
+    assert compiled == needed > 0 and precompile.work("cuda:90", traces) == (0, needed)
 
 
 def test_nothing_is_asked_for_twice(monkeypatch):

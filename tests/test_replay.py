@@ -5,6 +5,8 @@ Kernels go nowhere here: a stand-in for triton's C function writes down what it 
 
 import gc
 import itertools
+import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -143,6 +145,45 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
     assert len(replay._programs) == len(changes) + 4 and len(calls) > before
+
+
+def test_tf32_by_fp32_precision(calls):
+    """Who has set that may not be asked for allow_tf32: torch raises."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("tf32", "ieee"):
+            matmul.fp32_precision = precision
+            assert launch.tf32() == (precision == "tf32")
+            tensors = inputs(T=300, D=64, F=64, E=3, K=2, dtype=torch.float32, biased=False)
+            replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
+    finally:
+        matmul.fp32_precision = before
+    assert calls and len(replay._programs) == 2
+
+
+def test_threads_may_fill_the_memory_together(monkeypatch):
+    monkeypatch.setattr(replay, "_programs", {})
+    failed, interval = [], sys.getswitchinterval()
+
+    def fill(thread):
+        x = torch.zeros(1)
+        try:
+            for i in range(20000):
+                replay.remembered(lambda x, n: (x,), (x,), (thread, i))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=fill, args=(i,)) for i in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
 
 
 def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):

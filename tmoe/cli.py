@@ -4,9 +4,12 @@ next: config.py
 """
 
 import importlib.util
+import io
 import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import tyro
@@ -15,6 +18,8 @@ from tmoe.config import Config, ConfigError
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
 
+LAG_S = 10.0  # that rank 0 may start later than others
+
 
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
     """Config of a command line; the first word may name a preset (default: tiny).
@@ -22,12 +27,17 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting that cannot
     work, alone or with the others, or for a world of processes that is not dp x ep.
     """
+    silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
     try:
-        return _parse(list(argv), description, rank, world)
-    except ValueError as error:
-        if rank == 0:
+        with redirect_stdout(silent) if rank else nullcontext(), redirect_stderr(silent) if rank else nullcontext():
+            return _parse(list(argv), description, rank, world)
+    except (ValueError, SystemExit) as error:
+        code = error.code if isinstance(error, SystemExit) else 2
+        if rank == 0 and isinstance(error, ValueError):
             print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        if rank and code and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(LAG_S)  # torchrun ends all others when one has: rank 0, still importing, would never say why
+        raise SystemExit(code) from None
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:

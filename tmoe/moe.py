@@ -13,6 +13,7 @@ from tmoe.balance import Load, measure
 from tmoe.config import MoEConfig
 from tmoe.experts import Experts, LocalExperts
 from tmoe.init import initialise
+from tmoe.ops.check import require
 from tmoe.parallel.dispatch import Dispatcher, LocalDispatcher
 from tmoe.router import Router
 
@@ -60,6 +61,8 @@ class MoE(nn.Module):
     def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
         """init: draw the weights (False: whoever builds the model does)."""
         super().__init__()
+        require(type(dim) is int and dim > 0, "dim", repr(dim), "a whole number from 1 on")
+        self.dim = dim
         self.router = Router(dim, cfg)
         self.experts = Experts(dim, cfg)
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
@@ -74,6 +77,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
+        if x.dim() < 2 or x.shape[-1] != self.dim:
+            require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         y_TD, self.load = self.experts(self.route, x, padding)
         return y_TD.view_as(x)  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
 

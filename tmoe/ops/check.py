@@ -1,6 +1,7 @@
 """Argument checks of the ops: one ValueError that names the argument, what it got and what is valid."""
 
 import torch
+from torch.autograd import forward_ad
 
 from tmoe.ops.reference import ACTIVATIONS
 
@@ -14,10 +15,23 @@ def require(ok, name, got, valid):
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
+def check_tensors(**tensors):
+    """Raise ValueError for what is no tensor (None is none), NotImplementedError for a forward-mode derivative, which torch would
+    take for zero."""
+    for name, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            require(False, name, repr(t)[:80], "a tensor")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: got a forward-mode tangent, but this op is differentiated by backward alone"
+            )
+
+
 def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, activation):
     """Raise ValueError unless the arguments fit moe_mlp's contract."""
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
-    require(down_EDF.dim() == 3, "down", f"shape {tuple(down_EDF.shape)}", "[E, D, F]")
+    ok = down_EDF.dim() == 3 and all(down_EDF.shape)
+    require(ok, "down", f"shape {tuple(down_EDF.shape)}", "[E, D, F], none of them 0")
     (T, D), (E, _, F) = x_TD.shape, down_EDF.shape
     require(
         ids_TK.dim() == 2 and ids_TK.shape[0] == T,
@@ -50,7 +64,7 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, ac
         "torch.float32" if x_TD.dtype == torch.float32 else f"torch.float32 or {x_TD.dtype}",
     )
     require(ids_TK.dtype in INTS, "ids", ids_TK.dtype, "int32 or int64")
-    _check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)
+    check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)
 
 
 def check_shared(x_TD, gate_up_2GD, down_DG, fp8):
@@ -61,7 +75,7 @@ def check_shared(x_TD, gate_up_2GD, down_DG, fp8):
     for name, t, shape in (("shared_gate_up", gate_up_2GD, (2 * G, D)), ("shared_down", down_DG, (D, G))):
         require(tuple(t.shape) == shape, name, f"shape {tuple(t.shape)}", shape)
         _check_types("x", x_TD, **{name: t})
-        _check_device(x_TD, **{name: t})
+        check_device(x_TD, **{name: t})
 
 
 def check_grouped_mm(a_ND, b_EFD, ends_E):
@@ -69,16 +83,16 @@ def check_grouped_mm(a_ND, b_EFD, ends_E):
     require(a_ND.dim() == 2, "a", f"shape {tuple(a_ND.shape)}", "[N, D]")
     D = a_ND.shape[1]
     require(
-        b_EFD.dim() == 3 and b_EFD.shape[2] == D,
+        b_EFD.dim() == 3 and b_EFD.shape[2] == D and all(b_EFD.shape),
         "b",
         f"shape {tuple(b_EFD.shape)}",
-        f"[E, F, D={D}]",
+        f"[E, F, D={D}], none of them 0",
     )
     E = b_EFD.shape[0]
     require(tuple(ends_E.shape) == (E,), "ends", f"shape {tuple(ends_E.shape)}", f"[E={E}]")
     _check_types("a", a_ND, b=b_EFD)
     require(ends_E.dtype == torch.int32, "ends", ends_E.dtype, "int32")
-    _check_device(a_ND, b=b_EFD, ends=ends_E)
+    check_device(a_ND, b=b_EFD, ends=ends_E)
 
 
 def _check_types(first, x, **others):
@@ -88,6 +102,7 @@ def _check_types(first, x, **others):
         require(t.dtype == x.dtype, name, t.dtype, f"{first}'s {x.dtype}")
 
 
-def _check_device(x, **others):
+def check_device(x, **others):
+    """Raise ValueError unless all lie where x does. Fakes ask too: of tensors on several devices, torch runs the fake if one is meta."""
     for name, t in others.items():
         require(t.device == x.device, name, t.device, f"the input's {x.device}")

@@ -10,8 +10,9 @@ kernels that read it.
 import torch
 
 from tmoe.ops import hopper, kernels
+from tmoe.ops.check import require
 from tmoe.ops.few import few_rows
-from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, empty, launch
+from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, empty, launch, tf32
 from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
 
@@ -52,7 +53,16 @@ class Layer:
         self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
-        self.precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        if (
+            not self.tma and 2 * self.D * self.F >= 2**31
+        ):  # kernels without descriptors reach an expert's matrices by 32 bits
+            require(
+                False,
+                "an expert's matrices",
+                f"D={self.D}, F={self.F}",
+                "2 D F below 2^31 where there are no tensor descriptors",
+            )
+        self.precision = "tf32" if tf32() else "ieee"
 
     def config(self, kernel):
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)

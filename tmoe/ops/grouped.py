@@ -1,9 +1,10 @@
 """grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
-from tmoe.ops.check import check_grouped_mm, require
+from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
 
 
 def grouped_mm(a_ND, b_EFD, ends_E):
@@ -19,6 +20,7 @@ def grouped_mm(a_ND, b_EFD, ends_E):
         c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b.
         Raises ValueError for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
     """
+    check_tensors(a=a_ND, b=b_EFD, ends=ends_E)
     return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)
 
 
@@ -47,6 +49,7 @@ def _forward_gpu(a, b, ends):
 
 @torch.library.register_fake("tmoe::grouped_mm", lib=_lib)
 def _forward_fake(a, b, ends):
+    check_device(a, b=b, ends=ends)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
@@ -70,6 +73,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _differentiate(ctx, dc):
     return *torch.ops.tmoe.grouped_mm_backward(dc, *ctx.saved_tensors), None
 

@@ -95,6 +95,11 @@ def _facts(index):
     return arch, p.multi_processor_count, _has_descriptors(arch)
 
 
+def tf32():
+    """Whether fp32 products may use TF32, however that was set: who has set `fp32_precision` may not ask for `allow_tf32`."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _has_descriptors(arch):
     return (
         arch == "cuda:90"

@@ -6,9 +6,11 @@ needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
-from tmoe.ops.check import check_moe_mlp, require
+from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
+from tmoe.ops.reference import ACTIVATIONS
 from tmoe.ops.replay import remembered
 from tmoe.ops.routing import Metadata
 from tmoe.ops.straight import unwatched
@@ -41,11 +43,17 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of what is kept: SonicMoE, Guo et al. 2025.
     """
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    check_tensors(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK)
+    if gate_up_bias_E2F is not None:
+        check_tensors(gate_up_bias=gate_up_bias_E2F)
+    if not isinstance(activation, str):
+        require(False, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if pairs is None:
         pairs = ids_TK.numel()
     else:
-        require(pairs > 0, "pairs", pairs, "a positive number or None")
+        if not (isinstance(pairs, (int, torch.SymInt)) and pairs > 0):
+            require(False, "pairs", repr(pairs), "a positive whole number or None")
         pairs = (pairs + 127) // 128 * 128  # windows start on 16 bytes
     if x_TD.is_cuda and unwatched(*tensors):
         return _Straight.apply(*tensors, activation, pairs, keep)
@@ -96,6 +104,8 @@ def _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
 
 @torch.library.register_fake("tmoe::moe_mlp", lib=_lib)
 def _forward_fake(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+    biased = {} if bias is None else {"gate_up_bias": bias}
+    check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     N, (E, F2, _) = ids.numel(), gate_up.shape
     rows = _rows(x, ids, pairs)
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
@@ -106,7 +116,8 @@ def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    *grads, d_bias = cpu.moe_mlp_backward(dy, x, gate_up, down, weights, h, order, ends, bias, activation)
+    with torch.autocast("cpu", enabled=False):  # whoever calls backward inside of it
+        *grads, d_bias = cpu.moe_mlp_backward(dy, x, gate_up, down, weights, h, order, ends, bias, activation)
     return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 
@@ -135,6 +146,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
 
 
+@once_differentiable
 def _differentiate(ctx, dy, *_):
     if dy is None:
         return (None,) * 9
@@ -158,13 +170,11 @@ class _Straight(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 9
         x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
-        alone = (
-            unwatched(dy) and not torch.is_grad_enabled()
-        )  # else batched, counted, compiled, or to be differentiated again
-        run = _backward_gpu if alone else torch.ops.tmoe.moe_mlp_backward
+        run = _backward_gpu if unwatched(dy) else torch.ops.tmoe.moe_mlp_backward
         *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
         return *grads, None, d_bias if bias is not None else None, None, None, None

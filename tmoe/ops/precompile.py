@@ -5,9 +5,11 @@ goes on with the next kernel and comes back. Nobody waits for anything but a fil
 Kernels that the cache already holds whole are only looked at, so a half-written cache costs what is missing.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import traceback
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -53,12 +55,18 @@ def compile_under_locks(wanted, folder):
 
 
 def _compile(compile, path, wait):
-    """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false."""
-    with path.open("w") as lock:
+    """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false.
+
+    Without a lock where there can be none: in a cache that is whole and read-only, or another user's, triton only reads.
+    """
+    with contextlib.ExitStack() as stack:
         try:
+            lock = stack.enter_context(path.open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
+        except OSError:
+            pass
         compile()
         return True
 
@@ -76,7 +84,8 @@ def work(arch, traces):
     before = knobs.compilation.listener
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
     folder = Path(knobs.cache.dir) / "tmoe-locks"
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         with compile_only(arch, lambda name, key, compile: wanted.setdefault(key, compile)):
             for run, *args in traces:
@@ -97,6 +106,33 @@ def precompile(arch, traces, processes):
     """
     if processes == 1:
         return work(arch, traces)
-    with get_context("fork").Pool(processes) as pool:
-        done = pool.starmap(work, [(arch, traces)] * processes, chunksize=1)
+    context, pipes = get_context("fork"), []
+    for _ in range(processes):  # no Pool: it waits for ever for a process that was killed
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_tell, args=(sender, arch, traces), daemon=True).start()
+        sender.close()
+        pipes.append(receiver)
+    done = []
+    for receiver in pipes:
+        try:
+            answer = receiver.recv()
+        except EOFError:
+            raise RuntimeError(
+                f"a process that compiled kernels for {arch} died: out of memory (fewer take less: --processes 1), or a compiler "
+                f"that does not know {arch}"
+            ) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        done.append(answer)
     return sum(compiled for compiled, _ in done), done[0][1]
+
+
+def _tell(sender, arch, traces):
+    try:
+        answer = work(arch, traces)
+    except Exception as error:
+        traceback.print_exc()
+        answer = RuntimeError(
+            f"compiling kernels for {arch}: {type(error).__name__}: {error}"
+        )  # any error can be sent as this
+    sender.send(answer)

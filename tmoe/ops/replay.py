@@ -27,7 +27,7 @@ def remembered(run, tensors, *how):
     hooks = knobs.runtime
     if launch.compiling() or heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
         return run(*tensors, *how)
-    kind = [run, *how, torch.backends.cuda.matmul.allow_tf32, tensors[0].device]
+    kind = [run, *how, launch.tf32(), tensors[0].device]
     for t in tensors:
         if t is None:
             kind.append(None)
@@ -39,7 +39,7 @@ def remembered(run, tensors, *how):
     program = _programs.get(kind, ...)
     if program is ...:
         if len(_programs) >= KEPT:
-            _programs.pop(next(iter(_programs)))
+            _programs.pop(list(_programs)[0], None)  # noqa: RUF015  (one step each: another thread may do the same)
         _programs[kind] = None
         return run(*tensors, *how)
     if program is None:

@@ -102,7 +102,8 @@ def portable(kernel, arch, dtype, even):
     """
     sub = 2 if arch.startswith("cuda") and (kernel == "dh" or (kernel == "dw_add" and even)) else 1
     if dtype == torch.float32:
-        return Config(64, 32 if kernel.startswith("dw") else 64, 16, 8, sub, 4, 2, 2, True)
+        narrow = kernel.startswith("dw") or (not even and kernel in ("dh", "down", "dx"))
+        return Config(64, 32 if narrow else 64, 16, 8, sub, 4, 2, 2, True)
     columns = 64 if kernel == "dh" or not even else 128
     if arch.startswith("hip"):
         return Config(128, columns, 32, 8, 1, 8, 2, 1, True)

@@ -7,9 +7,10 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from tmoe.ops import reference
-from tmoe.ops.check import require
+from tmoe.ops.check import check_tensors, require
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
 from tmoe.ops.straight import unwatched
@@ -25,9 +26,12 @@ def softmax_topk(logits_TE, K, renormalize):
     Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
     Raises ValueError for shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
     """
+    check_tensors(logits=logits_TE)
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
     require(logits_TE.is_floating_point(), "logits", logits_TE.dtype, "a floating type")
-    require(1 <= K <= logits_TE.shape[1], "K", K, f"1 to E={logits_TE.shape[1]}")
+    ok = not (logits_TE.is_cuda and logits_TE.dtype == torch.float64)
+    require(ok, "logits", logits_TE.dtype, "at most 32 bits wide on a GPU")
+    require(isinstance(K, int) and 1 <= K <= logits_TE.shape[1], "K", K, f"1 to E={logits_TE.shape[1]}")
     if logits_TE.is_cuda and unwatched(logits_TE):
         return _Straight.apply(logits_TE, K, renormalize)
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
@@ -96,6 +100,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(logits, weights, ids)
 
 
+@once_differentiable
 def _differentiate(ctx, dw, _):
     if dw is None:
         return None, None, None
@@ -115,12 +120,12 @@ class _Straight(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dw, _):
         if dw is None:
             return None, None, None
         logits, weights, ids = ctx.saved_tensors
-        alone = unwatched(dw) and not torch.is_grad_enabled()
-        run = _backward_gpu if alone else torch.ops.tmoe.softmax_topk_backward
+        run = _backward_gpu if unwatched(dw) else torch.ops.tmoe.softmax_topk_backward
         return run(dw, logits, weights, ids, ctx.renormalize), None, None
 
 

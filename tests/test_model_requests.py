@@ -1,0 +1,45 @@
+"""What benchmarks/model.py does not model is refused by name, and never with code 0."""
+
+import sys
+
+import pytest
+
+from benchmarks import model as cost
+from tmoe.zoo import presets
+
+
+def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:
+    monkeypatch.setattr(sys, "argv", ["model", *words])
+    with pytest.raises(SystemExit) as ended:
+        cost.main()
+    return ended.value.code, f"{ended.value.code} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("--gpus 0 -- olmoe-1b-7b", "--gpus 0: must be 1 or more"),
+        ("--gpus -8 -- olmoe-1b-7b", "--gpus -8: must be 1 or more"),
+        ("--gpus 0 --parts -- olmoe-1b-7b", "--gpus 0: must be 1 or more"),
+        ("--tokens nan -- olmoe-1b-7b", "--tokens nan: must be above 0"),
+        ("-- olmoe-1b-7b --parallel.dispatch local", "the page takes auto or nccl"),
+        ("-- olmoe-1b-7b --train.dtype fp32", "measured in bf16"),
+        ("--gpus 16 --parts -- olmoe-1b-7b --parallel.ep 16 --parallel.dispatch symm", "one node of 8 at most"),
+        ("--gpus 40 --parts -- granite-3b-a800m --parallel.ep 5", "would straddle nodes of 8"),
+        ("--check /nowhere", "/nowhere"),
+        ("--check /dev/null", "no line"),
+        ("--fit collective --check", "must be among"),
+        ("--fit skew -- olmoe-1b-7b", "--fit: needs --check"),
+    ],
+)
+def test_what_the_model_does_not_know_is_refused(capsys, monkeypatch, words, says):
+    code, said = page_ends(monkeypatch, capsys, *words.split())
+    assert code not in (0, False, None)
+    assert says in said
+
+
+def test_the_page_has_no_layout_that_train_would_refuse():
+    """Groups of 5 on nodes of 8 straddle two."""
+    cfg = presets()["granite-3b-a800m"]
+    assert cost.layouts(cfg, 40, 8) == [1, 2, 4, 8]
+    assert cost.layouts(cfg, 5, 8) == [1, 5]
