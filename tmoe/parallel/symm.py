@@ -455,7 +455,7 @@ def hides(ranks: int, itemsize: int, width: int) -> bool:
 def obstacle(ranks: dist.ProcessGroup) -> str:
     """Why this group cannot exchange through its peers' memory, "" if it can. A collective, with one answer on all ranks."""
     if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
-        return "it does not run on NVIDIA's GPUs"
+        return "its ranks do not run on NVIDIA's GPUs"
     gpu_here = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     gpus: list[tuple[str, str]] = [("", "")] * ranks.size()
     dist.all_gather_object(gpus, (socket.gethostname(), gpu_here), group=ranks)
