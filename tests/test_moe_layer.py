@@ -1,11 +1,13 @@
-"""What benchmarks/moe_layer.py accepts as a shape, and what its yardstick moves."""
+"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, and what is written of a model."""
 
 import argparse
+import json
+import sys
 
 import pytest
 import torch
 
-from benchmarks import moe_layer
+from benchmarks import moe_layer, shapes
 
 
 def test_five_numbers_are_a_shape_and_others_are_refused_by_name(monkeypatch):
@@ -25,3 +27,27 @@ def test_weights_once_moves_the_bytes_of_the_experts_that_have_tokens():
     gate_up, down = torch.empty(8, 24, 10, dtype=torch.bfloat16), torch.empty(8, 10, 12, dtype=torch.bfloat16)
     copied = moe_layer.weights_once(logits, 2, gate_up, down)()
     assert 2 * copied.nbytes == 3 * (24 * 10 + 10 * 12) * 2
+
+
+def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys):
+    """The GPU's part is replaced: what is compiled first, compared, printed and kept."""
+    compiled = []
+    monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
+    monkeypatch.setattr(shapes, "precompile", lambda arch, traces, processes: compiled.extend(traces))
+    monkeypatch.setattr(shapes, "time_all", lambda fns, rounds, head_start: [float(fn() is not None) for fn in fns])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    grouped = shapes.rivals.CONTESTANTS["tmoe"]  # torch._grouped_mm's gradients want a GPU
+    monkeypatch.setitem(shapes.rivals.CONTESTANTS, "grouped_mm", grouped)
+    monkeypatch.setitem(shapes.MODELS, "tiny", (16, 8, 4, 2))
+    monkeypatch.setitem(shapes.MODELS, "too large", (16384, 65536, 64, 2))
+    out = tmp_path / "shapes.jsonl"
+    monkeypatch.setattr(sys, "argv", ["shapes", "tiny", "too large", "--tokens", "5", "7", "--json", str(out)])
+    shapes.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["model"], line["shape"]) for line in lines] == [("tiny", [T, 16, 8, 4, 2]) for T in (5, 7)]
+    assert all(line["tmoe"] == line["grouped_mm"] == [1, 1] and line["apart"] == 0 for line in lines)
+    assert len(compiled) == 4 and capsys.readouterr().out.count("1.00x") == 4
+    monkeypatch.setattr(sys, "argv", ["shapes", "dbrxx"])
+    with pytest.raises(SystemExit):
+        shapes.main()
+    assert "model 'dbrxx': valid are granite-1b" in capsys.readouterr().err
