@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 import tmoe
+from benchmarks.moe_layer import require_gpu
 from tmoe.ops import exchange, router_product
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
@@ -264,6 +265,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    require_gpu(parser)
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("WORLD_SIZE is not set: start it with torchrun, one process a GPU")
     warm(args.layers, int(os.environ["WORLD_SIZE"]), args.fp8)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

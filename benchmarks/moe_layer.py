@@ -295,6 +295,12 @@ def shape(text):
     return text
 
 
+def require_gpu(parser):
+    """Ends the program with one line where there is none."""
+    if not torch.cuda.is_available():
+        parser.error("no GPU here, and this times one")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=list(ALL), type=shape, metavar="SHAPE")
@@ -302,6 +308,7 @@ def main():
     p.add_argument("--breakdown", action="store_true", help="each kernel by itself instead of whole layers")
     p.add_argument("--json", type=Path, help="append each shape's result to this file, one JSON object a line")
     args = p.parse_args()
+    require_gpu(p)
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     about |= {"date": str(date.today()), "command": " ".join(["python -m benchmarks.moe_layer", *sys.argv[1:]])}
     print(about)

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from benchmarks import rivals
-from benchmarks.moe_layer import both, make, time_all
+from benchmarks.moe_layer import both, make, require_gpu, time_all
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.warmup import local_arch
 
@@ -64,6 +64,7 @@ def main():
         p.error(f"model {unknown[0]!r}: valid are {', '.join(MODELS)}")
     if min(args.tokens) < 1:
         p.error(f"--tokens={min(args.tokens)}: must be at least 1")
+    require_gpu(p)
     shapes = [(name, (T, *MODELS[name])) for name in args.models or MODELS for T in args.tokens]
     shapes = [(name, s) for name, s in shapes if 12 * s[0] * s[4] * (s[1] + 3 * s[2]) + 30 * s[3] * s[1] * s[2] < ROOM]
     layers = [(trace, *shape, torch.bfloat16) for _, shape in shapes]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.moe_layer import SHAPES, Bench, time_all
+from benchmarks.moe_layer import SHAPES, Bench, require_gpu, time_all
 from tmoe.ops import table
 from tmoe.ops.launch import compile_only, device_facts
 from tmoe.ops.table import Config
@@ -155,6 +155,7 @@ def main():
     if args.merge:
         merge(args.merge, args.arch)
         return
+    require_gpu(p)
     start = time.time()
     arch = device_facts(torch.device("cuda", 0))[0]
     failed = compile_all(arch, args.shapes, args.kernels, args.jobs)

@@ -32,6 +32,7 @@ def test_weights_once_moves_the_bytes_of_the_experts_that_have_tokens():
 def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys):
     """The GPU's part is replaced: what is compiled first, compared, printed and kept."""
     compiled = []
+    monkeypatch.setattr(shapes, "require_gpu", lambda parser: None)
     monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
     monkeypatch.setattr(shapes, "precompile", lambda arch, traces, processes: compiled.extend(traces))
     monkeypatch.setattr(shapes, "time_all", lambda fns, rounds, head_start: [float(fn() is not None) for fn in fns])

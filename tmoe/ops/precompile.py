@@ -106,14 +106,15 @@ def precompile(arch, traces, processes):
     """
     if processes == 1:
         return work(arch, traces)
-    context, pipes = get_context("fork"), []
+    context, started = get_context("fork"), []
     for _ in range(processes):  # no Pool: it waits for ever for a process that was killed
         receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=_tell, args=(sender, arch, traces), daemon=True).start()
+        process = context.Process(target=_tell, args=(sender, arch, traces), daemon=True)
+        process.start()
         sender.close()
-        pipes.append(receiver)
+        started.append((process, receiver))
     done = []
-    for receiver in pipes:
+    for process, receiver in started:
         try:
             answer = receiver.recv()
         except EOFError:
@@ -124,6 +125,7 @@ def precompile(arch, traces, processes):
         if isinstance(answer, BaseException):
             raise answer
         done.append(answer)
+        process.join()
     return sum(compiled for compiled, _ in done), done[0][1]
 
 
