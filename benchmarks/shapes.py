@@ -1,4 +1,4 @@
-"""Times the layer at the widths of many published models, few tokens to many, beside torch's grouped_mm: is it ever slower?
+"""Times the layer at the widths of published models and a few others, few tokens to many, beside torch's grouped_mm: is it ever slower?
 
     python -m benchmarks.shapes                                          # all, two minutes on an H200
     python -m benchmarks.shapes dbrx granite-1b --tokens 512 8192 --json shapes.jsonl
@@ -66,7 +66,11 @@ def main():
         p.error(f"--tokens={min(args.tokens)}: must be at least 1")
     require_gpu(p)
     shapes = [(name, (T, *MODELS[name])) for name in args.models or MODELS for T in args.tokens]
-    shapes = [(name, s) for name, s in shapes if 12 * s[0] * s[4] * (s[1] + 3 * s[2]) + 30 * s[3] * s[1] * s[2] < ROOM]
+    fits = [12 * s[0] * s[4] * (s[1] + 3 * s[2]) + 30 * s[3] * s[1] * s[2] < ROOM for _, s in shapes]
+    for (name, s), ok in zip(shapes, fits, strict=True):
+        if not ok:
+            print(f"{name} at T={s[0]}: left out, it takes more than {ROOM / 1e9:.0f} GB")
+    shapes = [shape for shape, ok in zip(shapes, fits, strict=True) if ok]
     layers = [(trace, *shape, torch.bfloat16) for _, shape in shapes]
     precompile(local_arch(), layers + [(trace_router, T, E, K, False) for _, (T, _, _, E, K) in shapes], 8)
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
@@ -84,6 +88,7 @@ def main():
             flush=True,
         )
         if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
             line = {
                 "model": name,
                 "shape": shape,

@@ -40,9 +40,9 @@ WARMUP = 10  # steps left out of the medians
 
 def at_least_one(text: str) -> int:
     """A whole number from 1 on, for argparse."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return int(text)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 @pytest.mark.parametrize("name", ["train", "scaling", "policies", "layouts"])
-@pytest.mark.parametrize("gpus", ["0", "-4"])
+@pytest.mark.parametrize("gpus", ["0", "-4", "two"])
 def test_no_gpus_is_an_error_not_a_pass(monkeypatch, capsys, name, gpus):
     monkeypatch.setattr(sys, "argv", [name, "--gpus", gpus, "--", "tiny"])
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("something was started"))

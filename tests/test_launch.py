@@ -13,6 +13,7 @@ import triton
 
 from tmoe import ops
 from tmoe.ops import exchange, launch, mlp, topk
+from tmoe.ops.router_product import router_product
 from tmoe.ops.straight import unwatched
 
 
@@ -231,22 +232,28 @@ def test_the_straight_way_without_gradients(straight):
     assert not topk._Straight.apply(args[1].requires_grad_(), 2, True)[1].requires_grad
 
 
-@pytest.mark.parametrize("way", ["straight", "registered", "layer", "layer, straight", "grouped"])
-def test_a_second_derivative_is_refused(straight, way):
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("way", ["straight", "registered", "layer", "layer, straight", "grouped", "router"])
+def test_a_second_derivative_is_refused(straight, way, named, summed):
     """A kernel has none: what went on without it would be a wrong number."""
     x, logits = torch.randn(7, 16, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
     topk_of = {"straight": topk._Straight.apply, "registered": ops.softmax_topk}
     if way in topk_of:
         of, y = logits, topk_of[way](logits, 2, True)[0][:, 0]
+    elif way == "router":
+        of = torch.randn(7, 16, dtype=torch.bfloat16, requires_grad=True)
+        y = router_product(of, torch.randn(4, 16, dtype=torch.bfloat16))
     elif way == "grouped":
         of, y = x, ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
     else:
         args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
         of, y = x, mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
-    (first,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        (first.square().sum() + of.sum()).backward()
+    (first,) = torch.autograd.grad(y.sum() if summed else y.square().sum(), of, create_graph=True)
+    loss = first.square().sum() + of.sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, of) if named else loss.backward()
 
 
 def test_who_watches():

@@ -47,7 +47,9 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["model"], line["shape"]) for line in lines] == [("tiny", [T, 16, 8, 4, 2]) for T in (5, 7)]
     assert all(line["tmoe"] == line["grouped_mm"] == [1, 1] and line["apart"] == 0 for line in lines)
-    assert len(compiled) == 4 and capsys.readouterr().out.count("1.00x") == 4
+    out = capsys.readouterr().out
+    assert len(compiled) == 4 and out.count("1.00x") == 4
+    assert "too large at T=5: left out, it takes more than 110 GB" in out
     monkeypatch.setattr(sys, "argv", ["shapes", "dbrxx"])
     with pytest.raises(SystemExit):
         shapes.main()

@@ -323,9 +323,9 @@ def test_softmax_topk_compiles_and_names_bad_input():
     torch.library.opcheck(torch.ops.tmoe.softmax_topk.default, (logits, 3, True))
     torch.library.opcheck(torch.ops.tmoe.softmax_topk.default, (logits, 3, False))
     for args, message in [
-        ((logits, 9, True), "K: got 9, valid is 1 to E=8"),
+        ((logits, 9, True), "K: got 9, valid is a whole number from 1 to E=8"),
         ((logits[0], 2, True), "logits: got shape"),
-        ((logits, 2.0, True), "K: got 2.0, valid is 1 to E=8"),
+        ((logits, 2.0, True), "K: got 2.0, valid is a whole number from 1 to E=8"),
         ((None, 2, True), "logits: got None, valid is a tensor"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -10,14 +10,13 @@ INTS = (torch.int32, torch.int64)
 
 
 def require(ok, name, got, valid):
-    """Raise ValueError unless ok."""
+    """Raise ValueError unless ok. Hot paths test first and call this with False: the words cost more than the test."""
     if not ok:
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
 def check_tensors(**tensors):
-    """Raise ValueError for what is no tensor (None is none), NotImplementedError for a forward-mode derivative, which torch would
-    take for zero."""
+    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop."""
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")

@@ -53,15 +53,10 @@ class Layer:
         self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
-        if (
-            not self.tma and 2 * self.D * self.F >= 2**31
-        ):  # kernels without descriptors reach an expert's matrices by 32 bits
-            require(
-                False,
-                "an expert's matrices",
-                f"D={self.D}, F={self.F}",
-                "2 D F below 2^31 where there are no tensor descriptors",
-            )
+        # kernels without descriptors reach an expert's matrices by 32 bits
+        if not self.tma and 2 * self.D * self.F >= 2**31:
+            valid = "2 D F below 2^31 where there are no tensor descriptors"
+            require(False, "an expert's matrices", f"D={self.D}, F={self.F}", valid)
         self.precision = "tf32" if tf32() else "ieee"
 
     def config(self, kernel):

@@ -1,10 +1,10 @@
 """grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
+from tmoe.ops.straight import no_second_derivative
 
 
 def grouped_mm(a_ND, b_EFD, ends_E):
@@ -73,9 +73,10 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
 def _differentiate(ctx, dc):
+    check_tensors(dc=dc)
     return *torch.ops.tmoe.grouped_mm_backward(dc, *ctx.saved_tensors), None
 
 
 torch.library.register_autograd("tmoe::grouped_mm", _differentiate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("tmoe::grouped_mm_backward", no_second_derivative, lib=_lib)

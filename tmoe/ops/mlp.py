@@ -6,14 +6,13 @@ needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.reference import ACTIVATIONS
 from tmoe.ops.replay import remembered
 from tmoe.ops.routing import Metadata
-from tmoe.ops.straight import unwatched
+from tmoe.ops.straight import no_second_derivative, unwatched
 
 
 def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):
@@ -43,9 +42,8 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of what is kept: SonicMoE, Guo et al. 2025.
     """
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
-    check_tensors(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK)
-    if gate_up_bias_E2F is not None:
-        check_tensors(gate_up_bias=gate_up_bias_E2F)
+    biased = {} if gate_up_bias_E2F is None else {"gate_up_bias": gate_up_bias_E2F}
+    check_tensors(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biased)
     if not isinstance(activation, str):
         require(False, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -146,16 +144,17 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
 
 
-@once_differentiable
 def _differentiate(ctx, dy, *_):
     if dy is None:
         return (None,) * 9
+    check_tensors(dy=dy)
     *saved, bias = ctx.saved_tensors  # once: a checkpoint recomputes for each look
     *grads, d_bias = torch.ops.tmoe.moe_mlp_backward(dy, *saved, bias, ctx.activation, ctx.pairs)
     return *grads, None, d_bias if bias is not None else None, None, None, None
 
 
 torch.library.register_autograd("tmoe::moe_mlp", _differentiate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("tmoe::moe_mlp_backward", no_second_derivative, lib=_lib)
 
 
 class _Straight(torch.autograd.Function):
@@ -170,11 +169,14 @@ class _Straight(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 9
+        check_tensors(dy=dy)
         x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
-        run = _backward_gpu if unwatched(dy) else torch.ops.tmoe.moe_mlp_backward
+        alone = (
+            unwatched(dy) and not torch.is_grad_enabled()
+        )  # else batched, counted, compiled, or to be differentiated again
+        run = _backward_gpu if alone else torch.ops.tmoe.moe_mlp_backward
         *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
         return *grads, None, d_bias if bias is not None else None, None, None, None

@@ -114,18 +114,21 @@ def precompile(arch, traces, processes):
         sender.close()
         started.append((process, receiver))
     done = []
-    for process, receiver in started:
-        try:
+    try:
+        for _, receiver in started:
             answer = receiver.recv()
-        except EOFError:
-            raise RuntimeError(
-                f"a process that compiled kernels for {arch} died: out of memory (fewer take less: --processes 1), or a compiler "
-                f"that does not know {arch}"
-            ) from None
-        if isinstance(answer, BaseException):
-            raise answer
-        done.append(answer)
-        process.join()
+            if isinstance(answer, BaseException):
+                raise answer
+            done.append(answer)
+    except EOFError:
+        raise RuntimeError(
+            f"a process that compiled kernels for {arch} died: out of memory (fewer take less: --processes 1), or a compiler "
+            f"that does not know {arch}"
+        ) from None
+    finally:
+        for process, _ in started:
+            process.terminate()  # has ended, unless another has failed: a killed one leaves locks and a cache that others can use
+            process.join()
     return sum(compiled for compiled, _ in done), done[0][1]
 
 

@@ -12,11 +12,11 @@ gradient of a softmax adds up to zero over experts, and what is left of the sum 
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from tmoe.ops.check import require
+from tmoe.ops.check import check_tensors, require
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
+from tmoe.ops.straight import no_second_derivative
 
 HI, MID, LO = 0, 1, 2
 PIECES = {torch.bfloat16: 1, torch.float16: 2}  # of W; three of what is wider
@@ -90,15 +90,16 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
 def _differentiate(ctx, dlogits):
     if dlogits is None:
         return None, None
+    check_tensors(dlogits=dlogits)
     x, weight = ctx.saved_tensors
     return torch.ops.tmoe.router_product_backward(dlogits, x, weight)
 
 
 torch.library.register_autograd("tmoe::router_product", _differentiate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("tmoe::router_product_backward", no_second_derivative, lib=_lib)
 
 
 # The arithmetic, on any device ----------------------------------------------------------------------------------------

@@ -21,6 +21,12 @@ def unwatched(*tensors):
     )
 
 
+def no_second_derivative(ctx, *_):
+    """The autograd rule of an op that is a gradient itself. Not once_differentiable: that says nothing where the first gradient needs none
+    (behind a sum), nor where torch.autograd.grad names its inputs."""
+    raise RuntimeError("tmoe's ops have no second derivative")
+
+
 def _plain(t):
     """Neither of a class of its own nor a batch behind one tensor (`is_grads_batched`), which has no address."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(t)

@@ -7,13 +7,12 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from tmoe.ops import reference
 from tmoe.ops.check import check_tensors, require
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
-from tmoe.ops.straight import unwatched
+from tmoe.ops.straight import no_second_derivative, unwatched
 
 
 def softmax_topk(logits_TE, K, renormalize):
@@ -22,7 +21,7 @@ def softmax_topk(logits_TE, K, renormalize):
     With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert comes first (on a
     GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are NaN.
 
-    Args: logits_TE [T, E], any float type; 1 <= K <= E. T may be 0.
+    Args: logits_TE [T, E], any float type (fp64 on a CPU only); 1 <= K <= E. T may be 0.
     Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
     Raises ValueError for shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
     """
@@ -31,7 +30,12 @@ def softmax_topk(logits_TE, K, renormalize):
     require(logits_TE.is_floating_point(), "logits", logits_TE.dtype, "a floating type")
     ok = not (logits_TE.is_cuda and logits_TE.dtype == torch.float64)
     require(ok, "logits", logits_TE.dtype, "at most 32 bits wide on a GPU")
-    require(isinstance(K, int) and 1 <= K <= logits_TE.shape[1], "K", K, f"1 to E={logits_TE.shape[1]}")
+    require(
+        isinstance(K, int) and 1 <= K <= logits_TE.shape[1],
+        "K",
+        repr(K),
+        f"a whole number from 1 to E={logits_TE.shape[1]}",
+    )
     if logits_TE.is_cuda and unwatched(logits_TE):
         return _Straight.apply(logits_TE, K, renormalize)
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
@@ -100,14 +104,15 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(logits, weights, ids)
 
 
-@once_differentiable
 def _differentiate(ctx, dw, _):
     if dw is None:
         return None, None, None
+    check_tensors(dw=dw)
     return torch.ops.tmoe.softmax_topk_backward(dw, *ctx.saved_tensors, ctx.renormalize), None, None
 
 
 torch.library.register_autograd("tmoe::softmax_topk", _differentiate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("tmoe::softmax_topk_backward", no_second_derivative, lib=_lib)
 
 
 class _Straight(torch.autograd.Function):
@@ -120,12 +125,13 @@ class _Straight(torch.autograd.Function):
         return weights, ids
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dw, _):
         if dw is None:
             return None, None, None
+        check_tensors(dw=dw)
         logits, weights, ids = ctx.saved_tensors
-        run = _backward_gpu if unwatched(dw) else torch.ops.tmoe.softmax_topk_backward
+        alone = unwatched(dw) and not torch.is_grad_enabled()
+        run = _backward_gpu if alone else torch.ops.tmoe.softmax_topk_backward
         return run(dw, logits, weights, ids, ctx.renormalize), None, None
 
 
@@ -220,7 +226,7 @@ def rows_a_program(E, T):
 
 def tile_width(E, K, R):
     """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times; few rows need more, or
-    threads would do each other's work. No more than 128 tile maxima in the program, which is unrolled."""
+    threads would do each other's work. No more than 128 tile maxima (or K) in the program, which is unrolled."""
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
 
