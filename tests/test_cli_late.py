@@ -16,17 +16,10 @@ LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
 )
 def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
     (tmp_path / "sitecustomize.py").write_text(LATE)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        "tiny",
-    ]
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *words.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(
+        f"{torchrun} train.py tiny {words}".split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=90
+    )
     assert ended.returncode
     assert (ended.stdout + ended.stderr).count(says) == 1

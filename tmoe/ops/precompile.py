@@ -137,7 +137,6 @@ def _tell(sender, arch, traces):
         answer = work(arch, traces)
     except Exception as error:
         traceback.print_exc()
-        answer = RuntimeError(
-            f"compiling kernels for {arch}: {type(error).__name__}: {error}"
-        )  # any error can be sent as this
+        # not the error itself: a compiler's may not survive the pipe
+        answer = RuntimeError(f"compiling kernels for {arch}: {type(error).__name__}: {error}")
     sender.send(answer)

@@ -185,7 +185,7 @@ def place(
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB).
 
     A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting the earlier slots of
-    the same expert, one column an expert, took 30 of 40 us where this takes 8 of 18 (262,144 slots, 128 experts).
+    the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots of 128 experts; all of it takes 18 with this.
     """
     p = tl.program_id(0)
     ee = tl.arange(0, EP)
