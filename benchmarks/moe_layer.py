@@ -8,9 +8,9 @@
 
 Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and all weights. Before
 it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py); who is not installed, fails or is wrong
-is named with the reason. GPU time is taken with CUDA events, with a cold L2 and the host far ahead, in rounds over all contestants
-(one after another, whoever came first won by 12%: the clock sinks under load), and the median is printed; the host's own
-time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output. "weights
+is named with the reason. GPU time is taken with CUDA events, with a cold L2 and a head start of 1.5 times the slowest contestant's host time (with
+a millisecond SonicMoE waited for its host, which takes four), in rounds over all contestants (one after another, whoever came first
+won by 12%: the clock sinks under load), and the median is printed; the host's own time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output. "weights
 once" is a copy in the same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
 what a forward of few rows is held to.
 
@@ -59,6 +59,8 @@ PEAK_FLOPS, PEAK_BYTES = (
     790e12,
     4.3e12,
 )  # measured on an H200: 8192^3 bf16 product in a short burst; copy, read plus write
+
+CYCLES_PER_MS = 2_000_000  # of an H200's clock
 
 
 def make(shape, device, dtype=torch.bfloat16):
@@ -134,15 +136,15 @@ class Bench:
 _scratch = {}
 
 
-def prepare(head_start=None):
-    """Cycles of head start for the host (default: a millisecond), then a cold L2."""
+def prepare(head_start=CYCLES_PER_MS):
+    """Cycles of head start for the host, then a cold L2."""
     if not _scratch:
         _scratch["l2"] = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    torch.cuda._sleep(head_start or 2_000_000)
+    torch.cuda._sleep(head_start)
     _scratch["l2"].zero_()
 
 
-def time_all(fns, rounds=9, give_up=None, head_start=None):
+def time_all(fns, rounds=9, give_up=None, head_start=CYCLES_PER_MS):
     """Median GPU ms of each function, in rounds over all; with give_up, who takes that many times the best drops out early."""
     times = [[] for _ in fns]
     for fn in fns:
@@ -205,10 +207,11 @@ def measure(name, contestants):
     del want
     bench = Bench(shape, "cuda")
     once = weights_once(logits, K, gate_up, down)
-    dense, read, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], once, *calls])
+    host = [host_ms(call) for call in calls]
+    ahead = int(CYCLES_PER_MS * max(1, 1.5 * max(host, default=0)))
+    dense, read, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], once, *calls], head_start=ahead)
     for i, result in enumerate(results.values()):
-        result |= {"fwd": times[2 * i], "both": times[2 * i + 1]}
-        result |= {"host_fwd": host_ms(calls[2 * i]), "host_both": host_ms(calls[2 * i + 1])}
+        result |= {"fwd": times[2 * i], "both": times[2 * i + 1], "host_fwd": host[2 * i], "host_both": host[2 * i + 1]}
     torch.compiler.reset()
     return {"shape": name, "dense": dense, "weights_once": read, "results": results, "missing": missing}
 

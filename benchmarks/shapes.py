@@ -21,7 +21,7 @@ import torch
 import triton
 
 from benchmarks import rivals
-from benchmarks.moe_layer import both, make, require_gpu, time_all
+from benchmarks.moe_layer import CYCLES_PER_MS, both, make, require_gpu, time_all
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.warmup import local_arch
 
@@ -33,7 +33,7 @@ MODELS = {  # name: (D, F, E, K)
     "small": (512, 256, 16, 2), "gpt2-upcycled": (768, 3072, 8, 2), "one-expert": (4096, 11008, 1, 1),
 }  # fmt: skip
 TOKENS = (64, 512, 2048, 8192, 32768)
-HEAD_START = 10_000_000  # cycles for the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms
+HEAD_START = 5 * CYCLES_PER_MS  # for the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms
 ROOM = 110e9  # bytes of an H200 that a shape may take
 
 
@@ -51,7 +51,7 @@ def measure(T, D, F, E, K):
     apart = max(
         float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(calls[1](), calls[3](), strict=True)
     )
-    return *time_all(calls, 5, head_start=HEAD_START if T <= 2048 else None), apart
+    return *time_all(calls, 5, head_start=HEAD_START), apart
 
 
 def main():
