@@ -174,12 +174,16 @@ def multiply(
 
 @gluon.jit
 def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
-    """A slice of a tile to rows below hi of c, by ordinary stores."""
+    """A slice of a tile to rows below hi of c, by ordinary stores.
+
+    L2 is to keep them before the weights that flow past: act and y are read again soon, and H finds its way to memory later, too.
+    """
     part = gl.convert_layout(part.to(c.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     cols = col + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     at = c + (gl.expand_dims(r.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0))
-    gl.store(at, part, mask=gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < width, 0))
+    here = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < width, 0)
+    gl.store(at, part, mask=here, eviction_policy="evict_last")
 
 
 @gluon.jit
