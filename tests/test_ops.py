@@ -293,6 +293,15 @@ def test_bias_activation_and_bound(dtype, shape, activation):
     assert_near(run(fused, args), want, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("pairs, rows", [(None, 160), (16, 128), (130, 160), (10**6, 160)])
+def test_a_bound_on_pairs_never_takes_more_memory_than_all_of_them(pairs, rows):
+    x, gate_up, down, weights, ids = (t.to("meta") for t in layer(40, 64, 64, 4, 4))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        ops.moe_mlp(x.requires_grad_(), gate_up, down, weights, ids, pairs=pairs)
+    assert (rows, 128) in kept
+
+
 def test_unknown_activation_and_bound_are_named():
     args = layer(5, 8, 8, 4, 2)
     with pytest.raises(ValueError, match="activation: got 'gelu', valid is 'swiglu' or 'clamped'"):

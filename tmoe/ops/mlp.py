@@ -52,7 +52,7 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     else:
         if not (isinstance(pairs, (int, torch.SymInt)) and pairs > 0):
             require(False, "pairs", repr(pairs), "a positive whole number or None")
-        pairs = (pairs + 127) // 128 * 128  # windows start on 16 bytes
+        pairs = min((pairs + 127) // 128 * 128, ids_TK.numel())  # windows start on 16 bytes
     if x_TD.is_cuda and unwatched(*tensors):
         return _Straight.apply(*tensors, activation, pairs, keep)
     return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
