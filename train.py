@@ -34,7 +34,11 @@ from tmoe.runtime import OnItsWay, Runtime
 
 
 def main(argv: list[str]) -> None:
-    rank, world = runtime.launched()
+    try:
+        rank, world = runtime.launched()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     cfg = parse(argv, __doc__ or "", rank=rank, world=world)
     if cfg.dry_run:
         from tmoe.planning import dry_run  # its fake process group is of no use to a run
@@ -71,7 +75,7 @@ class Trainer:
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
         self.guard = SkipGuard(cfg.optim.max_skips)
         self.graphs = runtime.Graphs()
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens, self.changes = 0, 0, list[str]()
         self.checkpoints = Checkpoints(
             Path(cfg.out) / "checkpoints",
             keep=cfg.checkpoint.keep,
@@ -180,9 +184,12 @@ class Trainer:
         self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, val_loss=val_loss, **counts)
 
     def save(self) -> None:
-        """Everything that the next step depends on; the data's position is the step itself."""
+        """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN, which no skipped
+        step would mend, end the run instead: published, they would push out the last good step, and nobody could go on from them."""
         if self.cfg.checkpoint.mode == "off":
             return
+        self.checkpoints.finish()
+        self.run.together(lambda: require_finite(self.tensors(("model",))))
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
         self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
 
@@ -190,7 +197,7 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                run.together(lambda: hf.require_same_run(path, cfg))
+                self.changes = run.together(lambda: hf.require_same_run(path, cfg))
                 state, rng = self.checkpoints.load(path, self.tensors())
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
@@ -221,7 +228,9 @@ class Trainer:
         if self.entropy:
             note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
         if self.step:
-            note(f"resumed after step {self.step}")
+            note(f"resumed after step {self.step}" + "".join(f"; {change}" for change in self.changes))
+            if cfg.init:
+                note(f"--init={cfg.init}: not read, for {cfg.out} has steps to go on from")
 
     def shape(self) -> dict[str, int]:
         train, run = self.cfg.train, self.run

@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the curves to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
+    if args.steps < WINDOW:
+        parser.error(f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared")
     more = [w for w in args.train if w != "--"]
     started = {}
     with tempfile.TemporaryDirectory() as out:

@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # a world's process: WORLD:FOLDER
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
+    if not args.timeout > 0:
+        parser.error(f"--timeout={args.timeout}: must be a positive number of seconds")
     more = [w for w in args.train if w != "--"]
     if args.inside:
         world, out = args.inside.split(":", 1)

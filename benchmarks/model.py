@@ -440,7 +440,12 @@ def main() -> None:
     parser.add_argument("--constants", type=Path, default=CONSTANTS)
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
-    constants = json.loads(args.constants.read_text())
+    try:
+        constants = json.loads(args.constants.read_text())
+        if unknown := json.loads(CONSTANTS.read_text()).keys() - constants.keys():
+            raise ValueError(f"lacks {', '.join(sorted(unknown))}")
+    except (OSError, ValueError, AttributeError) as error:
+        parser.error(f"--constants={args.constants}: {error}")
     console = Console(width=170)
     numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
     if unknown := set(args.fit) - set(numbers):

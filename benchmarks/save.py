@@ -29,6 +29,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     args = parser.parse_args()
+    if not 0 < args.gib < float("inf"):
+        parser.error(f"--gib={args.gib}: must be a positive number of GiB")
+    if not args.folder.is_dir():
+        parser.error(f"--folder={args.folder}: must be a folder that is there")
     gpu = torch.cuda.is_available()
     whole, rest = divmod(round(args.gib * 2**28), PIECE)
     sizes = [PIECE] * whole + [rest] * (rest > 0)

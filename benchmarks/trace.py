@@ -108,4 +108,13 @@ def busy(kernels: list[dict]) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(*sys.argv[1:2])
+    except (
+        TypeError,
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+    ) as error:  # no argument, no file, no trace, nothing of a GPU in it
+        raise SystemExit(f"{__doc__}\nno trace of a GPU in {sys.argv[1:]}: {error!r}") from None

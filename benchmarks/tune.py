@@ -24,6 +24,7 @@ from benchmarks.moe_layer import SHAPES, Bench, require_gpu, time_all
 from tmoe.ops import table
 from tmoe.ops.launch import compile_only, device_facts
 from tmoe.ops.table import Config
+from tmoe.warmup import ARCH, ARCH_VALID
 
 TUNED = {  # the benchmark's shapes, and others between which the rule finds its way: name: (T, D, F, E, K)
     **SHAPES,
@@ -128,8 +129,13 @@ def winners(records):
 
 
 def merge(path, arch):
-    """Write the winners of a file of records into the table, replacing entries of the same kernel and shape."""
+    """Write the winners of a file of records into the table, replacing entries of the same kernel and shape. ValueError or OSError
+    leaves the table as it was."""
     records = json.loads(path.read_text())
+    if not (
+        isinstance(records, list) and records and all(isinstance(r, dict) and r.get("shape") in TUNED for r in records)
+    ):
+        raise ValueError(f"{path}: holds no records of this benchmark (--out)")
     shipped = json.loads(table.PATH.read_text())
     entries = {(e["kernel"], e["D"], e["F"], e["rows"]): e for e in shipped.get(arch, [])}
     for name in dict.fromkeys(r["shape"] for r in records):
@@ -140,7 +146,9 @@ def merge(path, arch):
             entries[kernel, D, F, rows] = entry
     shipped[arch] = [entries[key] for key in sorted(entries)]
     lines = [f'"{a}": [\n' + ",\n".join(json.dumps(e) for e in es) + "\n]" for a, es in shipped.items()]
-    table.PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    new = table.PATH.with_suffix(".new")
+    new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    new.replace(table.PATH)
 
 
 def main():
@@ -153,8 +161,12 @@ def main():
     p.add_argument("--arch", default="cuda:90", help="whose entries --merge writes")
     args = p.parse_args()
     if args.merge:
-        merge(args.merge, args.arch)
-        return
+        if not ARCH.fullmatch(args.arch):
+            p.error(f"--arch={args.arch}: {ARCH_VALID}")
+        try:
+            return merge(args.merge, args.arch)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            p.error(f"--merge={args.merge}: {error}")
     require_gpu(p)
     start = time.time()
     arch = device_facts(torch.device("cuda", 0))[0]

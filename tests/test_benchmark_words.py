@@ -6,6 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 
+from tmoe.ops import table
+
 
 @pytest.mark.parametrize("name", ["train", "scaling", "policies", "layouts"])
 @pytest.mark.parametrize("gpus", ["0", "-4", "two"])
@@ -34,3 +36,30 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         import_module("benchmarks.exchange").main()
     assert "WORLD_SIZE is not set: start it with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("save --gib 0", "--gib=0.0: must be a positive number"),
+        ("save --gib nan", "--gib=nan: must be a positive number"),
+        ("save --folder /nonexistent/x", "--folder=/nonexistent/x: must be a folder"),
+        ("curve --steps 0", "--steps=0: must be 20 or more"),
+        ("layouts --timeout -1", "--timeout=-1.0: must be a positive number of seconds"),
+        ("model --constants EMPTY -- tiny", "lacks attention_rate"),
+        ("model --constants /nonexistent -- tiny", "--constants=/nonexistent: "),
+        ("tune --merge EMPTY", "holds no records of this benchmark"),
+        ("tune --merge EMPTY --arch nonsense", "--arch=nonsense: must be cuda:NN"),
+        ("tune --merge /nonexistent", "--merge=/nonexistent: "),
+    ],
+)
+def test_a_word_that_cannot_work_is_named(monkeypatch, capsys, tmp_path, words, says):
+    """And the shipped table of configurations stays as it is."""
+    (tmp_path / "empty.json").write_text("{}")
+    name, *rest = words.replace("EMPTY", str(tmp_path / "empty.json")).split()
+    before = table.PATH.read_bytes()
+    monkeypatch.setattr(sys, "argv", [name, *rest])
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+    assert table.PATH.read_bytes() == before

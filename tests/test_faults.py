@@ -6,6 +6,7 @@ Cases 9 and 16 to 24; checkpoints are in test_faults_checkpoint.py, ranks that s
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import platform
 import signal
@@ -271,6 +272,32 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
         assert "step 4" in result["error"] and "3 times in a row" in result["error"]
         assert_equal_state(result["seen"][2], result["end"])
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} <= {"step-2", "step-4"}
+
+
+def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Rank 1's part of one weight becomes NaN behind step 3, as a flipped bit would make it; the run is told to stop behind step 5."""
+    trainer, said = start(rank, world, argv), io.StringIO()
+    original = trainer.forward_backward
+
+    def forward_backward(batch, totals):
+        if rank == 1 and trainer.step == 4:
+            dict(trainer.model.named_parameters())["blocks.1.ffn_norm.weight"].data.to_local()[0] = float("nan")
+        trainer.run.stop = trainer.step >= 5
+        return original(batch, totals)
+
+    trainer.forward_backward = forward_backward
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended, trainer.metrics:
+        trainer.train()
+    return ended.value.code, said.getvalue()
+
+
+def test_21_weights_that_hold_nan_are_never_published(tmp_path, gloo):
+    """Not by the last save of a run that is told to stop either: it would push out the only step to go on from."""
+    flags = [*EP2, "--out", str(tmp_path), "--checkpoint.every", "2", "--checkpoint.keep", "1"]
+    (code, said), (other, quiet) = gloo(2, broken, flags)
+    assert code == other == 2 and not quiet
+    assert "NaN or infinity in model.blocks.1.ffn_norm.weight: start from another checkpoint" in said
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
 
 
 def all_skipped(rank: int, world: int, argv: list[str], folder: Path) -> tuple[int, str]:

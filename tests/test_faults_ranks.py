@@ -153,7 +153,7 @@ def save_nan(rank: int, world: int, argv: list[str]) -> None:
     trainer = start(rank, world, argv)
     with torch.no_grad():
         dict(trainer.model.named_parameters())["blocks.1.ffn_norm.weight"].to_local()[3] = float("nan")
-    trainer.save()
+    trainer.checkpoints.save(0, trainer.tensors(), dict(step=0, tokens=0, guard=trainer.guard.state_dict()), {})
     trainer.checkpoints.finish()
 
 

@@ -154,3 +154,85 @@ def test_presets_and_public_names():
 def test_mesh_errors_name_the_axis(axes, says):
     with pytest.raises(ValueError, match=says):
         tmoe.parallel.mesh.mesh_shape(1, axes.pop("dp", None), axes.pop("ep", 1), **axes)
+
+
+@pytest.mark.parametrize(
+    "padding",
+    [
+        torch.zeros(7, 3, dtype=torch.bool),
+        torch.ones(1, dtype=torch.bool),
+        torch.zeros(3, 7),
+        [True],
+        torch.tensor(True),
+    ],
+    ids=["transposed", "one", "float", "list", "scalar"],
+)
+def test_marks_of_another_shape_or_type_are_refused(padding):
+    """Transposed, they would flatten in another order; of one element, they would leave every token out."""
+    with pytest.raises(ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\), one for each token"):
+        tmoe.MoE(D, CFG)(torch.randn(3, 7, D), padding)
+    model, tokens = tmoe.Transformer(tmoe.presets()["tiny"].model), torch.zeros(3, 7, dtype=torch.int64)
+    with pytest.raises(ValueError, match="padding: got "):
+        model(tokens, padding_BS=padding)
+    for name in ("documents_BS", "targets_BS"):
+        with pytest.raises(ValueError, match=f"{name[:-3]}: got .*, valid is torch.int64 .3, 7."):
+            model(tokens, **{"targets_BS": tokens} | {name: torch.zeros(7, 3, dtype=torch.int64)})
+
+
+def test_nan_at_padding_reaches_no_gradient():
+    moe, x = tmoe.MoE(D, CFG), torch.randn(3, 7, D)
+    padding = torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 4:] = True
+    wants = []
+    for filler in (0.0, float("nan")):
+        y = moe(x.masked_fill(padding[..., None], filler), padding)
+        loss = y[~padding].square().sum() + Balancer(CFG).loss(stack([moe.load]), None)
+        wants.append((loss, *torch.autograd.grad(loss, list(moe.parameters()))))
+    assert all(torch.equal(a, b) for a, b in zip(*wants, strict=True))
+
+
+def test_a_layer_under_autocast_computes_in_its_type():
+    torch.manual_seed(0)
+    moe, x = tmoe.MoE(D, CFG), torch.randn(5, 7, D)
+    first = nn.Linear(D, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = moe(first(x))  # bf16 from the linear layer, fp32 weights
+        same = moe(x)
+    assert y.dtype == torch.bfloat16 and same.dtype == torch.float32
+    exact = moe(x)
+    assert 1e-4 < (same - exact).norm() / exact.norm() < 3e-2
+    moe.half().bfloat16()  # as autocast rounds the experts; the router's weights are rounded here, too
+    y.sum().backward()
+    assert first.weight.grad.isfinite().all()
+
+
+def frozen(rank: int, world: int, ep: int) -> list[str]:
+    model = tmoe.Transformer(tmoe.presets()["tiny"].model)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    model.blocks[0].moe.experts.down.requires_grad_(True)
+    tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=ep))
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2)])
+def test_what_is_frozen_stays_frozen(gloo, world, ep):
+    for free in gloo(world, frozen, ep):
+        assert free == ["blocks.0.moe.experts.down", "head.weight"]
+
+
+def test_a_choice_bias_is_fp32_whatever_the_default_type():
+    cfg = tmoe.MoEConfig(experts=4, top_k=2, ffn_dim=8, choice_bias=True)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        router = tmoe.MoE(16, cfg).router
+    finally:
+        torch.set_default_dtype(before)
+    for _ in range(1000):
+        router.update_bias(torch.tensor([0, 9, 9, 9]))
+    torch.testing.assert_close(router.choice_bias, torch.tensor([1.0, -1.0, -1.0, -1.0]), rtol=0, atol=1e-3)
+    with pytest.raises(ValueError, match=r"counts: got \(1,\), valid is \[E=4\]"):
+        router.update_bias(torch.ones(1))
+    with pytest.raises(ValueError, match="choice_bias: got False, valid is True"):
+        tmoe.MoE(16, tmoe.MoEConfig(experts=4, top_k=2, ffn_dim=8)).router.update_bias(torch.ones(4))

@@ -302,13 +302,28 @@ def test_a_bound_on_pairs_never_takes_more_memory_than_all_of_them(pairs, rows):
     assert (rows, 128) in kept
 
 
+def test_large_routing_weights_in_fp16():
+    """65504 is fp16's largest number; what a weight is multiplied with need not be large."""
+    x, gate_up, down, weights, ids = layer(9, 8, 8, 4, 2)
+    args = [t.half() for t in (x, gate_up * 0.1, down * 1e-3)] + [weights.float() * 0 + 7e4]
+    args = [t.requires_grad_() for t in args]
+    for grad in torch.autograd.grad(ops.moe_mlp(*args, ids).float().sum() * 1e-4, args):
+        assert grad.isfinite().all()
+
+
+def test_torch_func_is_refused_by_name():
+    x, *rest = layer(5, 8, 8, 4, 2)
+    with pytest.raises(NotImplementedError, match=r"x: got a tensor of torch\.func's grad"):
+        torch.func.grad(lambda x: ops.moe_mlp(x, *rest).sum())(x)
+
+
 def test_unknown_activation_and_bound_are_named():
     args = layer(5, 8, 8, 4, 2)
     with pytest.raises(ValueError, match="activation: got 'gelu', valid is 'swiglu' or 'clamped'"):
         ops.moe_mlp(*args, activation="gelu")
     with pytest.raises(ValueError, match="activation: got None, valid is 'swiglu' or 'clamped'"):
         ops.moe_mlp(*args, activation=None)
-    for pairs in (0, 1.5, "3"):
+    for pairs in (0, 1.5, "3", True):
         with pytest.raises(ValueError, match=f"pairs: got {pairs!r}, valid is a positive whole number or None"):
             ops.moe_mlp(*args, pairs=pairs)
 

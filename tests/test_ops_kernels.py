@@ -68,6 +68,33 @@ T, E, K = 4096, 32, 4
 FEW = (256, 512, 1024)  # tokens with which few.py's kernel runs, in each of its cuts
 
 
+def test_a_dimension_of_one_element_may_have_any_stride():
+    """torch calls such a tensor contiguous; the copy engine takes strides of whole 16 bytes alone."""
+    row = torch.empty(64, 1, dtype=bf16, device="meta").t()
+    one = torch.empty(64, 64, 1, dtype=bf16, device="meta").permute(2, 0, 1)
+    assert row.is_contiguous() and one.is_contiguous() and row.stride(0) == one.stride(0) == 1
+    with compile_only("cuda:90", lambda name, key, compile: compile()):
+        gpu.grouped_mm(
+            row, torch.empty(2, 64, 64, dtype=bf16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+        )
+        gpu.grouped_mm(row, one, torch.empty(1, dtype=torch.int32, device="meta"))
+
+
+def test_a_gathered_gradient_reads_no_column_behind_a_row():
+    """A tile of 128 columns of rows of 320 numbers: behind the last token's there may be no memory. 16 bytes a copy all the same."""
+    copies = []
+
+    def visit(name, key, compile):
+        if name == "specialised" and "'dw'" in key:
+            ptx = compile().asm["ptx"]
+            sizes = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\w+), (\S+);", ptx)
+            copies.append({(size, width.startswith("%")) for size, width in sizes})
+
+    with compile_only("cuda:90", visit):
+        trace(8192, 320, 256, 16, 4, bf16)
+    assert copies == [{("0x10", True)}] * 2  # whole vectors, of which none or all is read
+
+
 def main_path(arch, D, F, dtype, visit):
     """Visit all that softmax_topk, moe_mlp and grouped_mm launch, forward and backward."""
     with compile_only(arch, visit):

@@ -189,6 +189,18 @@ def test_init_takes_weights_only(gloo, tmp_path):
             assert not tensor.any(), name
 
 
+def test_resuming_with_other_settings_says_which(gloo, tmp_path):
+    flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
+    gloo(1, run, flags, 2)
+    (step,) = (tmp_path / "checkpoints").iterdir()
+    other = [*flags, "--eval-only", "--data.seed", "9", "--optim.lr", "0.002", "--init", str(step)]
+    command, cwd = [sys.executable, "train.py", *other], Path(train.__file__).parent
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.lr=0.002 (was 0.005)" in said, said
+    assert f"--init={step}: not read, for {tmp_path} has steps to go on from" in said
+
+
 def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
     gloo(1, run, flags)
@@ -214,6 +226,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
         ("tiny --world 4", r"--world=4: only for --dry-run"),
         ("tiny --dry-run --world -4", r"--world=-4: must be at least 1"),
         ("tiny --optim.lr inf", r"--optim\.lr=inf: must be positive and finite"),
+        ("tiny --optim.eps 0", r"--optim\.eps=0\.0: must be positive and finite"),
         ("tiny --optim.weight-decay nan", r"--optim\.weight-decay=nan: must be a number"),
         ("tiny --optim.weight-decay inf", r"--optim\.weight-decay=inf: must be at least 0 and finite"),
         ("tiny --model.moe.scaling 0", r"--model\.moe\.scaling=0\.0: must be positive"),

@@ -173,7 +173,8 @@ class MoEConfig:
     scaling: float = 1.0
     """factor on the K weights"""
     balance: Literal["none", "batch", "sequence", "global"] = "sequence"
-    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), the global batch"""
+    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), the global batch (as far as a step's
+    micro-batches have come)"""
     balance_coeff: float = 0.01
     """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
     z_coeff: float = 0.001
@@ -387,7 +388,7 @@ class OptimConfig:
     """non-finite steps in a row after which the run ends with an error"""
 
     def __post_init__(self) -> None:
-        check(self, "--optim.", one="max_skips", zero="eps weight_decay warmup", positive="lr", share="ema")
+        check(self, "--optim.", one="max_skips", zero="weight_decay warmup", positive="lr eps", share="ema")
         require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
         require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")

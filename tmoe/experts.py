@@ -24,6 +24,11 @@ class LocalExperts(NamedTuple):
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
 
+    def to(self, dtype: torch.dtype) -> "LocalExperts":
+        """The same in another type; gradients go to the weights as they were."""
+        biases = [t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)]
+        return LocalExperts(self.gate_up.to(dtype), self.down.to(dtype), *biases, activation=self.activation)
+
     def __call__(self, rows: Rows) -> Tensor:
         y_RD = moe_mlp(
             rows.x_RD,

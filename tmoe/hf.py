@@ -198,8 +198,9 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
         )
 
 
-def require_same_run(step_dir: Path, cfg: Config) -> None:
-    """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds."""
+def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
+    """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds. Returns
+    what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, the optimizer."""
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
     held = {name.partition(".")[0] for name in manifest.tensors}
@@ -213,6 +214,13 @@ def require_same_run(step_dir: Path, cfg: Config) -> None:
         cfg.optim.ema > 0 or "ema" not in held, f"{ema} an average of the weights; keep the setting of its run{other}"
     )
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
+    was, now = manifest.info.get("config", {}), json.loads(json.dumps(asdict(cfg), default=str))
+    groups: dict[str, list[str]] = dict(data=list(now["data"]), optim=list(now["optim"]), train=["seq", "dtype"])
+    if not isinstance(was, dict) or not all(isinstance(was.get(g, {}), dict) for g in groups):
+        return []  # nobody's settings of a run
+    pairs = [(f"{g}.{name}", was.get(g, {}).get(name), now[g][name]) for g, names in groups.items() for name in names]
+    pairs.append(("seed", was.get("seed"), now["seed"]))
+    return [f"--{name}={new} (was {old})" for name, old, new in pairs if old is not None and old != new]
 
 
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:

@@ -18,7 +18,7 @@ from tmoe.experts import LocalExperts
 from tmoe.init import initialise
 from tmoe.loss import IGNORE, cross_entropy_sum
 from tmoe.mla import LatentAttention
-from tmoe.moe import MoE, SwiGLU
+from tmoe.moe import MoE, SwiGLU, check_marks
 
 
 class Block(nn.Module):
@@ -113,6 +113,8 @@ class Transformer(nn.Module):
             totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part of it; the
                 losses of the parts then add up. None: this call is all.
         """
+        if targets_BS is not None:
+            check_marks("targets", targets_BS, tokens_BS.shape, torch.int64)
         h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
         if self.cfg.logits_scaling != 1.0:
             h_BSD = h_BSD / self.cfg.logits_scaling
@@ -130,7 +132,13 @@ class Transformer(nn.Module):
         self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers (None: no such layer)."""
+        if tokens_BS.dim() != 2:
+            raise ValueError(f"tokens: got shape {tuple(tokens_BS.shape)}, valid is [B, S]")
         S = tokens_BS.shape[1]
+        if padding_BS is not None:
+            check_marks("padding", padding_BS, tokens_BS.shape, torch.bool)
+        if documents_BS is not None:
+            check_marks("documents", documents_BS, tokens_BS.shape, documents_BS.dtype)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, tokens_BS.device)

@@ -50,35 +50,48 @@ class SwiGLU(nn.Module):
         return None if cast else matrices
 
 
+def check_marks(name: str, marks: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ValueError unless a mark for each token is what it should be: another shape might broadcast, or flatten in another order."""
+    got = f"{marks.dtype} {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)[:80]
+    require(got == f"{dtype} {tuple(shape)}", name, got, f"{dtype} {tuple(shape)}, one for each token")
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.
 
-    `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type. The router's load for the
-    balancing losses is in `self.load` after a call; with `choice_bias`, sum its counts over the step and the ranks and hand them to
-    `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
+    `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type; under autocast it computes in that's. The
+    router's load for the balancing losses is in `self.load` after a call (None before): with gradients it holds on to the call's graph until
+    the next one, so set it to None where you want no such loss. With `choice_bias`, sum its counts over the step and the ranks and hand
+    them to `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
         """init: draw the weights (False: whoever builds the model does)."""
         super().__init__()
         require(type(dim) is int and dim > 0, "dim", repr(dim), "a whole number from 1 on")
+        require(isinstance(cfg, MoEConfig), "cfg", repr(cfg)[:80], "a MoEConfig")
         self.dim = dim
         self.router = Router(dim, cfg)
         self.experts = Experts(dim, cfg)
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.load: Any = None  # a Load
         if init:
             initialise(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, goes without `load`: it belongs to a call, and hangs on that call's graph."""
-        return {name: value for name, value in self.__dict__.items() if name != "load"}
+        return self.__dict__ | {"load": None}
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
+        if not isinstance(x, Tensor):
+            require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
         if x.dim() < 2 or x.shape[-1] != self.dim:
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
+        if padding is not None:
+            check_marks("padding", padding, x.shape[:-1], torch.bool)
         y_TD, self.load = self.experts(self.route, x, padding)
         return y_TD.view_as(x)  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
 
@@ -86,10 +99,17 @@ class MoE(nn.Module):
         """The layer proper, given this rank's experts: y [T, D], and the load per sequence."""
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
+        if padding_T is not None:  # NaN there, as attention to nothing makes it, would be in every gradient
+            x_TD = x_TD.masked_fill(padding_T[:, None], 0)
         routing = self.router(x_TD, padding_T)
+        if (
+            torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+        ):  # as for F.linear; the experts' op takes one type
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x_TD, experts = x_TD.to(dtype), experts.to(dtype)
         if self.shared is None:
             y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
             y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
-        return y_TD, measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
+        return y_TD.to(x.dtype), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)

@@ -131,7 +131,8 @@ def reshard(
         only: keep these parts; default: all
         dry_run: say what would be written
     """
-    carry_out(plan_reshard(folders.resolve(src), world, ep, dtype, only), dst, dry_run)
+    src = folders.resolve(src)
+    carry_out(plan_reshard(src, world, ep, dtype, only), [src], dst, dry_run)
 
 
 def plan_reshard(src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
@@ -188,7 +189,8 @@ def average(
     if len(paths) < 2:
         raise ValueError("average needs STEP... DST: at least one step folder and a new folder")
     *steps, dst = paths
-    carry_out(plan_average([folders.resolve(step) for step in steps], ema), dst, dry_run)
+    steps = [folders.resolve(step) for step in steps]
+    carry_out(plan_average(steps, ema), steps, dst, dry_run)
 
 
 def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
@@ -302,7 +304,9 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
         raise CheckpointError("; ".join(problems))
 
 
-def carry_out(plan: Plan, dst: Path, dry_run: bool) -> None:
+def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
+    if inside := [src for src in sources if dst.resolve().is_relative_to(src.resolve())]:
+        raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
     needed, free = check_space(plan, dst)
     ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
     size = sum(output.nbytes for output in plan.outputs)

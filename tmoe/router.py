@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tmoe.config import MoEConfig
 from tmoe.ops import softmax_topk
+from tmoe.ops.check import require
 from tmoe.ops.router_product import router_product
 
 
@@ -42,7 +43,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(cfg.experts, dim))
         self.bias = nn.Parameter(torch.empty(cfg.experts)) if cfg.router_bias else None
         self.choice_bias: Tensor | None
-        self.register_buffer("choice_bias", torch.zeros(cfg.experts) if cfg.choice_bias else None)
+        self.register_buffer("choice_bias", torch.zeros(cfg.experts, dtype=torch.float32) if cfg.choice_bias else None)
 
     def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
@@ -93,7 +94,9 @@ class Router(nn.Module):
 
         counts_E: integers, the step's routed pairs over all ranks: exact, so that every rank and every layout takes the same step.
         """
-        assert self.choice_bias is not None
+        if self.choice_bias is None:
+            raise ValueError("choice_bias: got False, valid is True in MoEConfig where the bias is to be updated")
+        require(counts_E.shape == self.choice_bias.shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.experts}]")
         error_E = counts_E.sum() - counts_E * self.cfg.experts
         self.choice_bias += self.cfg.bias_speed * error_E.sign()
 

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
 from tmoe.manifest import CheckpointError
-from tmoe.parallel.mesh import patience
+from tmoe.parallel.mesh import launcher_number, patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
@@ -104,10 +104,19 @@ class Runtime:
 
 
 def launched() -> tuple[int, int]:
-    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1."""
+    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1. ValueError for
+    what no launcher sets: half of it, or a rank that its world does not have."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, least=1)
+    launcher_number("LOCAL_RANK", 0)
+    halves = {name in os.environ for name in ("RANK", "WORLD_SIZE")}
+    if rank >= world or (len(halves) > 1 and (world > 1 or "RANK" in os.environ)):
+        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} in the environment"
+        raise ValueError(
+            f"{said}: RANK must be from 0 to WORLD_SIZE - 1; start with torchrun, which sets both, or unset both"
+        )
+    return rank, world
 
 
 def start(seed: int) -> Runtime:
@@ -115,7 +124,7 @@ def start(seed: int) -> Runtime:
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = launcher_number("LOCAL_RANK", 0)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

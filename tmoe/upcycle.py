@@ -91,7 +91,7 @@ def upcycle(
         world=world,
         ep=ep,
     )
-    carry_out(plan, moe, dry_run)
+    carry_out(plan, [dense], moe, dry_run)
 
 
 def plan_upcycle(

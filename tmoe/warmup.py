@@ -26,6 +26,8 @@ from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.zoo import presets
 
+ARCH = re.compile(r"cuda:(7[05]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
+ARCH_VALID = "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
 _warm: set[tuple] = set()  # (architecture, trace) of all that this process has compiled or found
 
 
@@ -77,8 +79,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.preset if name not in presets()]:
         parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")
-    if args.arch and not re.fullmatch(r"cuda:\d{2,3}|hip:gfx\w+", args.arch):
-        parser.error(f"--arch={args.arch}: must be cuda:NN (compute capability, as cuda:90) or hip:gfxNNN")
+    if args.arch and not ARCH.fullmatch(args.arch):
+        parser.error(f"--arch={args.arch}: {ARCH_VALID}")
     if args.processes < 0:
         parser.error(f"--processes={args.processes}: must be 0 (one a core, at most 8) or more")
     if args.arch is None and local_arch() is None:

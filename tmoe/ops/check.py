@@ -16,13 +16,18 @@ def require(ok, name, got, valid):
 
 
 def check_tensors(**tensors):
-    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop."""
+    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop,
+    and for torch.func's gradients, of which torch would say something else."""
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
                 f"{name}: got a forward-mode tangent, but this op is differentiated by backward alone"
+            )
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(t):
+            raise NotImplementedError(
+                f"{name}: got a tensor of torch.func's grad, vjp or jacrev, but this op is differentiated by torch.autograd alone"
             )
 
 

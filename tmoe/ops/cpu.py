@@ -73,7 +73,7 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
-    s_N = weights_TK.reshape(-1)[order].to(x_TD.dtype)
+    s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # as forward has them
     d_gate_up, d_down = gate_up_E2FD.new_zeros(gate_up_E2FD.shape), down_EDF.new_zeros(down_EDF.shape)
     d_bias = None if bias_E2F is None else bias_E2F.new_zeros(bias_E2F.shape)
     ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)

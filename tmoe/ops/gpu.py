@@ -120,7 +120,8 @@ class Layer:
             a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
-            kind == "up" and c is not None, gather, num_warps=cfg.warps,
+            kind == "up" and c is not None, gather, dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
+            num_warps=cfg.warps,
         )  # fmt: skip
 
     def up(self, gate_up, bias, h_N2F):

@@ -48,7 +48,7 @@ def locate(t, tiles, capacity, offsets, num_m, num_n, GROUP, BM: gl.constexpr, K
 def load_tiles(
     a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride, a_bufs, b_bufs, full, empty,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, LAYOUT: gl.constexpr,
+    KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, EDGE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The loader: every step's A and B of every tile of this program."""
     it = 0
@@ -79,6 +79,8 @@ def load_tiles(
                     bufs = (a_bufs if GATHER == "a" else b_bufs).index(s).reshape([BL, W])
                     source = (a if GATHER == "a" else b) + gl.expand_dims(tok.to(gl.int64) * stride, 1)
                     here = gl.expand_dims(r < hi, 1)  # zeros past the end
+                    if EDGE:  # behind the last token's row there may be no memory
+                        here = here & gl.expand_dims(cols < stride, 0)
                     async_copy.async_copy_global_to_shared(bufs, source + gl.expand_dims(cols, 0), mask=here)
                     r += BL
                     tok = gl.load(order + r, mask=r < hi, other=0) // K  # a step ahead
@@ -309,12 +311,14 @@ def specialised(
     a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps, GROUP, stride,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
+    EDGE: gl.constexpr,
 ):  # fmt: skip
     """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c3 = dH, s * act, from h = H, and ds partials.
     "dw": C[e] = A[rows]^T @ B[rows].
 
     GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
-    KEEP false: "up" stores act alone. ACT: the activation, see `activate`. bias [E, 2F] or None is added to H.
+    EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act alone. ACT: the activation, see `activate`.
+    bias [E, 2F] or None is added to H.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
@@ -351,7 +355,7 @@ def specialised(
                              a_bufs, b_bufs, full, empty, out, staged, taken,
                              BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
             (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE, LAYOUT)),
             (finish_tiles, (h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP,
                             out, scale, staged, taken, BM, BN, SUB, KIND, ACT, KEEP, CHUNK, CREW)),
         ], [LOADERS, CREW], [REGS, FINISH_REGS])  # fmt: skip
@@ -361,5 +365,5 @@ def specialised(
                              a_bufs, b_bufs, full, empty, out, staged, taken,
                              BM, BN, BL, S, SUB, OUTS, KIND, B_ROWS, GATHER, WARPS)),
             (load_tiles, (a, b, order, tiles, capacity, offsets, E, num_m, num_n, steps, GROUP, stride,
-                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, LAYOUT)),
+                          a_bufs, b_bufs, full, empty, BM, BN, BL, S, K, KIND, B_ROWS, GATHER, EDGE, LAYOUT)),
         ], [LOADERS], [REGS])  # fmt: skip

@@ -55,14 +55,24 @@ class Descriptor(NamedTuple):
     padding: str = "zero"
 
 
+def strides_of(t):
+    """A tensor's strides; those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy engine
+    takes multiples of 16 bytes."""
+    strides = list(t.stride())
+    for i in reversed(range(len(strides))):
+        if t.shape[i] == 1:
+            strides[i] = strides[i + 1] * t.shape[i + 1] if i + 1 < len(strides) else 1
+    return tuple(strides)
+
+
 def describe(t, block):
     """A whole tensor."""
-    return Descriptor(t, t.shape, t.stride(), block)
+    return Descriptor(t, t.shape, strides_of(t), block)
 
 
 def describe_ragged(t_NW, block):
     """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
-    stride = t_NW.stride(0)
+    stride = strides_of(t_NW)[0]
     shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
     return Descriptor(t_NW, shape, ((1 << 34) - stride, stride, stride, 1), [1, 1, *block])
 

@@ -50,7 +50,7 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     if pairs is None:
         pairs = ids_TK.numel()
     else:
-        if not (isinstance(pairs, (int, torch.SymInt)) and pairs > 0):
+        if not (isinstance(pairs, (int, torch.SymInt)) and pairs is not True and pairs > 0):
             require(False, "pairs", repr(pairs), "a positive whole number or None")
         pairs = min((pairs + 127) // 128 * 128, ids_TK.numel())  # windows start on 16 bytes
     if x_TD.is_cuda and unwatched(*tensors):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tmoe.ops import reference
-from tmoe.ops.check import check_tensors, require
+from tmoe.ops.check import FLOATS, check_tensors, require
 from tmoe.ops.launch import cdiv, launch
 from tmoe.ops.routing import power_of_2
 from tmoe.ops.straight import no_second_derivative, unwatched
@@ -27,11 +27,13 @@ def softmax_topk(logits_TE, K, renormalize):
     """
     check_tensors(logits=logits_TE)
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
-    require(logits_TE.is_floating_point(), "logits", logits_TE.dtype, "a floating type")
+    require(
+        logits_TE.dtype in (*FLOATS, torch.float64), "logits", logits_TE.dtype, "a floating type of 16 bits or more"
+    )
     ok = not (logits_TE.is_cuda and logits_TE.dtype == torch.float64)
     require(ok, "logits", logits_TE.dtype, "at most 32 bits wide on a GPU")
     require(
-        isinstance(K, int) and 1 <= K <= logits_TE.shape[1],
+        type(K) is int and 1 <= K <= logits_TE.shape[1],
         "K",
         repr(K),
         f"a whole number from 1 to E={logits_TE.shape[1]}",

@@ -76,7 +76,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width)
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
-        setattr(moe.experts, name, nn.Parameter(DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)))
+        spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
+        setattr(moe.experts, name, nn.Parameter(spread, full.requires_grad))
 
 
 def apply_checkpoint(model: Transformer, policy: str) -> None:

@@ -134,10 +134,20 @@ def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
         )
 
 
+def launcher_number(name: str, default: int, least: int = 0) -> int:
+    """An environment variable that torchrun sets; ValueError if it holds no whole number from `least` on."""
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} in the environment: must be a whole number from {least} on, as torchrun sets it"
+        )
+    return int(text)
+
+
 def require_a_group_per_node(world: int, ep: int) -> None:
     """ValueError if there are more nodes than expert groups, so that one must span two: all that is certain, on every rank
     alike, before a process group exists. `build_mesh` finds the other cases."""
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    nodes = launcher_number("GROUP_WORLD_SIZE", 1, least=1)
     if world // ep < nodes:
         raise ValueError(
             f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; valid: what divides "
