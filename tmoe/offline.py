@@ -305,7 +305,7 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
 
 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
-    if inside := [src for src in sources if dst.resolve().is_relative_to(src.resolve())]:
+    if inside := [src for src in sources if src.resolve() in dst.resolve().parents]:
         raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
     needed, free = check_space(plan, dst)
     ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
