@@ -52,8 +52,9 @@ class SwiGLU(nn.Module):
 
 def check_marks(name: str, marks: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raise ValueError unless a mark for each token is what it should be: another shape might broadcast, or flatten in another order."""
-    got = f"{marks.dtype} {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)[:80]
-    require(got == f"{dtype} {tuple(shape)}", name, got, f"{dtype} {tuple(shape)}, one for each token")
+    if not isinstance(marks, Tensor) or marks.dtype != dtype or marks.shape != shape:
+        got = f"{marks.dtype} {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)[:80]
+        require(False, name, got, f"{dtype} {tuple(shape)}, one for each token")
 
 
 class MoE(nn.Module):
