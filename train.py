@@ -34,11 +34,7 @@ from tmoe.runtime import OnItsWay, Runtime
 
 
 def main(argv: list[str]) -> None:
-    try:
-        rank, world = runtime.launched()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    rank, world = runtime.launched()
     cfg = parse(argv, __doc__ or "", rank=rank, world=world)
     if cfg.dry_run:
         from tmoe.planning import dry_run  # its fake process group is of no use to a run
@@ -184,8 +180,7 @@ class Trainer:
         self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, val_loss=val_loss, **counts)
 
     def save(self) -> None:
-        """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN, which no skipped
-        step would mend, end the run instead: published, they would push out the last good step, and nobody could go on from them."""
+        """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN end the run instead."""
         if self.cfg.checkpoint.mode == "off":
             return
         self.checkpoints.finish()
@@ -228,9 +223,7 @@ class Trainer:
         if self.entropy:
             note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
         if self.step:
-            note(f"resumed after step {self.step}" + "".join(f"; {change}" for change in self.changes))
-            if cfg.init:
-                note(f"--init={cfg.init}: not read, for {cfg.out} has steps to go on from")
+            note("; ".join([f"resumed after step {self.step}", *self.changes]))
 
     def shape(self) -> dict[str, int]:
         train, run = self.cfg.train, self.run

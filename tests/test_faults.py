@@ -275,7 +275,7 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
 
 
 def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """Rank 1's part of one weight becomes NaN behind step 3, as a flipped bit would make it; the run is told to stop behind step 5."""
+    """Rank 1's part of one weight becomes NaN behind step 4, as a flipped bit would make it; the run is told to stop soon after."""
     trainer, said = start(rank, world, argv), io.StringIO()
     original = trainer.forward_backward
 

@@ -193,12 +193,12 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
     gloo(1, run, flags, 2)
     (step,) = (tmp_path / "checkpoints").iterdir()
-    other = [*flags, "--eval-only", "--data.seed", "9", "--optim.lr", "0.002", "--init", str(step)]
+    other = [*flags, "--eval-only", "--data.seed", "9", "--optim.weight-decay", "0.2", "--init", str(step)]
     command, cwd = [sys.executable, "train.py", *other], Path(train.__file__).parent
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
     said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.lr=0.002 (was 0.005)" in said, said
-    assert f"--init={step}: not read, for {tmp_path} has steps to go on from" in said
+    assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.weight-decay=0.2 (was " in said, said
+    assert f"; --init={step}: not read, for {step} goes on" in said
 
 
 def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):

@@ -173,8 +173,7 @@ class MoEConfig:
     scaling: float = 1.0
     """factor on the K weights"""
     balance: Literal["none", "batch", "sequence", "global"] = "sequence"
-    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), the global batch (as far as a step's
-    micro-batches have come)"""
+    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), all of the step so far"""
     balance_coeff: float = 0.01
     """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
     z_coeff: float = 0.001

@@ -220,7 +220,9 @@ def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
         return []  # nobody's settings of a run
     pairs = [(f"{g}.{name}", was.get(g, {}).get(name), now[g][name]) for g, names in groups.items() for name in names]
     pairs.append(("seed", was.get("seed"), now["seed"]))
-    return [f"--{name}={new} (was {old})" for name, old, new in pairs if old is not None and old != new]
+    changed = [(name.replace("_", "-"), old, new) for name, old, new in pairs if old is not None and old != new]
+    unread = [f"--init={cfg.init}: not read, for {step_dir} goes on"] if cfg.init else []
+    return [f"--{name}={new} (was {old})" for name, old, new in changed] + unread
 
 
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:

@@ -50,11 +50,11 @@ class SwiGLU(nn.Module):
         return None if cast else matrices
 
 
-def check_marks(name: str, marks: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+def check_marks(name: str, marks: Tensor, shape: torch.Size, *dtypes: torch.dtype) -> None:
     """Raise ValueError unless a mark for each token is what it should be: another shape might broadcast, or flatten in another order."""
-    if not isinstance(marks, Tensor) or marks.dtype != dtype or marks.shape != shape:
+    if not isinstance(marks, Tensor) or marks.dtype not in dtypes or marks.shape != shape:
         got = f"{marks.dtype} {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)[:80]
-        require(False, name, got, f"{dtype} {tuple(shape)}, one for each token")
+        require(False, name, got, f"{' or '.join(map(str, dtypes))} {tuple(shape)}, one for each token")
 
 
 class MoE(nn.Module):
@@ -86,7 +86,7 @@ class MoE(nn.Module):
         return self.__dict__ | {"load": None}
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """padding: bool of x's leading shape, True at tokens that go to no expert and count in no loss."""
+        """padding: bool of x's leading shape, True at tokens that go to no expert, shared ones included (y is 0), and count in no loss."""
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
         if x.dim() < 2 or x.shape[-1] != self.dim:

@@ -196,12 +196,14 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """ValueError naming every tensor of which this rank's part holds a NaN or an infinity."""
-    parts = [(name, part) for name, part in zip(tensors, _locals(tensors), strict=True) if part.numel()]
-    ends = [
-        torch.stack(torch.aminmax(part.detach())).isfinite().all() for _, part in parts
-    ]  # NaN is both; no copy, one wait at the end
-    finite = torch.stack(ends).tolist() if ends else []
-    if bad := [name for (name, _), ok in zip(parts, finite, strict=True) if not ok]:
+    pieces = [  # aminmax makes no copy, and NaN is both ends; one wait for all of them
+        (name, torch.stack(torch.aminmax(piece)).isfinite().all())
+        for name, part in zip(tensors, _locals(tensors), strict=True)
+        for piece in part.detach().flatten().split(2**28)
+        if piece.numel()
+    ]
+    finite = torch.stack([ok for _, ok in pieces]).tolist() if pieces else []
+    if bad := dict.fromkeys(name for (name, _), ok in zip(pieces, finite, strict=True) if not ok):
         raise ValueError(f"NaN or infinity in {', '.join(bad)}: start from another checkpoint (--resume, --init)")
 
 

@@ -104,10 +104,18 @@ class Runtime:
 
 
 def launched() -> tuple[int, int]:
-    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1. ValueError for
-    what no launcher sets: half of it, or a rank that its world does not have."""
+    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1. What no launcher
+    sets ends the process with code 2: half of it, or a rank that its world does not have."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    try:
+        return from_environment()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def from_environment() -> tuple[int, int]:
     rank, world = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, least=1)
     launcher_number("LOCAL_RANK", 0)
     halves = {name in os.environ for name in ("RANK", "WORLD_SIZE")}
