@@ -108,13 +108,9 @@ def busy(kernels: list[dict]) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
     try:
-        main(*sys.argv[1:2])
-    except (
-        TypeError,
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-    ) as error:  # no argument, no file, no trace, nothing of a GPU in it
-        raise SystemExit(f"{__doc__}\nno trace of a GPU in {sys.argv[1:]}: {error!r}") from None
+        main(sys.argv[1])
+    except (OSError, ValueError, KeyError, IndexError) as error:  # no file, no trace, nothing of a GPU in it
+        raise SystemExit(f"{sys.argv[1]}: no trace of a GPU: {error!r}") from None

@@ -79,8 +79,9 @@ def upcycle(
         ep: ranks of an expert group
         dry_run: check everything, write nothing
     """
+    dense = folders.resolve(dense)
     plan = plan_upcycle(
-        folders.resolve(dense),
+        dense,
         experts=experts,
         top_k=top_k,
         granularity=granularity,
