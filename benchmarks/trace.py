@@ -44,15 +44,19 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
-    """ms from the first kernel to the last, of it nothing running, only the exchange or other collectives running, and busy by kind
-    (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by
-    the kernel that ends them."""
+    """ms of the step, of it nothing running, only the exchange or other collectives running, and busy by kind (kernels that run at the
+    same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by the kernel that ends them.
+
+    Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps without a tracer do, with
+    the host ahead. A single step is read from its first kernel to its last."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         raise SystemExit(f"{path}: no GPU activity in it")
+    begin, end = last_step(events)
+    kernels = [cut(e, begin, end) for e in kernels if begin < e["ts"] + e["dur"] and e["ts"] < end]
     ranges = [
         (kind, e["tid"], e["ts"], e["ts"] + e["dur"])
         for e in events
@@ -62,8 +66,8 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
     ]
 
     def kind(e: dict) -> str:
-        for name, stream, begin, end in ranges:
-            if stream == e["tid"] and begin <= e["ts"] < end:
+        for name, stream, first, last in ranges:
+            if stream == e["tid"] and first <= e["ts"] < last:
                 return name
         return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
 
@@ -74,7 +78,7 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
     waits: dict[str, float] = defaultdict(float)
-    for name, us in idle(kernels):
+    for name, us in idle(kernels, begin):
         waits[name] += us
     shares = {"ms": busy(kernels) + sum(waits.values()), "GPU idle": sum(waits.values())}
     for moving in ("exchange", "collectives"):
@@ -87,10 +91,26 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
     )
 
 
-def idle(kernels: list[dict]) -> Iterator[tuple[str, float]]:
-    """The gaps in which no stream works: the kernel that ends one, and its microseconds."""
+def last_step(events: list[dict]) -> tuple[float, float]:
+    """When the last of several steps ran on the stream that it kept longest: from the end of the step before. All time if there is one."""
+    steps = [e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep#")]
+    if len({e["name"] for e in steps}) < 2:
+        return float("-inf"), float("inf")
+    stream = max(steps, key=lambda e: e["dur"])["tid"]
+    *_, before, last = sorted(e["ts"] + e["dur"] for e in steps if e["tid"] == stream)
+    return before, last
+
+
+def cut(e: dict, begin: float, end: float) -> dict:
+    """What of a kernel lies between two times."""
+    ts, stop = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
+    return e | {"ts": ts, "dur": stop - ts}
+
+
+def idle(kernels: list[dict], begin: float) -> Iterator[tuple[str, float]]:
+    """The gaps in which no stream works, from `begin` or the first kernel on: the kernel that ends one, and its microseconds."""
     ordered = sorted(kernels, key=lambda e: e["ts"])
-    end = ordered[0]["ts"]
+    end = ordered[0]["ts"] if begin == float("-inf") else begin
     for e in ordered:
         if e["ts"] > end:
             yield e["name"], e["ts"] - end

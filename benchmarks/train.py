@@ -7,7 +7,7 @@ Everything behind `--` goes to train.py. Tokens are drawn at random from the who
 and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. Few different tokens, as bytes of text are, give a new
 model's experts far less even loads, and so do first steps at the full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
 The start counts from the launch of torchrun to the end of the first step on the GPU; with --cold it is taken twice, first with empty
-caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps out. With --trace one more step is traced, and where its GPU time went is told below the table. Table and JSON line are there before
+caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps out. With --trace two more steps are traced, and where the second's GPU time went is told below the table. Table and JSON line are there before
 the trace is read, which then joins the line: a run killed meanwhile keeps its figures.
 
 `busiest_rank` says how unevenly tokens were routed, a number a step: pairs of a layer's busiest rank over the mean, averaged over
@@ -62,9 +62,10 @@ def main() -> None:
         if args.cold:
             env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
             cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
-        traced = args.steps + 1  # the tracer starts in the step before, and delays the one before that
-        steps = args.steps + 3 * args.trace  # not the last, which validates
-        words += ["--profile", str(traced)] if args.trace else []
+        # two steps, of which the second is read: it begins with the host ahead, as others do. The tracer starts in the step before them,
+        # and delays the one before that; the last step validates
+        traced, steps = args.steps + 2, args.steps + 4 * args.trace
+        words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
         result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
@@ -160,8 +161,8 @@ def measure(
         raise SystemExit(
             f"--steps {steps}: too few; {WARMUP} steps warm up and are not timed (and log.every must be 1)"
         )
-    # the last step validates; a trace is one step, and its start takes two
-    steady = steady[: -4 if "--profile" in words else -1] or steady
+    # the last step validates; two are traced, and the tracer's start takes two
+    steady = steady[: -5 if "--profile" in words else -1] or steady
     config = json.loads((out / "config.json").read_text())
     ep = config["config"]["parallel"]["ep"]
     return {

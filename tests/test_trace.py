@@ -39,6 +39,39 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
     assert "| idle before `flash_fwd` | 0.03 | 6.2% |" in trace.summary(shares, waits)
 
 
+def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_path):
+    kernels = [
+        dict(cat="kernel", name=n, tid=t, ts=ts, dur=dur)
+        for n, t, ts, dur in [
+            ("nvjet_sm90", 7, 0, 90),  # step 4 on the main stream, until 90
+            ("nccl_AllGather", 9, 80, 30),  # 10 of it in step 4, 20 in step 5
+            ("flash_fwd", 7, 120, 40),  # behind a gap of 10
+            ("Memcpy", 11, 150, 5),
+            ("nvjet_sm90", 7, 165, 35),  # behind one of 5; step 5 ends with it
+            ("nccl_ReduceScatter", 9, 190, 60),  # 10 of it in step 5
+            ("nvjet_sm90", 7, 300, 10),  # of nobody's step
+        ]
+    ]
+    steps = [
+        ("ProfilerStep#4", 7, 0, 90),
+        ("ProfilerStep#4", 9, 80, 30),
+        ("ProfilerStep#5", 7, 120, 80),
+        ("ProfilerStep#5", 9, 190, 60),
+    ]
+    marks = [dict(cat="gpu_user_annotation", name=n, tid=t, ts=ts, dur=dur) for n, t, ts, dur in reversed(steps)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*marks, *kernels]}))
+    shares, names, waits = trace.read(path)
+    assert shares == pytest.approx(
+        {
+            "ms": 0.11, "GPU idle": 0.015, "exchange not hidden": 0, "collectives not hidden": 0.02,
+            "attention": 0.04, "dense products": 0.035, "collectives": 0.03, "glue": 0.005,
+        }
+    )  # fmt: skip
+    assert names[0] == ("flash_fwd", 40, 1)
+    assert waits == pytest.approx({"flash_fwd": 0.01, "nvjet_sm90": 0.005})
+
+
 def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
     of = lambda steps, start: [runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)]  # noqa: E731
     assert of((2, 3, 5), 0) == ["NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE", "WARMUP", "RECORD_AND_SAVE", "NONE"]
