@@ -65,7 +65,9 @@ def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 def room():
     """An exchange of this benchmark's own: in one that has had room for 512 MiB a rank, a layer goes over the slots of three times its
     tokens, and keeps 60% where it keeps 79."""
-    return symm.Exchange(dist.group.WORLD)
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    return symm.Exchange(world)
 
 
 class Sizes:
