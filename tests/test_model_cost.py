@@ -122,8 +122,8 @@ def test_a_kernel_takes_the_longer_and_a_share_of_the_shorter():
     assert cost.kernel(2, 8, m) == 8 + 0.5 * 1
 
 
-def layer(T: int, D: int, F: int, E: int, K: int, ep: int = 1) -> Config:
-    moe = MoEConfig(experts=E, top_k=K, ffn_dim=F)
+def layer(T: int, D: int, F: int, E: int, K: int, ep: int = 1, shared: int = 0) -> Config:
+    moe = MoEConfig(experts=E, top_k=K, ffn_dim=F, shared_dim=shared)
     train = TrainConfig(batch=T // 512, seq=512)
     return Config(model=ModelConfig(dim=D, moe=moe), train=train, parallel=ParallelConfig(ep=ep))
 
@@ -145,17 +145,22 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
 
 @pytest.mark.parametrize(
     ("file", "names", "off"),
-    [("layers", ["qwen3", "olmoe", "mixtral"], 0.01), ("layers-second", ["deepseek", "olmoe", "qwen3"], 0.04)],
+    [
+        ("21-4xH200-layers", ["qwen3", "olmoe", "mixtral"], 0.01),
+        ("21-4xH200-layers-second", ["deepseek", "olmoe", "qwen3"], 0.04),
+        ("22-4xH200-layers", ["qwen3", "olmoe", "mixtral", "deepseek"], 0.01),
+    ],
 )
 def test_four_h200_layers_are_near_the_measured(file, names, off):
-    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on the first file."""
+    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on the first file. Only in the
+    last do x and dy travel beside DeepSeek's shared expert: the code of the second could not do that yet."""
     m = cost.values(CONSTANTS)
-    measured = {r["name"]: r for r in records(f"exchange/2026-11-21-4xH200-{file}.jsonl")}
+    measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
     assert list(measured) == names
     for name in measured:
-        shape = (16384, *ALL[name][1:])
+        shape, shared = (16384, *ALL[name][1:]), 2816 * (name == "deepseek" and file.startswith("22"))
         one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
-        added = four - one + cost.exchange_seconds(layer(*shape, ep=4), 4, m)
+        added = four - one + cost.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
         assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=off), name
 
@@ -303,12 +308,12 @@ def test_tendencies_that_a_user_relies_on():
 
 
 def test_the_shipped_steps_are_predicted_within_ten_percent():
-    """Twenty-two of the twenty-six are predictions; single kernels and layers of their runs' day set the other constants."""
+    """Thirty of the thirty-four are predictions; single kernels and layers of their runs' day set the other constants."""
     table, good = cost.check(cost.read_points(cost.CHECKED), CONSTANTS)
     roles = list(table.columns[-1].cells)
     one = ["fitted", "fitted", *["predicted"] * 9]
-    four = ["predicted", "fitted", "fitted", *["predicted"] * 8]
-    assert good and roles == [*one, *four, *["predicted"] * 4]
+    four = ["predicted", "fitted", "fitted", *["predicted"] * 14]
+    assert good and roles == [*one, *four, *["predicted"] * 6]
 
 
 def test_only_symm_runs_beside_a_shared_expert():
@@ -405,7 +410,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, 26), ([ONE_GPU], 0, 11), ([FOUR_GPUS, off], 1, 12), ([other], None, 0):
+    for files, code, lines in ([], 0, 34), ([ONE_GPU], 0, 11), ([FOUR_GPUS, off], 1, 18), ([other], None, 0):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()
