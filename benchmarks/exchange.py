@@ -64,7 +64,7 @@ def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 @functools.cache
 def room():
     """An exchange of this benchmark's own: in one that has had room for 512 MiB a rank, a layer goes over the slots of three times its
-    tokens, and keeps 60% where it keeps 79."""
+    tokens, and keeps 60% where it keeps 78."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     return symm.Exchange(world)

@@ -118,6 +118,7 @@ class SymmDispatcher(Dispatcher):
 
     tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
     `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
+    Room once grown costs each later call of the group: kernels, and copies of dX, go over all slots there are, used or not.
     fp8: rows travel as float8 e4m3, half the bytes, 2.6% of rounding each way.
     width: that of a shared expert which is plain on every rank of the group, 0 without one.
     """
