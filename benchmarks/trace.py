@@ -15,7 +15,7 @@ RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_functio
 KINDS = [  # the first pattern that a kernel's name matches
     ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),
-    ("attention", r"flash|fmha|attention|cudnn.*sdpa|compute_dot_do_o"),
+    ("attention", r"flash|fmha|attention|cudnn|compute_dot_do_o"),
     (
         "experts",
         r"^(specialised|few_rows|histogram|scan|tabulate|place\w*|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$",
@@ -24,6 +24,7 @@ KINDS = [  # the first pattern that a kernel's name matches
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
     ("loss", r"cross_entropy"),
 ]
+WORK = ("dense products", "experts", "attention", "exchange", "optimizer, norm")  # the head's products, too
 REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies and casts around collectives
 
 
@@ -44,8 +45,8 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
-    """ms of the step, of it nothing running, only the exchange or other collectives running, and busy by kind (kernels that run at the
-    same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by the kernel that ends them.
+    """ms of the step; of it nothing running, only the exchange or other collectives running, and nothing of WORK running ("outside");
+    busy by kind (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by the kernel that ends them.
 
     Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps without a tracer do, with
     the host ahead. A single step is read from its first kernel to its last."""
@@ -65,11 +66,14 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
         if e["name"].startswith(start)
     ]
 
+    def alone(e: dict) -> str:
+        return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
+
     def kind(e: dict) -> str:
         for name, stream, first, last in ranges:
             if stream == e["tid"] and first <= e["ts"] < last:
                 return name
-        return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
+        return alone(e)
 
     times, launches, kinds = Counter(), Counter(), Counter()
     by_kind = [(e, kind(e)) for e in kernels]
@@ -83,6 +87,7 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
     shares = {"ms": busy(kernels) + sum(waits.values()), "GPU idle": sum(waits.values())}
     for moving in ("exchange", "collectives"):
         shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
+    shares["outside"] = shares["ms"] - busy([e for e, its in by_kind if its in WORK or alone(e) in WORK])
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},
