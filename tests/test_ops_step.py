@@ -29,7 +29,7 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0 and "19 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "23 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -152,6 +152,24 @@ def test_cross_entropy(V, grad):
     want[keep, targets[keep]] -= 1
     want[~keep] = 0
     torch.testing.assert_close(logits, want if grad else before, rtol=1e-5, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype, grad):
+    """Not a neighbouring row's logit, nor what lies around the logits."""
+    V, outside = 50, torch.tensor([0, 2, 3, 5])
+    targets = torch.tensor([-1, 7, 50, -101, -100, 2**40, 49])
+    inside = targets.clone()
+    inside[outside] = 3
+    logits = torch.randn(len(targets), V).to(dtype)
+    same = logits.clone()
+    got, want = (cross_entropy.cross_entropy_(x, t, -100, grad) for x, t in ((logits, targets), (same, inside)))
+    want[outside] = float("nan")
+    if grad:
+        same[outside] = float("nan")
+    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and torch.equal(logits.nan_to_num(7), same.nan_to_num(7))
 
 
 @interpreted

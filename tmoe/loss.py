@@ -90,7 +90,8 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 count nothing.
 
-    Differentiable in h and weight (once: the gradient is made in forward).
+    Differentiable in h and weight (once: the gradient is made in forward). Another target outside of 0 .. V - 1 is torch's error of an
+    index on a CPU; on a GPU it makes the loss and the gradients NaN, without a wait for the host.
     """
     if targets_T.shape != h_TD.shape[:1]:
         raise ValueError(

@@ -29,7 +29,9 @@ def cross_entropy_kernel(
             for start in range(0, V, BLOCK):
                 tl.store(logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < V)
     else:
-        tl.store(losses + row, lse - tl.load(logits + target).to(tl.float32))
+        inside = (target >= 0) & (target < V)  # else this would read another row's logits
+        lse = tl.where(inside, lse, float("nan"))
+        tl.store(losses + row, lse - tl.load(logits + target, inside, other=0.0).to(tl.float32))
         tl.debug_barrier()  # the target's logit is read before a thread writes over it
         if GRAD:
             for start in range(0, V, BLOCK):
@@ -42,6 +44,7 @@ def cross_entropy_(logits_RV, targets_R, ignore, grad):
     """-log softmax(logits)[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
 
     With grad the logits become softmax - onehot (zeros in rows to ignore), rounded to their type; else they stay.
+    A target that is neither `ignore` nor in 0 .. V - 1 makes its row's loss and gradient NaN: to raise, the host would have to wait.
     logits_RV: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read from memory once.
     """
     R, V = logits_RV.shape
