@@ -482,6 +482,7 @@ def test_no_tokens(shape):
     loss.backward()
     assert y.shape == shape and loss.item() == 0
     assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in moe.parameters())
+    assert balance_loss(cfg, moe.load).item() == 0  # as all there is
 
 
 def test_bf16_in_bf16_out():

@@ -89,7 +89,9 @@ class Balancer:
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
         """This rank's share of the balancing and z-loss of one micro-batch, summed over layers: shares add up over
-        ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all."""
+        ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all.
+        A load made where gradients were off, as in a checkpoint with use_reentrant=True, gives a loss without any, and no error: its
+        tensors look like those of a frozen router, whose loss rightly has none."""
         cfg = self.cfg
         if totals is None:
             self.seen_YE = None
@@ -106,7 +108,7 @@ class Balancer:
         if self.cfg.balance == "sequence":
             share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
             mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
-            return (share_YBE * mean_YBE).sum() / totals.sequences
+            return (share_YBE * mean_YBE).sum() / totals.sequences.clamp(min=1)
         counts_YE = load.counts_BE.sum(1)
         if self.cfg.balance == "global":
             counts_YE = self.all_reduce(counts_YE)
