@@ -88,6 +88,24 @@ def test_what_another_export_left_is_not_used(step, tmp_path):
     assert files_of(tmp_path / "back") == files_of(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors.index.json/", "group-0/manifest.json"])
+def test_nobody_elses_file_is_removed(step, tmp_path, name):
+    """Also what bears the name of one of the small files, where those that would be written first are missing."""
+    path = tmp_path / "back.partial" / name
+    (path if name[-1] == "/" else path.parent).mkdir(parents=True)
+    if not path.is_dir():
+        path.write_text("a life's work")
+    before = sorted(tmp_path.rglob("*"))
+    for more in ([], ["--dry-run"]):
+        said = refused("export", step, tmp_path / "back", *more)
+        assert f"back.partial: holds {name.split('/')[0]}" in said and said.endswith("or name another folder"), said
+    if name != "group-0/manifest.json":  # a group is what an import leaves, and goes on from
+        (tmp_path / "back.partial").rename(tmp_path / "new.partial")
+        before = sorted(tmp_path.rglob("*"))
+        assert f"holds {name}, which this" in refused("import", tmp_path / "hf", tmp_path / "new")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
     real = hf_write._read_back
 

@@ -56,6 +56,39 @@ def test_a_killed_cast_of_weights_goes_on(tmp_path, monkeypatch, world, ep, shap
 # ---- averages ----
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["thesis.txt", "group-0/thesis.txt", "group-0/deep/", "precious/thesis.txt", "group-1", "__0_0.distcp/", "link"],
+)
+def test_nobody_elses_file_is_removed(step, tmp_path, name):
+    work = tmp_path / "dst.partial"
+    path = work / name
+    (path if name[-1] == "/" else path.parent).mkdir(parents=True)
+    if name == "link":
+        (tmp_path / "theirs").mkdir()
+        (work / "group-0").symlink_to(tmp_path / "theirs")
+        path = tmp_path / "theirs/thesis.txt"
+    if not path.is_dir():
+        path.write_text("a life's work")
+    before = sorted(tmp_path.rglob("*"))
+    for words in (["reshard", step, tmp_path / "dst", "--world", 2], ["average", step, tmp_path / "dst"]):
+        for more in ([], ["--dry-run"]):
+            said = refused(*words, *more)
+            assert said.startswith(f"error: {work}: holds ") and said.endswith(
+                ", which this command did not write; move it away, or name another folder"
+            ), said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_work_folder_that_is_none(step, tmp_path):
+    work = tmp_path / "dst.partial"
+    for make in (lambda: work.write_text("x"), lambda: work.symlink_to("nowhere")):
+        make()
+        said = refused("reshard", step, tmp_path / "dst", "--world", 2)
+        assert said == f"error: {work}: is no folder; move it away, or name another folder"
+        work.unlink()
+
+
 def test_the_average_is_the_mean_in_the_layout_of_the_first(gloo, tmp_path):
     gloo(2, save_layout, tmp_path / "a", 2, 5)
     gloo(4, save_layout, tmp_path / "b", 1, 5)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tmoe import folders
 from tmoe.hf_files import Layout, Writer
 from tmoe.manifest import CheckpointError, HashedFile
-from tmoe.rewrite import Advance, bar, locked, require_absent, work_folder
+from tmoe.rewrite import Advance, bar, locked, require_absent, require_ours, work_folder
 
 HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index
 DONE = ".done"
@@ -51,8 +51,9 @@ class Export:
 
 
 def check_room(plan: Export, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free); CheckpointError if dst exists or they do not fit."""
+    """(bytes still to be written at most, bytes free); CheckpointError if dst exists, dst.partial is not ours, or they do not fit."""
     require_absent(dst)
+    _require_ours(plan, dst)
     missing = [names for file, names in plan.layout.items() if _record(plan, work_folder(dst) / file) is None]
     needed = sum(plan.sizes[name] + HEADER for names in missing for name in names)
     parent = next(parent for parent in dst.absolute().parents if parent.exists())
@@ -67,12 +68,16 @@ def check_room(plan: Export, dst: Path) -> tuple[int, int]:
 def write_folder(plan: Export, dst: Path) -> None:
     """Write `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
 
-    Raises CheckpointError: dst exists, another process writes it, or what was written does not read back; OSError naming the file;
-    whatever produce raises. dst is absent then, and finished files are kept.
+    Raises CheckpointError: dst exists, dst.partial holds what no such call left there, another process writes it, or what was written
+    does not read back; OSError naming the file; whatever produce raises. dst is absent then, and finished files are kept.
     """
     with locked(dst) as work:
         kept = {file for file in plan.layout if _record(plan, work / file)}
-        for path in set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}:
+        _require_ours(plan, dst)  # again, now that nobody else writes here
+        left = set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}
+        for path in sorted(
+            left, key=lambda path: path.name in plan.layout
+        ):  # small files first, as _require_ours wants
             path.unlink()
         todo = [file for file in plan.layout if file not in kept]
         with bar("writing", sum(plan.sizes[name] for file in todo for name in plan.layout[file])) as advance:
@@ -87,6 +92,14 @@ def write_folder(plan: Export, dst: Path) -> None:
         require_absent(dst)
         work.rename(dst)
         folders.sync_folder(dst.parent)
+
+
+def _require_ours(plan: Export, dst: Path) -> None:
+    """Small files are written last: without all the others they are somebody's own, a model half downloaded say."""
+    names = {name for file in plan.layout for name in (file, file + DONE)}
+    if all((work_folder(dst) / file).is_file() for file in plan.layout):
+        names |= plan.others.keys()
+    require_ours(dst, names.__contains__)
 
 
 def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import math
 import os
+import re
 import resource
 import shutil
 import threading
@@ -41,6 +42,9 @@ from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_ch
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
+OURS = re.compile(
+    r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/"
+)  # what a killed rewrite leaves
 FRAME = (
     4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
 )
@@ -82,14 +86,15 @@ class Plan:
 def rewrite(plan: Plan, dst: Path) -> None:
     """Write the step folder `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
 
-    Raises CheckpointError: dst exists, too little space (before the first byte), another process writes it, or what was written
-    does not read back; OSError naming the file; whatever produce raises. dst is absent then, and finished groups are kept.
+    Raises CheckpointError: dst exists, dst.partial holds what no rewrite left there, too little space (all before the first byte),
+    another process writes it, or what was written does not read back; OSError naming the file; whatever produce raises. dst is absent
+    then, and finished groups are kept.
     """
     groups, key = divide(plan), plan.key
     check_space(plan, dst)
     with locked(dst) as work:
         parts = [work / f"group-{number}" for number in range(len(groups))]
-        _clear(work, keep=[part for part in parts if _is_done(part, key)])
+        _clear(dst, keep=[part for part in parts if _is_done(part, key)])
         _write_groups(plan, groups, parts)
         _read_back(parts)
         _publish(plan, parts, work, dst)
@@ -99,8 +104,9 @@ def rewrite(plan: Plan, dst: Path) -> None:
 
 
 def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free); CheckpointError if dst exists or they do not fit."""
+    """(bytes still to be written at most, bytes free); CheckpointError if dst exists, dst.partial is not ours, or they do not fit."""
     require_absent(dst)
+    require_ours(dst, OURS.fullmatch)
     key, work = plan.key, work_folder(dst)
     missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
     needed = sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group)
@@ -116,6 +122,21 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
 def require_absent(dst: Path) -> None:
     if dst.exists() or dst.is_symlink():
         raise CheckpointError(f"{dst}: exists already; name a new folder")
+
+
+def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:
+    """CheckpointError if `dst.partial` holds a name (of a folder with / at its end) that this tool does not leave there: all of it may
+    be removed, and nobody else's file shall be."""
+    work = work_folder(dst)
+    if os.path.lexists(work) and not work.is_dir():
+        raise CheckpointError(f"{work}: is no folder; move it away, or name another folder")
+    for folder, folders_inside, files_inside in os.walk(work):
+        inside = Path(folder).relative_to(work)
+        for name in [f"{inside / name}/" for name in folders_inside] + [f"{inside / name}" for name in files_inside]:
+            if not is_ours(name) or (work / name).is_symlink():
+                raise CheckpointError(
+                    f"{work}: holds {name}, which this command did not write; move it away, or name another folder"
+                )
 
 
 def work_folder(dst: Path) -> Path:
@@ -174,8 +195,9 @@ def _is_done(part: Path, key: str) -> bool:
         return False
 
 
-def _clear(work: Path, keep: list[Path]) -> None:
-    for path in set(work.iterdir()) - set(keep):
+def _clear(dst: Path, keep: list[Path]) -> None:
+    require_ours(dst, OURS.fullmatch)  # again, now that nobody else writes here
+    for path in set(work_folder(dst).iterdir()) - set(keep):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
