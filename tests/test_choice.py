@@ -166,6 +166,9 @@ def test_the_rule_counts_the_step_and_nothing_else():
         assert torch.equal(biases(model), before)
     model.blocks[0].moe.router.update_bias(torch.full((8,), 7))
     assert torch.equal(biases(model), before), "at the mean load nothing moves"
+    model.blocks[0].moe.router.update_bias(torch.tensor([1, 2, 3, 4, 5, 6, 7, 10**9], dtype=torch.int32))
+    moved = biases(model)[0] - before[0]
+    assert torch.equal(moved.sign(), torch.tensor([1.0] * 7 + [-1.0])), "E loads of the fullest expert pass int32"
 
 
 def test_it_evens_the_load_out():

@@ -1,11 +1,13 @@
 """tmoe's parts in someone else's model and loop: no Transformer, no config file, real tensors instead of meta ones."""
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tmoe
 from tmoe.balance import Balancer, stack
@@ -131,6 +133,16 @@ def test_a_layer_names_a_wrong_width_or_input():
             layer(torch.randn(shape))
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_layer_on_meta_has_shapes_alone(score):
+    cfg = replace(CFG, score=score)
+    x = torch.randn(3, 7, D, device="meta", requires_grad=True)
+    moe = tmoe.MoE(D, cfg).to("meta")
+    y = moe(x)
+    (y.sum() + Balancer(cfg).loss(stack([moe.load]), None)).backward()
+    assert y.is_meta and y.shape == x.grad.shape == x.shape and moe.router.weight.grad.is_meta
+
+
 def test_presets_and_public_names():
     assert {"tiny", "moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"} < set(tmoe.presets())
     for name in ("Transformer", "MoE", "ops", "parallel", "presets"):
@@ -228,6 +240,97 @@ def frozen(rank: int, world: int, ep: int) -> list[str]:
 def test_what_is_frozen_stays_frozen(gloo, world, ep):
     for free in gloo(world, frozen, ep):
         assert free == ["blocks.0.moe.experts.down", "head.weight"]
+
+
+def refrozen(rank: int, world: int, ep: int, dtype: str) -> list[bool]:
+    """Which weights the second step moved, when experts were unfrozen or frozen after the first."""
+    cfg, moved = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype)), []
+    for wanted in (True, False):
+        model = Theirs()
+        experts = model.layers[0].experts.requires_grad_(not wanted)
+        tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=ep), cfg)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
+        x = torch.randn(4, 5, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+        for trains in (not wanted, wanted):
+            before = experts.down.full_tensor().clone()
+            experts.requires_grad_(trains)
+            model(x).float().square().sum().backward()
+            optimizer.step(), optimizer.zero_grad()
+            moved.append(not torch.equal(experts.down.full_tensor(), before))
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "dtype"), [(1, 1, "fp32"), (1, 1, "bf16"), (2, 2, "fp32"), (2, 2, "bf16"), (2, 1, "fp32")]
+)
+def test_weights_may_be_frozen_and_unfrozen_between_steps(gloo, world, ep, dtype):
+    for moved in gloo(world, refrozen, ep, dtype):
+        assert moved == [False, True, True, False]
+
+
+def recomputing(rank: int, world: int, ep: int, dtype: str) -> float:
+    cfg, grads = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype)), []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = Theirs()
+        tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=ep), cfg)
+        if reentrant is not None:
+            for part in (model.outputs, *model.layers):
+                inner = functools.partial(checkpoint, part.forward, use_reentrant=reentrant)
+                part.forward = lambda h, f=inner: f(h).clone()  # Theirs adds in place, which CheckpointFunction refuses
+        x = torch.randn(4, 5).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+        model(x).float().square().sum().backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    pairs = [(a, b) for other in grads[1:] for a, b in zip(other, grads[0], strict=True)]
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(("world", "dtype", "apart"), [(1, "fp32", 1e-6), (1, "bf16", 1e-2), (2, "fp32", 1e-6)])
+def test_somebodys_own_checkpointing_changes_no_gradient(gloo, world, dtype, apart):
+    assert max(gloo(world, recomputing, world, dtype)) < apart  # sums in another order
+
+
+def changed_inside(rank: int, world: int) -> list[str]:
+    said = []
+    for forward_again in (False, True):
+        model = Theirs()
+        tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=world))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(4, 5)
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if forward_again:
+            model(x)
+        with pytest.raises(RuntimeError) as error:
+            loss.backward()
+        said.append(str(error.value))
+    return said
+
+
+def test_weights_written_between_a_forward_and_its_backward_are_refused(gloo):
+    """As autograd itself does: the second backward would use the new weights where the first forward had the old ones."""
+    first, second = gloo(1, changed_inside)[0]
+    assert all(
+        "modified by an inplace operation" in text or "between a forward and its backward" in text
+        for text in (first, second)
+    )
+
+
+def refused(rank: int, world: int) -> list[str]:
+    said, mesh = [], tmoe.parallel.build_mesh(ep=world)
+    uneven = nn.Sequential(tmoe.MoE(D, CFG), tmoe.MoE(D, replace(CFG, experts=7)))
+    for model in nn.ModuleList([tmoe.MoE(D, CFG)]), uneven:
+        with pytest.raises(ValueError) as error:
+            tmoe.parallel.parallelize(model, mesh)
+        said += [str(error.value), type(model[0].experts.gate_up.data).__name__]
+    return said
+
+
+def test_what_cannot_be_laid_out_is_refused_before_anything_changes(gloo):
+    for container, kind, uneven, same in gloo(2, refused):
+        assert container == "parallelize: a ModuleList has no forward; give the module that calls its parts"
+        assert uneven == "--parallel.ep=2: must divide --model.moe.experts=7" and kind == same == "Tensor"
 
 
 def test_a_choice_bias_is_fp32_whatever_the_default_type():

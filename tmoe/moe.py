@@ -18,6 +18,11 @@ from tmoe.parallel.dispatch import Dispatcher, LocalDispatcher
 from tmoe.router import Router
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; of meta, which knows none, torch may not be asked."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate x) * up x): the dense feed-forward, and the shared experts."""
 
@@ -46,7 +51,7 @@ class SwiGLU(nn.Module):
     def matrices(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """gate_up [2F, D] and down [D, F], for an op that multiplies x by them itself; None where calling this module would cast."""
         matrices = self.gate_up.weight, self.down.weight
-        cast = torch.is_autocast_enabled(x.device.type) or any(w.dtype != x.dtype for w in matrices)
+        cast = autocasts(x) or any(w.dtype != x.dtype for w in matrices)
         return None if cast else matrices
 
 
@@ -62,7 +67,8 @@ class MoE(nn.Module):
 
     `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type; under autocast it computes in that's. The
     router's load for the balancing losses is in `self.load` after a call (None before): with gradients it holds on to the call's graph until
-    the next one, so set it to None where you want no such loss. With `choice_bias`, sum its counts over the step and the ranks and hand
+    the next one, so set it to None where you want no such loss. Recompute the layer with `checkpoint(..., use_reentrant=False)` only: True
+    calls it without gradients, and a balancing loss of that load has none, in silence. With `choice_bias`, sum its counts over the step and the ranks and hand
     them to `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
     """
 
@@ -103,9 +109,7 @@ class MoE(nn.Module):
         if padding_T is not None:  # NaN there, as attention to nothing makes it, would be in every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
         routing = self.router(x_TD, padding_T)
-        if (
-            torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-        ):  # as for F.linear; the experts' op takes one type
+        if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one type
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD, experts = x_TD.to(dtype), experts.to(dtype)
         if self.shared is None:

@@ -3,6 +3,7 @@
 next: balance.py
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
         cfg = self.cfg
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta knows no autocast
             jitter = cfg.jitter if self.training else 0.0
             bias = None if self.bias is None else self.bias.float()
             if on_matrix_units(x_TD) and not jitter:
@@ -97,6 +98,7 @@ class Router(nn.Module):
         if self.choice_bias is None:
             raise ValueError("choice_bias: got False, valid is True in MoEConfig where the bias is to be updated")
         require(counts_E.shape == self.choice_bias.shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.experts}]")
+        counts_E = counts_E.long()  # int32 may not hold E times a load
         error_E = counts_E.sum() - counts_E * self.cfg.experts
         self.choice_bias += self.cfg.bias_speed * error_E.sign()
 
