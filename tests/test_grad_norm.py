@@ -213,6 +213,16 @@ def test_norm_type_out_of_range(p):
         clip_grad_norm_([], 1.0, p)
 
 
+@pytest.mark.parametrize("largest", [-1.0, -INF, NAN])
+def test_a_negative_largest_norm_turns_no_gradient_round(largest):
+    p = with_grad(torch.tensor([3.0, 4.0]))
+    with pytest.raises(ValueError, match=r"max_norm=.*0 or above"):
+        clip_grad_norm_([p], largest)
+    assert p.grad.tolist() == [3.0, 4.0]
+    assert clip_grad_norm_([p], 2.0, "inf").item() == 4.0  # torch takes the word, too
+    assert p.grad.tolist() == pytest.approx([1.5, 2.0])
+
+
 def foreign_model():
     torch.manual_seed(0)
     layers = [nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 11), nn.GELU(), nn.Linear(11, 3)]

@@ -309,6 +309,20 @@ def test_dense_model_has_no_load():
     assert model.balancer.read_log() is None
 
 
+def test_no_sequence_at_all():
+    model = build(small())
+    loss = model(tokens()[:0], tokens()[:0])
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or p.grad.count_nonzero() == 0 for p in model.parameters())
+
+
+def test_tokens_that_are_no_tensor_are_named():
+    model = build(small())
+    for targets in (None, tokens()):
+        with pytest.raises(ValueError, match=r"tokens: got <class 'list'>, valid is a tensor \[B, S\]"):
+            model([[1, 2]], targets)
+
+
 def test_too_long_a_sequence_is_refused():
     model = build(small(rope=RopeConfig(max_seq=12)))
     with pytest.raises(ValueError, match=r"13 positions, but model.rope.max_seq=12"):

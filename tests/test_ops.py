@@ -351,6 +351,7 @@ def test_softmax_topk_compiles_and_names_bad_input():
         ((logits[0], 2, True), "logits: got shape"),
         ((logits, 2.0, True), "K: got 2.0, valid is a whole number from 1 to E=8"),
         ((None, 2, True), "logits: got None, valid is a tensor"),
+        ((logits, 2, "no"), "renormalize: got 'no', valid is True or False"),
     ]:
         with pytest.raises(ValueError, match=message):
             ops.softmax_topk(*args)

@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part of it; the
                 losses of the parts then add up. None: this call is all.
         """
-        if targets_BS is not None:
+        if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `hidden` names what is none
             check_marks("targets", targets_BS, tokens_BS.shape, torch.int64, torch.int32)
         h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
         if self.cfg.logits_scaling != 1.0:

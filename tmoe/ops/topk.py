@@ -38,6 +38,8 @@ def softmax_topk(logits_TE, K, renormalize):
         repr(K),
         f"a whole number from 1 to E={logits_TE.shape[1]}",
     )
+    if type(renormalize) is not bool:
+        require(False, "renormalize", repr(renormalize)[:80], "True or False")
     if logits_TE.is_cuda and unwatched(logits_TE):
         return _Straight.apply(logits_TE, K, renormalize)
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 def clip_grad_norm_(
     params: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
@@ -48,7 +48,7 @@ def clip_grad_norm_(
     Args:
         params: parameters, plain or DTensor with any placements, on any meshes.
         max_norm: largest norm that stays.
-        norm_type: p > 0 or inf. (torch also takes p <= 0; its p = 0 counts tensors, not elements.)
+        norm_type: p > 0 or inf; "inf" is taken as well. (torch also takes p <= 0; its p = 0 counts tensors, not elements.)
         error_if_nonfinite: raise RuntimeError on every rank, before scaling, if the norm is NaN or inf.
         foreach: False launches one kernel a tensor; None and True one for many.
 
@@ -56,11 +56,13 @@ def clip_grad_norm_(
     ranks, fp32 (fp64 if a gradient on this rank is). NaN or inf anywhere makes it non-finite everywhere, a rank's
     diverged copy of a replicated gradient included. torch instead adds up the norms of bf16 gradients in bf16.
 
-    Raises: ValueError if norm_type is not positive.
+    Raises: ValueError if norm_type is not positive or max_norm is below 0 or NaN: a negative one would turn all gradients round.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: must be above 0, or inf")
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm}: must be 0 or above, or inf")
     params = [params] if isinstance(params, Tensor) else list(params)
     grads = [p.grad for p in params if p.grad is not None]
     total = _total_norm(grads, norm_type, foreach, _device(params))
