@@ -140,5 +140,10 @@ def test_nothing_is_asked_for_twice(monkeypatch):
     assert asked == [("cuda:90", n), ("cuda:80", n), ("cuda:90", len(warmup.traces(other)))]
 
 
+def test_architectures_are_those_that_the_assembler_knows():
+    known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
+    assert known == [70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121]  # of the ptxas that triton 3.6 brings
+
+
 if __name__ == "__main__":
     main()

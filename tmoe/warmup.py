@@ -26,7 +26,7 @@ from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.zoo import presets
 
-ARCH = re.compile(r"cuda:(7[05]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
+ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
 _warm: set[tuple] = set()  # (architecture, trace) of all that this process has compiled or found
 
