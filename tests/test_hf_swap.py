@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 from tmoe.config import ConfigError
 from tmoe.hf import swap_experts
 from tmoe.hf_swap import SwappedExperts
-from tmoe.parallel import build_mesh, parallelize
+from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 
 
 def swapped(model) -> list[SwappedExperts]:
@@ -151,6 +151,25 @@ def test_swapped_and_spread(gloo, world, ep):
             assert_bits(found["state"], want)
             one = next(t for key, t in want.items() if key.endswith("gate_up_proj"))
             assert sum(other[name]["held"] for other in ranks) == one.numel()
+
+
+def recomputing(rank: int, world: int) -> list[float]:
+    norms = []
+    for recompute in (False, True):
+        model, mesh = make("qwen3_moe"), build_mesh(ep=world)
+        parallelize(swap_experts(model, mesh), mesh)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        x = torch.arange(24).view(2, 12) % 31
+        (model.train()(x, labels=x).loss / world).backward()
+        norms.append(clip_grad_norm_(model.parameters(), 1.0).item())
+    return norms
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_their_gradient_checkpointing_works_in_a_spread_model(gloo, world):
+    for plain, recomputed in gloo(world, recomputing):
+        assert recomputed == pytest.approx(plain, rel=1e-6) and plain > 0
 
 
 def test_swap_refuses_what_it_does_not_compute():

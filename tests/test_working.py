@@ -114,6 +114,25 @@ def test_weights_that_change_between_forwards_are_seen():
     assert torch.equal(module(x), first)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_behind_a_write_is_refused(dtype, again):
+    """What autograd does for plain parameters; two forwards of equal weights do not disturb each other (above)."""
+    module, x = net(dtype), torch.randn(3, 6, requires_grad=True)
+    loss = module(x).float().sum()
+    with torch.no_grad():
+        module.a.weight.mul_(2)
+    if again:
+        module(x)
+    with pytest.raises(
+        RuntimeError, match=r"written between a forward and its backward|modified by an inplace operation"
+    ):
+        loss.backward()
+    module.a.weight.grad = None
+    backward(module, x.detach())
+    assert module.a.weight.grad.abs().sum() > 0
+
+
 def test_a_copy_made_in_inference_mode_serves_training():
     module, x = net(), torch.randn(3, 6)
     with torch.inference_mode():

@@ -110,6 +110,7 @@ class AdamW(torch.optim.AdamW):
                 if copy:
                     copies.append(copy)
             step(together)
+            torch.autograd.graph.increment_version(params)  # our kernels write by address, which autograd does not see
             for copy in copies:
                 copy.fresh = self.keeps_fresh
         if streams is not None:

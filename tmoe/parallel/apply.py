@@ -44,6 +44,10 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.M
     if isinstance(model, FSDPModule) or any(isinstance(moe.experts.gate_up, DTensor) for moe in layers):
         kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
         raise ValueError(f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model")
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts")
+    for moe in layers:
+        require_divisible(moe, mesh)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, cfg.train.batch * cfg.train.seq, cfg.parallel.wire)
     if isinstance(model, Transformer):
@@ -66,10 +70,9 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     """Experts become DTensors, Shard(0) on ep; rank p of the group holds experts p*L and on. tokens: most a rank has, if known."""
     if isinstance(moe.experts.gate_up, DTensor):
         raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
-    ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
-    if E % ep:
-        raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
-    L, p = E // ep, mesh.ep.get_local_rank()
+    require_divisible(moe, mesh)
+    ep = mesh.ep.size()
+    L, p = moe.experts.gate_up.shape[0] // ep, mesh.ep.get_local_rank()
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0  # or somebody's own module
@@ -78,6 +81,12 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         local = full.data[p * L : (p + 1) * L].clone()
         spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
         setattr(moe.experts, name, nn.Parameter(spread, full.requires_grad))
+
+
+def require_divisible(moe: MoE, mesh: Mesh) -> None:
+    ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
+    if E % ep:
+        raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
 
 
 def apply_checkpoint(model: Transformer, policy: str) -> None:
@@ -112,7 +121,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
     """fp32 shards; gathered in bf16 or fp32; gradients reduced in fp32 and summed, never averaged: the loss is already
     divided by the counts of the global batch, and experts and dense parameters live on groups of different size.
 
-    What a rank holds whole (experts where dp is 1, everything in a world of 1) is left out: see working.py."""
+    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out: see working.py. Somebody's own
+    model stays with FSDP2 there, too: its own checkpointing runs parts of it in the backward, where working copies stand in only for
+    modules that are called by themselves."""
     param_dtype = torch.bfloat16 if dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
@@ -126,10 +137,11 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
             continue
         dim = shard_dim([p.to_local().shape for p in experts.parameters()], mesh.dp.size())
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+    alone = mesh.world.size() == 1 and isinstance(model, Transformer)
     for module in (*blocks, model):
-        if mesh.world.size() == 1:
+        if alone:
             whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
-        if mesh.world.size() > 1 or module is model:  # the root for its methods, even if nothing is left to gather
+        if not alone or module is model:  # the root for its methods, even if nothing is left to gather
             fully_shard(module, mesh=mesh.world, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -22,22 +22,28 @@ from tmoe.parallel.mesh import local_part
 
 
 class WorkingCopy:
-    """A parameter's stand-in. `fresh`: it holds the parameter's present value, because the optimizer has just written both."""
+    """A parameter's stand-in. `fresh`: it holds the parameter's present value, because the optimizer has just written both. `seen`: the
+    parameter's version (autograd's count of writes in place, which a DTensor's local part and a copy do not share) in the last forward."""
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype):
-        self.master, self.fresh = master, False
+        self.master, self.fresh, self.hooked, self.seen = master, False, False, version(master)
         local = local_part(master).detach()
-        # of equal type: the parameter's own memory
-        self.tensor = nn.Parameter(local.to(dtype), requires_grad=master.requires_grad)
-        if master.requires_grad:
-            # autograd's hold on a hook is one that Python's collector cannot see: it must not be one on the copy
-            copy = weakref.ref(self)
-            self.tensor.register_post_accumulate_grad_hook(lambda tensor: (alive := copy()) and alive.deliver(tensor))
+        self.tensor = nn.Parameter(local.to(dtype), requires_grad=False)  # of equal type: the parameter's own memory
 
     @torch.no_grad()
     def refresh(self) -> None:
+        """Before a forward: the parameter may have been written, frozen or unfrozen since the last."""
+        self.tensor.requires_grad_(self.master.requires_grad)
+        if self.master.requires_grad and not self.hooked:
+            # autograd's hold on a hook is one that Python's collector cannot see: it must not be one on the copy
+            copy = weakref.ref(self)
+            self.tensor.register_post_accumulate_grad_hook(lambda tensor: (alive := copy()) and alive.deliver(tensor))
+            self.hooked = True
+        if self.seen != version(self.master):
+            torch.autograd.graph.increment_version(self.tensor)  # an earlier forward's backward is to be refused
+            self.seen = version(self.master)  # which may be the copy's own count
         if not self.fresh and self.tensor.dtype != self.master.dtype:
-            self.tensor.data.copy_(local_part(self.master))  # .data: an earlier forward's graph may still hold the copy
+            self.tensor.data.copy_(local_part(self.master))  # .data: an earlier forward's graph may hold the copy, of equal value
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
@@ -46,6 +52,11 @@ class WorkingCopy:
         master, grad = self.master, tensor.grad
         tensor.grad = None
         assert grad is not None
+        if version(master) != self.seen:
+            raise RuntimeError(
+                f"a weight of shape {tuple(master.shape)} was written between a forward and its backward (an optimizer's step?): "
+                "call backward before"
+            )
         if master.grad is not None:
             grad = local_part(master.grad).to(master.dtype).add_(grad)
             master.grad = None
@@ -98,6 +109,10 @@ def stand_in(
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
     return standing_in
+
+
+def version(parameter: Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def working_copy(parameter: Tensor) -> WorkingCopy | None:
