@@ -43,7 +43,7 @@ class WorkingCopy:
             torch.autograd.graph.increment_version(self.tensor)  # an earlier forward's backward is to be refused
             self.seen = version(self.master)  # which may be the copy's own count
         if not self.fresh and self.tensor.dtype != self.master.dtype:
-            self.tensor.data.copy_(local_part(self.master))  # .data: an earlier forward's graph may hold the copy, of equal value
+            self.tensor.data.copy_(local_part(self.master))  # .data: a graph may hold it, of equal value
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
