@@ -1,13 +1,17 @@
 """The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress, the picture."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import types
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from tmoe import progress, report
 from tmoe.config import Config, ConfigError, LogConfig, ModelConfig, MoEConfig, ParallelConfig
 from tmoe.metrics import Metrics, max_violation, to_host, versions
 
+ROOT = Path(__file__).parents[1]
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
 KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
@@ -231,6 +236,72 @@ def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+@contextlib.contextmanager
+def room_for(path, more: int):
+    """A disk on which no file grows beyond that of `path` and `more` bytes (python ignores SIGXFSZ: writes fail)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_lines_and_no_training(tmp_path, capsys):
+    """Told once until it works again; of a line cut short nothing stays."""
+    with start(config(tmp_path, steps=20)) as log:
+        step(log, 0)
+        for first in (1, 11):
+            with room_for(tmp_path / "metrics.jsonl", 100):
+                step(log, first)
+                step(log, first + 1)
+            step(log, first + 2)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 3, 13]
+    told = f"{tmp_path}/metrics.jsonl: could not be written, training goes on without it: {os.strerror(errno.EFBIG)}"
+    assert capsys.readouterr().out.splitlines() == [told, told]
+
+
+def test_a_sink_that_fails_ends_no_training(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = types.SimpleNamespace(where=tmp_path / "tensorboard", write=full, close=full)
+    monkeypatch.setattr(module, "make_sinks", lambda *_: [sink])
+    with start(config(tmp_path)) as log:
+        step(log, 0)
+        step(log, 1)
+    assert len(lines(tmp_path)) == 2 and capsys.readouterr().out.count("tensorboard: could not be written, ") == 1
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictures, monkeypatch):
+    with start(config(tmp_path)) as log:
+        step(log, 0)
+    whole = (tmp_path / "report.png").read_bytes()
+
+    def full(figure, path, **_):
+        path.write_bytes(b"half a picture")
+        raise OSError(errno.ENOSPC, "No space left on device")  # as PIL's, it names no file
+
+    monkeypatch.setattr(report.Figure, "savefig", full)
+    with start(config(tmp_path), start_step=1) as log:
+        step(log, 1)
+    said = f"{tmp_path}/report.png: could not be written, training goes on without it: No space left on device\n"
+    assert said in capsys.readouterr().out
+    assert (tmp_path / "report.png").read_bytes() == whole and not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.png'"):
+        report.draw(tmp_path)
+
+
+def test_progress_on_a_full_disk_ends_no_training(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(progress, "print", full, raising=False)
+    with start(config(tmp_path, progress=True)) as log:
+        step(log, 0)
+    assert len(lines(tmp_path)) == 1
+
+
 def test_config_json_resolves_the_run_and_lists_its_starts(tmp_path):
     cfg = config(tmp_path)
     start(cfg, facts={"unigram_entropy": 3.3}).close()
@@ -419,8 +490,46 @@ def test_command_line_draws_a_bare_metrics_file(tmp_path, pictures, capsys):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path, pictures):
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: holds no line"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: missing"):
         report.draw(tmp_path)
+
+
+LINE = '{"step":0,"loss":1.0,"lr":0.1,"max_violation":[0.5],"expert_counts":[[1,2]]}\n'
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "[]", "config.json: not of the run in metrics.jsonl: "),
+        ("config.json", '{"parameters": 3}', "config.json: not of the run in metrics.jsonl: "),
+        ("config.json", '{"starts": [3]}', "config.json: not of the run in metrics.jsonl: "),
+        ("config.json", "{bad", "config.json: no config.json of a run: "),
+        ("config.json", "[" * 200_000, "config.json: no config.json of a run: "),
+        ("metrics.jsonl", LINE + LINE.replace("1.0", '"x"'), "metrics.jsonl:2: no line of a run: "),
+        ("metrics.jsonl", LINE.replace("1.0", "1" * 400), "metrics.jsonl:1: no line of a run: "),
+        ("metrics.jsonl", LINE.replace("[0.5]", "7"), "metrics.jsonl:1: no line of a run: "),
+        ("metrics.jsonl", LINE + LINE.replace("[0.5]", "[0.5,1]"), "metrics.jsonl: lines of different models: "),
+        ("metrics.jsonl", "[" * 200_000, "metrics.jsonl: holds no line to draw"),
+        ("metrics.jsonl", None, "metrics.jsonl: missing; name a run folder"),
+        ("report.png", None, "Is a directory: "),
+    ],
+)
+def test_what_no_run_wrote_is_one_line(tmp_path, pictures, file, content, says):
+    (tmp_path / "metrics.jsonl").write_text(LINE)
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    elif file == "report.png":
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).unlink()
+    with pytest.raises((ValueError, OSError), match=re.escape(says)):
+        report.draw(tmp_path)
+
+
+def test_report_ends_with_one_line():
+    command = [sys.executable, "-m", "tmoe.report", "/nope"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
 
 
 def test_smoothing_ignores_spikes_and_gaps():

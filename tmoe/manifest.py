@@ -17,8 +17,9 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -309,6 +310,17 @@ def stamp(path: Path) -> tuple | None:
 
 
 # ---- payloads ----
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Around writing `path`: an OSError that names no file, as those of write, flush and fsync, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class HashedFile:

@@ -20,13 +20,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
 from tmoe.config import Config, ConfigError, require
+from tmoe.manifest import naming
 from tmoe.progress import make_display
 
 GIB = 2**30
@@ -56,6 +57,7 @@ class Metrics:
     start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
     flops_per_token: of accounting.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
+    A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
     With cfg.eval_only nothing is written: notes are printed.
     Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed.
     """
@@ -80,7 +82,8 @@ class Metrics:
         self.cfg, self.world, self.device, self.start_step = cfg, world, device, start_step
         self.flops_per_token, self.peak = flops_per_token, peak
         self.clock = Clock()
-        self.lines: TextIO | None = None  # on rank 0 of a run that trains
+        self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
+        self.failing: set[Path] = set()  # files that could not be written when last tried
         self.display = make_display(cfg, start_step) if rank == 0 else None
         if rank == 0 and not cfg.eval_only:
             self.open_files(versions, facts or {})
@@ -89,11 +92,11 @@ class Metrics:
         self.run = Path(self.cfg.out)
         self.run.mkdir(parents=True, exist_ok=True)
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
-        path = self.run / "metrics.jsonl"
-        self.seconds_before, dropped = rewind(path, self.start_step)
+        self.path = self.run / "metrics.jsonl"
+        self.seconds_before, dropped = rewind(self.path, self.start_step)
         if dropped:
-            self.note(f"{path}: dropped {dropped} lines, torn or of steps from {self.start_step} on")
-        self.lines = open(path, "a", buffering=1)  # noqa: SIM115 (stays open; each line goes out at once)
+            self.note(f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on")
+        self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open; each line goes out at once)
         self.sinks = make_sinks(self.cfg, self.run, self.start_step)
 
     def due(self, step: int) -> bool:
@@ -140,9 +143,11 @@ class Metrics:
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
         line = finite(line)
-        self.lines.write(json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+        with self.going_on(self.path):
+            append(self.lines, json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
         for sink in self.sinks:
-            sink.write(scalars(line), step)
+            with self.going_on(sink.where):
+                sink.write(scalars(line), step)
         self.display.show(line)
 
     def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
@@ -169,20 +174,36 @@ class Metrics:
         if self.display is not None:
             self.display.note(text)
 
+    @contextlib.contextmanager
+    def going_on(self, path: Path) -> Iterator[None]:
+        """Around writing `path`: a failure is told, once until it works again, and never ends training."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if path not in self.failing:
+                why = error.strerror if isinstance(error, OSError) else None
+                self.note(f"{path}: could not be written, training goes on without it: {why or error}")
+            self.failing.add(path)
+        else:
+            self.failing.discard(path)
+
     def close(self, report: bool = True) -> None:
         """Ends the bar, closes the files, draws report.png if any step was logged. A second call does nothing."""
         if self.display is not None:
             self.display.close()
         if self.lines is None:
             return
-        self.lines.close()
+        with self.going_on(self.path):
+            self.lines.close()
         self.lines = None
         for sink in self.sinks:
-            sink.close()
-        if report and (self.run / "metrics.jsonl").stat().st_size:
+            with self.going_on(sink.where):
+                sink.close()
+        if report and self.path.exists() and self.path.stat().st_size:
             from tmoe.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
 
-            draw(self.run)
+            with self.going_on(self.run / "report.png"):
+                draw(self.run)
 
     def __enter__(self) -> Metrics:
         return self
@@ -281,8 +302,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
             try:
                 line = json.loads(text)
                 yield line if isinstance(line["step"], int) and text.endswith("\n") else None
-            except (json.JSONDecodeError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 yield None
+
+
+def append(file: BinaryIO, line: str) -> None:
+    """The whole line or nothing of it: what a full disk cut short is taken back."""
+    rest, end = line.encode(), os.fstat(file.fileno()).st_size
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.truncate(file.fileno(), end)
+        raise
 
 
 def rewind(path: Path, start_step: int) -> tuple[float, int]:
@@ -306,7 +338,7 @@ def rewind(path: Path, start_step: int) -> tuple[float, int]:
 def written_whole(path: Path) -> Iterator[TextIO]:
     """A file to write that takes the place of `path` at the end: a reader, or a crash, meets the old one or the new one."""
     aside = path.with_suffix(path.suffix + ".tmp")
-    with open(aside, "w") as file:
+    with naming(aside), open(aside, "w") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -375,7 +407,8 @@ class TensorBoard:
     def __init__(self, run: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=start_step)
+        self.where = run / "tensorboard"
+        self.writer = SummaryWriter(str(self.where), purge_step=start_step)
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -389,6 +422,7 @@ class Wandb:
     def __init__(self, cfg: Config, run: Path, start_step: int) -> None:
         import wandb  # pyrefly: ignore[missing-import] (an extra)
 
+        self.where = run / "wandb"
         name = run / "wandb_id"  # a resumed run goes on in the same place
         if start_step == 0 or not name.exists():
             name.write_text(uuid.uuid4().hex)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +70,8 @@ class Lines:
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        with suppress(OSError):  # a log on a full disk, a pipe that nobody reads: no reason to end training
+            print(text, flush=True)
 
     def close(self) -> None:
         pass

@@ -8,6 +8,8 @@ Loss, gradient norm, learning rate, throughput, and how evenly the experts were 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
+from tmoe.manifest import naming
 from tmoe.metrics import read_lines
 
 WINDOW = 50  # lines whose counts the heat map adds up
@@ -43,34 +46,62 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Raises ValueError if metrics.jsonl holds no line."""
+    """Raises ValueError naming the file if metrics.jsonl holds no line, or either file what no run writes."""
     numbers, violation, counts = [], [], deque(maxlen=WINDOW)
-    for line in read_lines(path / "metrics.jsonl"):
+    file, described = path / "metrics.jsonl", path / "config.json"
+    for number, line in enumerate(read_lines(file), start=1):
         if line is None:
             continue
-        numbers.append([line["step"], *(line.get(name) for name in SERIES)])
-        violation.append(line.get("max_violation") or [])
-        if line.get("expert_counts"):
-            counts.append(np.array(line["expert_counts"], dtype=float))  # of all lines they may not fit in memory
+        try:  # None becomes NaN
+            numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
+            violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
+            if line.get("expert_counts"):
+                counts.append(np.array(line["expert_counts"], dtype=float))  # of all lines they may not fit in memory
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{file}:{number}: no line of a run: {error}") from error
     if not numbers:
-        raise ValueError(f"{path / 'metrics.jsonl'}: holds no line to draw")
-    table = np.array(numbers, dtype=float)  # None becomes NaN
+        raise ValueError(f"{file}: {'holds no line to draw' if file.exists() else 'missing; name a run folder'}")
+    table = np.array(numbers)
     layers = max(map(len, violation))
-    described = path / "config.json"
+    try:
+        config = json.loads(described.read_text()) if described.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{described}: no config.json of a run: {error}") from error
+    try:
+        filled = np.array([row or [None] * layers for row in violation], dtype=float).reshape(len(table), layers)
+        summed = np.sum(counts, axis=0) if counts else np.zeros((0, 0))
+    except ValueError as error:
+        raise ValueError(f"{file}: lines of different models: {error}") from error
     return Run(
         name=path.resolve().name,
-        config=json.loads(described.read_text()) if described.exists() else {},
+        config=config,
         steps=table[:, 0],
         series={name: table[:, i + 1] for i, name in enumerate(SERIES)},
-        violation=np.array([row or [None] * layers for row in violation], dtype=float).reshape(len(table), layers),
-        counts=np.sum(counts, axis=0) if counts else np.zeros((0, 0)),
+        violation=filled,
+        counts=summed,
     )
 
 
 def draw(path: Path) -> Path:
-    """Draws RUN/metrics.jsonl as RUN/report.png and returns its path."""
+    """Draws RUN/metrics.jsonl as RUN/report.png and returns its path. ValueError as `load`; OSError names the picture."""
     path = Path(path)
     run = load(path)
+    try:
+        figure = paint(run)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path / 'config.json'}: not of the run in metrics.jsonl: {why}") from error
+    out, aside = path / "report.png", path / "report.png.tmp"
+    try:
+        with naming(out):
+            figure.savefig(aside, format="png")
+            os.replace(aside, out)  # a picture that is cut short never takes the name
+    finally:
+        aside.unlink(missing_ok=True)
+    return out
+
+
+def paint(run: Run) -> Figure:
     rows: list[Any] = [["loss", "loss", "norm"], ["speed", "rate", "violation"], ["load"] * 3]
     if not run.counts.size:
         rows = [rows[0], ["speed", "rate", "rate"]]
@@ -84,9 +115,7 @@ def draw(path: Path) -> Path:
         else:
             painters[name](axis, run)
             dress(axis, run)
-    out = path / "report.png"
-    figure.savefig(out)
-    return out
+    return figure
 
 
 def title(run: Run) -> str:
@@ -258,4 +287,7 @@ def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    try:
+        tyro.cli(main, prog="python -m tmoe.report")
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
