@@ -3,18 +3,21 @@
     python -m benchmarks.curve --steps 300 --json curve.json
 
 The reference path: eager blocks, experts one by one (ops/reference.py), a dense document mask, logits whole, torch's AdamW. It runs in
-bf16 and in fp32; what rounding alone does to a curve is the difference between those two.
+bf16 and in fp32; what rounding alone does to a curve is the difference between those two. Without a GPU it says so and compares what
+runs on the CPU: no kernel of tmoe's is in that.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+from benchmarks.train import running
 
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
     --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none
@@ -32,8 +35,10 @@ def main() -> None:
     if args.steps < WINDOW:
         parser.error(f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared")
     more = [w for w in args.train if w != "--"]
+    if not torch.cuda.is_available():
+        print("no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)", file=sys.stderr)
     started = {}
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
         for name, (path, dtype) in RUNS.items():
             words = [
                 *MODEL.split(),
@@ -46,7 +51,7 @@ def main() -> None:
                 *more,
             ]
             command = [sys.executable, "-c", f"from benchmarks.curve import train; train({path!r}, {words!r})"]
-            started[name] = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+            started[name] = stack.enter_context(running(command))
         for name, process in started.items():
             if process.wait():
                 raise SystemExit(f"{name}: train.py ended with code {process.returncode}")

@@ -53,6 +53,8 @@ def main() -> None:
     if args.inside:
         world, out = args.inside.split(":", 1)
         return inside(int(world), Path(out), more)
+    if not torch.cuda.is_available():
+        print("no GPU here: the layouts train on the CPU (`-- --no-compile` is quicker)", file=sys.stderr)
     print(
         "| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |\n|---|---|---|---|---|"
     )

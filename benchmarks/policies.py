@@ -12,6 +12,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks.moe_layer import require_gpu
 from benchmarks.train import at_least_one, measure
 from tmoe.accounting import memory_per_rank, peak_bytes
 from tmoe.cli import parse
@@ -36,6 +37,7 @@ def main() -> None:
     words = [w for w in args.train if w != "--"]
     if taken := [w for w in words if w.startswith(("--parallel.checkpoint", "--optim.offload"))]:
         parser.error(f"{taken[0]}: the policies are this benchmark's own")
+    require_gpu(parser)
     heads = "policy", "tokens/s/GPU", "of the first", "MFU", "peak GiB (dry run)"
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|", flush=True)
     failed, first = False, None

@@ -4,12 +4,14 @@
 
 One rank's state as training has it: fp32 weights and both moments, in tensors of 1 GiB. The first save also pins its buffers. When it
 is on the disk, bare copies into the same buffers are timed, and a second save. Seconds of each, until the GPU is free again.
+Without a GPU it says so and copies inside the host's memory, which times the disk.
 """
 
 import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,15 +27,19 @@ PIECE = 2**28  # fp32 elements of a tensor: 1 GiB
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=30, help="GiB of state")
+    parser.add_argument("--gib", type=float, help="GiB of state; default: 30, without a GPU 1")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if args.gib is None:
+        args.gib = 30.0 if gpu else 1.0
     if not 0 < args.gib < float("inf"):
         parser.error(f"--gib={args.gib}: must be a positive number of GiB")
     if not args.folder.is_dir():
         parser.error(f"--folder={args.folder}: must be a folder that is there")
-    gpu = torch.cuda.is_available()
+    if not gpu:
+        print(f"no GPU here: {args.gib:g} GiB are copied inside the host's memory, then written", file=sys.stderr)
     whole, rest = divmod(round(args.gib * 2**28), PIECE)
     sizes = [PIECE] * whole + [rest] * (rest > 0)
     state = {f"tensor{i}": torch.randn(n, device="cuda" if gpu else "cpu") for i, n in enumerate(sizes)}

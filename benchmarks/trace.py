@@ -3,10 +3,10 @@
 python -m benchmarks.trace runs/x/trace-step20-rank0.json.gz
 """
 
+import argparse
 import gzip
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,9 +133,10 @@ def busy(kernels: list[dict]) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", help="a file of that name, packed or not")
+    path = parser.parse_args().trace
     try:
-        main(sys.argv[1])
+        main(path)
     except (OSError, ValueError, KeyError, IndexError) as error:  # no file, no trace, nothing of a GPU in it
-        raise SystemExit(f"{sys.argv[1]}: no trace of a GPU: {error!r}") from None
+        raise SystemExit(f"{path}: no trace of a GPU: {error!r}") from None

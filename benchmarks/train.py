@@ -121,7 +121,7 @@ def launch(
 
 @contextmanager
 def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen]:
-    """torchrun in the project's folder, gone behind this whatever happens, SIGTERM to this process included."""
+    """A command in the project's folder, gone behind this whatever happens, SIGTERM to this process included."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, not a failed run before the next
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env)
     try:
