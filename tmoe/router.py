@@ -49,7 +49,8 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
         cfg = self.cfg
-        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):  # meta knows no autocast
+        # meta knows no autocast
+        with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):
             jitter = cfg.jitter if self.training else 0.0
             bias = None if self.bias is None else self.bias.float()
             if on_matrix_units(x_TD) and not jitter:
