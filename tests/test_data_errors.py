@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import corpora
@@ -17,6 +20,7 @@ from tmoe.corpus import HEADER_BYTES, open_shard
 from tmoe.data import convert
 from tmoe.tokenizer import DataError, load_tokenizer
 
+ROOT = Path(__file__).parents[1]
 texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures
 
 
@@ -63,6 +67,17 @@ def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str
         (lambda p: p.write_bytes(bytes(2000)), r"byte 0 begins no tmoe-shard header"),
         (lambda p: rewrite(p, version=2), r"version 1: .*version 2"),
         (lambda p: rewrite(p, dtype="float32"), r"dtype 'float32'"),
+        (lambda p: rewrite(p, tokens="114951"), r"tokens '114951'"),
+        (lambda p: rewrite(p, tokens=114951.0), r"tokens 114951\.0"),
+        (lambda p: rewrite(p, tokens=-1), r"of -1"),
+        (lambda p: rewrite(p, max_id=None), r"max_id None"),
+        (lambda p: rewrite(p, max_id=300, max_at=10**9), r"max_id 300 at token 1000000000 of \d+"),
+        (lambda p: rewrite(p, eos="0"), r"eos '0'"),
+        (lambda p: rewrite(p, eos=256), r"eos 256 of 256 ids"),
+        (lambda p: rewrite(p, tokenizer=None), r"tokenizer None"),
+        (lambda p: p.write_bytes(b"[" * 2000), r"byte 0 begins no tmoe-shard header .*RecursionError"),
+        (lambda p: (p.unlink(), os.mkfifo(p)), r"no regular file"),
+        (lambda p: (p.unlink(), p.symlink_to("nowhere")), r"no regular file"),
         (lambda p: rewrite(p, tokenizer="sha256:other"), r"tokenizer sha256:other"),
     ],
 )
@@ -78,6 +93,7 @@ def test_broken_shard(shards: Path, harm, message: str):
     [
         (b'{"text": "x"', r"l\.jsonl:2: not JSON"),
         (b'{"body": "x"}', r'l\.jsonl:2: needs an object with a string field "text"'),
+        (b"[" * 200_000, r"l\.jsonl:2: not JSON"),
         (b'["text"]', r'l\.jsonl:2: needs an object with a string field "text"'),
         (b'{"text": "\xff"}', r"l\.jsonl:2: not JSON"),
         (rb'{"text": "ab\ud800"}', r"l\.jsonl:2: not Unicode text at offset 2"),
@@ -101,6 +117,9 @@ def test_malformed_jsonl_names_the_line(tmp_path: Path, line: bytes, message: st
         ("stdlib:-1", r"'-1' is no weight"),
         ("stdlib:0", r"weight > 0"),
         ("stdlib:1/0", r"'1/0' is no weight"),
+        ("stdlib:1e99999999", r"'1e99999999' is no weight.* at most 40 digits"),
+        ("stdlib:1e-99999999", r"'1e-99999999' is no weight"),
+        ("stdlib:" + "1" * 100, r"1' is no weight"),
         (":2", r"PATH or PATH:WEIGHT"),
     ],
 )
@@ -126,6 +145,57 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
         data(tmp_path / "empty")
     with pytest.raises(DataError, match=r"--data\.tokenizer=gone\.json: no such file"):
         data(texts, tokenizer="gone.json")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to a folder"])
+def test_what_is_no_text_file_is_named_and_not_left_out(texts: Path, tmp_path: Path, kind: str):
+    odd = texts / "part1" / "odd"
+    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("nowhere" if kind == "link to nothing" else texts / "part2")
+    with pytest.raises(DataError, match=rf"{odd}: neither a file nor a folder"):
+        convert((str(texts),), out=tmp_path / "out")
+    odd.rename(odd.with_name(".odd"))  # hidden ones are left out
+    (texts / "linked.txt").symlink_to(texts / "part1/1.txt")
+    convert((str(texts),), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("[]", r"must hold an object"),
+        ('"x"', r"must hold an object"),
+        ("null", r"must hold an object"),
+        ('{"eos_token": {}}', r"eos_token=\{\}: must be a token"),
+        ('{"eos_token": ["</s>"]}', r"eos_token=\['</s>'\]: must be a token"),
+        ('{"eos_token": {"content": 3}}', r"eos_token=3: must be a token"),
+        ("[" * 200_000, r"not JSON"),
+        ("{", r"not JSON"),
+    ],
+)
+def test_settings_of_a_tokenizer_that_are_none(bpe: Path, settings: str, message: str):
+    bpe.with_name("tokenizer_config.json").write_text(settings)
+    with pytest.raises(DataError, match=rf"tokenizer_config\.json: {message}"):
+        load_tokenizer(str(bpe))
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ("text.txt/x", "Not a directory: 'text.txt/"),
+        ("/proc/x", "No such file or directory: '/proc/"),
+        ("full", "File too large: '.full."),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, out: str, says: str):
+    (tmp_path / "text.txt").write_text("some words " * 10_000)
+    command = [sys.executable, "-m", "tmoe.data", "text.txt", "--out", out]
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, preexec_fn=small_disk)
+    assert said.returncode == 1 and says in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_text_that_is_none_names_file_and_offset(tmp_path: Path, bpe: Path):

@@ -25,10 +25,12 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_type_hints
 
 import numpy as np
 
+from tmoe.config import fits
+from tmoe.manifest import naming
 from tmoe.tokenizer import DataError, Tokenizer
 
 Split = Literal["train", "val"]
@@ -154,11 +156,18 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if not path.is_dir():
         raise DataError(f"{name}: no such file or folder; valid: 'stdlib', text, .jsonl, a shard, or a folder of these")
-    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    visible = sorted(key for key in files if not re.search(r"(^|/)\.", key))
-    if not visible:
+    found = {entry.relative_to(path).as_posix(): entry for entry in path.rglob("*")}
+    visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
+    files = [entry for entry in visible if entry.is_file()]
+    for entry in sorted(set(visible).difference(files)):
+        if entry.is_symlink() or not entry.is_dir():
+            raise DataError(
+                f"{entry}: neither a file nor a folder but a pipe, or a link to nothing or to a folder; remove it, and name "
+                "a folder that it leads to as a source of its own"
+            )
+    if not files:
         raise DataError(f"{name}: the folder holds no files")
-    return path, [files[key] for key in visible]
+    return path, files
 
 
 def read_documents(name: str) -> Iterator[Document]:
@@ -167,18 +176,21 @@ def read_documents(name: str) -> Iterator[Document]:
     for path in files:
         if path.suffix == ".jsonl":
             yield from _read_jsonl(path)
-        elif raw := path.read_bytes():
+            continue
+        with naming(path):
+            raw = path.read_bytes()
+        if raw:
             yield Document(raw, str(path), path.relative_to(root).as_posix(), len(raw))
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: not JSON: {error}") from error
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
@@ -274,6 +286,8 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
 
 
 def read_header(path: Path) -> ShardHeader:
+    if not path.is_file():
+        raise DataError(f"{path}: no regular file, or a link to nothing")  # opened, a pipe would wait for a writer
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
@@ -284,9 +298,15 @@ def read_header(path: Path) -> ShardHeader:
         if (fields["magic"], fields["version"]) != (ShardHeader.magic, ShardHeader.version):
             raise ValueError(f"magic {fields['magic']!r}, version {fields['version']!r}")
         header = ShardHeader(**fields)
-        if header.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype {header.dtype!r}")
-    except (ValueError, TypeError, KeyError) as error:
+        for name, kind in get_type_hints(ShardHeader).items():
+            if not fits(value := getattr(header, name), kind):
+                raise ValueError(f"{name} {value!r}")
+        tokens = header.tokens
+        if min(tokens, header.max_id, header.max_at) < 0 or (tokens and header.max_at >= tokens):
+            raise ValueError(f"max_id {header.max_id} at token {header.max_at} of {tokens}")
+        if not 0 <= header.eos < header.vocab:
+            raise ValueError(f"eos {header.eos} of {header.vocab} ids")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"{path}: byte 0 begins no {ShardHeader.magic} header of version {ShardHeader.version}: {error!r}; "
             "`python -m tmoe.data` makes shards"
@@ -322,7 +342,7 @@ def _number(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tupl
 def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> int:
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
     tokens, max_id, max_at = 0, -1, 0
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.seek(HEADER_BYTES)
         for ids in documents:
             highest = int(ids.argmax())

@@ -14,6 +14,7 @@ import bisect
 import hashlib
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,8 @@ from tmoe.corpus import (
 )
 from tmoe.loss import IGNORE
 from tmoe.tokenizer import DataError, load_tokenizer
+
+WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
 
 
 class Batch(NamedTuple):
@@ -232,12 +235,14 @@ def _parse_source(spec: str) -> tuple[str, Fraction | None]:
     if not colon or Path(spec).exists():
         return spec, None
     try:
-        value = Fraction(weight)  # exact: 0.3 is 3/10, so that proportions hold at any sample number
+        # exact: 0.3 is 3/10, so that proportions hold at any sample number
+        value = Fraction(weight if WEIGHT.fullmatch(weight.strip()) else 0)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not name or value <= 0:
         raise DataError(
-            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, weight > 0"
+            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, weight > 0 "
+            "of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
         )
     return name, value
 
@@ -336,5 +341,7 @@ def _track(documents: Iterable[Document], progress: Progress, size: int) -> Iter
 if __name__ == "__main__":
     try:
         tyro.cli(convert, prog="python -m tmoe.data")
-    except DataError as error:
+    except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted; nothing was written")

@@ -88,10 +88,15 @@ class JsonTokenizer:
     def _find_eos(cls, path: Path, ids: dict[str, int]) -> int:
         settings = path.with_name("tokenizer_config.json")
         try:
-            named = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
-        except ValueError as error:
+            told = json.loads(settings.read_bytes()) if settings.exists() else {}
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{settings}: not JSON: {error}") from error
-        named = named["content"] if isinstance(named, dict) else named
+        if not isinstance(told, dict):
+            raise DataError(f'{settings}: must hold an object, {{"eos_token": "..."}}')
+        named = told.get("eos_token")
+        named = named.get("content", named) if isinstance(named, dict) else named
+        if not isinstance(named, str | None):
+            raise DataError(f'{settings}: eos_token={named!r}: must be a token, "..." or {{"content": "..."}}')
         for name in cls.EOS_NAMES if named is None else (named,):
             if name in ids:
                 return ids[name]
