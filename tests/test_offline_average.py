@@ -258,6 +258,16 @@ def test_verify_names_every_problem_of_every_step(tmp_path, capsys):
     assert "1 of 1" in refused("verify", tmp_path / "nothing")
 
 
+def test_a_run_folder_where_a_step_is_meant(tmp_path):
+    steps = [save(tmp_path / "run/checkpoints", i, plain(i)) for i in (9, 10)]
+    said = f"no step folder; did you mean {steps[1]}?"
+    for words in (["inspect"], ["reshard", tmp_path / "dst", "--world", 1], ["average", tmp_path / "dst"]):
+        for folder in (tmp_path / "run", tmp_path / "run/checkpoints"):
+            assert refused(words[0], folder, *words[1:]) == f"error: {folder}: {said}"
+    assert refused("verify", tmp_path / "run") == f"error: {tmp_path / 'run'}: {said}"
+    run("verify", tmp_path / "run/checkpoints")
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
 def test_verify_looks_on_while_a_run_goes_on(tmp_path, monkeypatch, capsys, again):
     """A step that retention removes, or a save replaces, between two looks is not damaged."""

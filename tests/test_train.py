@@ -201,6 +201,21 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     assert f"; --init={step}: not read, for {step} goes on" in said
 
 
+def changes(rank: int, world: int, argv: list[str]) -> list[str]:
+    cfg = parse(argv, "", rank=rank, world=world)
+    return train.Trainer(cfg, runtime.start(cfg.seed)).changes
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
+    flags = [*SMALL, "--optim.warmup", "1", "--out", str(tmp_path)]
+    gloo(1, run, [*flags, "--steps", "2"])
+    said = f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; name more to go on"
+    assert gloo(1, changes, [*flags, "--steps", str(steps)])[0] == [said]
+    assert gloo(1, changes, [*flags, "--steps", str(steps), "--eval-only"])[0] == []
+    assert gloo(1, changes, [*flags, "--steps", "3"])[0] == []
+
+
 def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
     gloo(1, run, flags)

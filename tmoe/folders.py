@@ -15,7 +15,7 @@ import time
 import uuid
 from pathlib import Path
 
-from tmoe.manifest import CheckpointError, read_saved_ns
+from tmoe.manifest import NAME, CheckpointError, read_saved_ns
 
 _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 
@@ -44,7 +44,12 @@ def entries(folder: Path, published: bool) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """`path`, or where its step lies if a save was killed between the two renames that replace it."""
+    """`path`, or where its step lies if a save was killed between the two renames that replace it. CheckpointError for a folder of steps
+    or of a run, which names the newest step in it."""
+    if not (path / NAME).exists():
+        for folder in (path, path / "checkpoints"):
+            if steps := published(folder)[0]:
+                raise CheckpointError(f"{path}: no step folder; did you mean {steps[0][1]}?")
     return path if path.exists() else next(iter(path.parent.glob(f"{path.name}.old-*")), path)
 
 

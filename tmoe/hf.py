@@ -200,7 +200,8 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
 
 def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
     """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds. Returns
-    what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, the optimizer."""
+    what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, the optimizer; and that no step
+    is left to do."""
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
     held = {name.partition(".")[0] for name in manifest.tensors}
@@ -216,13 +217,19 @@ def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
     was, now = manifest.info.get("config", {}), json.loads(json.dumps(asdict(cfg), default=str))
     groups: dict[str, list[str]] = dict(data=list(now["data"]), optim=list(now["optim"]), train=["seq", "dtype"])
+    idle = not cfg.eval_only and counts[0] >= cfg.steps
+    left = (
+        [f"nothing to do: --steps={cfg.steps}, and {step_dir} has {counts[0]} of them; name more to go on"]
+        if idle
+        else []
+    )
     if not isinstance(was, dict) or not all(isinstance(was.get(g, {}), dict) for g in groups):
-        return []  # nobody's settings of a run
+        return left  # nobody's settings of a run
     pairs = [(f"{g}.{name}", was.get(g, {}).get(name), now[g][name]) for g, names in groups.items() for name in names]
     pairs.append(("seed", was.get("seed"), now["seed"]))
     changed = [(name.replace("_", "-"), old, new) for name, old, new in pairs if old is not None and old != new]
     unread = [f"--init={cfg.init}: not read, for {step_dir} goes on"] if cfg.init else []
-    return [f"--{name}={new} (was {old})" for name, old, new in changed] + unread
+    return [f"--{name}={new} (was {old})" for name, old, new in changed] + unread + left
 
 
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
