@@ -177,6 +177,34 @@ def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
     assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, times):
+    """The second one arrives in the step in which the first did: it never ends."""
+    program = f"""if True:
+        import os, signal, sys, train
+        step = train.Trainer.forward_backward
+        def interrupted(trainer, *args):
+            if trainer.step == 2:
+                for _ in range({times}):
+                    os.kill(os.getpid(), signal.SIGINT)
+            return step(trainer, *args)
+        train.Trainer.forward_backward = interrupted
+        train.main(sys.argv[1:])"""
+    cwd = Path(train.__file__).parent
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    command = [sys.executable, "-c", program, *SMALL, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert "Ctrl-C: this step is finished and saved; a second one ends at once" in done.stderr
+    if times == 2:
+        assert done.returncode == -signal.SIGINT and not list(tmp_path.glob("checkpoints/step-*"))
+        return
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    (step,) = (tmp_path / "checkpoints").iterdir()
+    assert step.name in ("step-3", "step-4")
+
+
 def test_init_takes_weights_only(gloo, tmp_path):
     flags = [*SMALL, "--train.batch", "2"]
     first = gloo(1, run, [*flags, "--out", str(tmp_path / "a")])[0]

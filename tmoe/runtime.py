@@ -43,7 +43,7 @@ class Runtime:
     device: torch.device
     control: dist.ProcessGroup
     watch: Watch
-    stop: bool = field(default=False)  # SIGTERM arrived here
+    stop: bool = field(default=False)  # SIGTERM or Ctrl-C arrived here
 
     def sums(self, *values: float) -> list[float]:
         """Sum of each value over all ranks."""
@@ -128,7 +128,7 @@ def from_environment() -> tuple[int, int]:
 
 
 def start(seed: int) -> Runtime:
-    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears SIGTERM."""
+    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears SIGTERM, Ctrl-C."""
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
@@ -153,11 +153,22 @@ def start(seed: int) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     runtime = Runtime(rank, world, device, control, Watch(rank, world, _get_default_store(), control))
 
+    launcher = "RANK" in os.environ  # which hands on the Ctrl-C that the terminal gave each process already
+
     def hear(signum, frame):
         runtime.stop = True
+        if signum == signal.SIGINT and not launcher:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(
+                2, b"\nCtrl-C: this step is finished and saved; a second one ends at once\n"
+            )  # print may be at work
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, hear)
+        if (
+            signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        ):  # a shell ignores it for what is in the background
+            signal.signal(signal.SIGINT, hear)
     return runtime
 
 
