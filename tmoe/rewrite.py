@@ -42,9 +42,8 @@ from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_ch
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
-OURS = re.compile(
-    r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/"
-)  # what a killed rewrite leaves
+# What a killed rewrite leaves in its work folder.
+OURS = re.compile(r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/")
 FRAME = (
     4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
 )

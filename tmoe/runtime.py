@@ -159,15 +159,13 @@ def start(seed: int) -> Runtime:
         runtime.stop = True
         if signum == signal.SIGINT and not launcher:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.write(
-                2, b"\nCtrl-C: this step is finished and saved; a second one ends at once\n"
-            )  # print may be at work
+            # not print, which may be at work
+            os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends at once\n")
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, hear)
-        if (
-            signal.getsignal(signal.SIGINT) == signal.default_int_handler
-        ):  # a shell ignores it for what is in the background
+        # a shell makes what it starts in the background ignore Ctrl-C
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, hear)
     return runtime
 
