@@ -46,7 +46,8 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
     """ms of the step; of it nothing running, only the exchange or other collectives running, and nothing of WORK running ("outside");
-    busy by kind (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by the kernel that ends them.
+    busy by kind (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by
+    the kernel that ends them.
 
     Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps without a tracer do, with
     the host ahead. A single step is read from its first kernel to its last."""

@@ -1,4 +1,4 @@
-"""The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress, the picture."""
+"""The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress; what a full disk does not end."""
 
 import contextlib
 import dataclasses
@@ -10,21 +10,16 @@ import resource
 import subprocess
 import sys
 import types
-from collections import namedtuple
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import tyro
+from run_logs import Stats, config, routers, start, step
 
 from tmoe import metrics as module
 from tmoe import progress, report
-from tmoe.config import Config, ConfigError, LogConfig, ModelConfig, MoEConfig, ParallelConfig
-from tmoe.metrics import Metrics, max_violation, to_host, versions
+from tmoe.config import ConfigError, ParallelConfig
+from tmoe.metrics import max_violation, to_host, versions
 
-ROOT = Path(__file__).parents[1]
-Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
 KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
 
@@ -47,30 +42,6 @@ def pictures():
 def no_pictures_unasked(request, monkeypatch):
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(report, "draw", lambda path: path)
-
-
-def config(path, steps=10, **log) -> Config:
-    model = ModelConfig(layers=3, moe=MoEConfig(experts=6, top_k=2))
-    quiet = {"progress": False} | log
-    return Config(out=str(path), steps=steps, model=model, parallel=ParallelConfig(ep=2), log=LogConfig(**quiet))
-
-
-def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
-    cpu = torch.device("cpu")
-    common = dict(rank=rank, world=4, device=cpu, flops_per_token=2e9, versions={"torch": "x"}, facts=facts)
-    return Metrics(cfg, peak=peak, start_step=start_step, **common)
-
-
-def routers(seed: int, layers=3, experts=6) -> Stats:
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(0, 1000, (layers, experts), generator=generator).float()
-    return Stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
-
-
-def step(log: Metrics, number: int, **values) -> None:
-    loss, norm = torch.tensor(10.0 / (number + 1)), torch.tensor(1.5)
-    given = dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * (number + 1), router=routers(number))
-    log.log(number, **(given | values))
 
 
 def lines(path) -> list[dict]:
@@ -437,106 +408,3 @@ def test_an_exception_still_ends_the_bar_and_draws(tmp_path, pictures):
         raise KeyboardInterrupt
     assert (tmp_path / "report.png").exists()
     log.close()  # again: nothing
-
-
-# report.py ------------------------------------------------------------------------------------------------------------
-
-
-def is_picture(path) -> bool:
-    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
-
-
-def test_load_gathers_series_and_the_last_window(tmp_path):
-    with start(config(tmp_path, steps=70)) as log:
-        for number in range(70):
-            step(log, number, val_loss=0.1 if number == 69 else None, lr=number / 100)
-    run = report.load(tmp_path)
-    assert run.steps.tolist() == list(range(70))
-    assert run.series["lr"].tolist() == [number / 100 for number in range(70)]
-    assert np.isfinite(run.series["val_loss"]).sum() == 1
-    want = sum(routers(number).counts_LE for number in range(20, 70))
-    assert np.array_equal(run.counts, want.numpy())
-    assert run.violation.shape == (70, 3)
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("kind", ["one line", "resumed", "dense", "nulls", "idle layer"])
-def test_every_kind_of_run_draws_without_warnings(tmp_path, pictures, kind):
-    cfg = config(tmp_path, steps=12)
-    nan = float("nan")
-    changes = {
-        "dense": dict(router=None),
-        "nulls": dict(loss=nan, grad_norm=nan),
-        "idle layer": dict(router=Stats(torch.zeros(3, 6), torch.zeros(3), torch.zeros(3))),
-    }.get(kind, {})
-    for first, last in {"one line": [(0, 1)], "resumed": [(0, 8), (6, 12)]}.get(kind, [(0, 12)]):
-        with start(cfg, start_step=first, peak=8e12) as log:
-            for number in range(first, last):
-                step(log, number, **changes)
-    assert is_picture(tmp_path / "report.png")
-
-
-def test_command_line_draws_a_bare_metrics_file(tmp_path, pictures, capsys):
-    with start(config(tmp_path)) as log:
-        step(log, 0)
-        step(log, 1)
-    (tmp_path / "report.png").unlink()
-    (tmp_path / "config.json").unlink()
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step":3,"lo')  # a run that is being written, or was killed
-    tyro.cli(report.main, args=[str(tmp_path)])
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.png")
-    assert is_picture(tmp_path / "report.png")
-
-
-def test_nothing_to_draw_is_an_error(tmp_path, pictures):
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: missing"):
-        report.draw(tmp_path)
-
-
-LINE = '{"step":0,"loss":1.0,"lr":0.1,"max_violation":[0.5],"expert_counts":[[1,2]]}\n'
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "says"),
-    [
-        ("config.json", "[]", "config.json: not of the run in metrics.jsonl: "),
-        ("config.json", '{"parameters": 3}', "config.json: not of the run in metrics.jsonl: "),
-        ("config.json", '{"starts": [3]}', "config.json: not of the run in metrics.jsonl: "),
-        ("config.json", "{bad", "config.json: no config.json of a run: "),
-        ("config.json", "[" * 200_000, "config.json: no config.json of a run: "),
-        ("metrics.jsonl", LINE + LINE.replace("1.0", '"x"'), "metrics.jsonl:2: no line of a run: "),
-        ("metrics.jsonl", LINE.replace("1.0", "1" * 400), "metrics.jsonl:1: no line of a run: "),
-        ("metrics.jsonl", LINE.replace("[0.5]", "7"), "metrics.jsonl:1: no line of a run: "),
-        ("metrics.jsonl", LINE + LINE.replace("[0.5]", "[0.5,1]"), "metrics.jsonl: lines of different models: "),
-        ("metrics.jsonl", "[" * 200_000, "metrics.jsonl: holds no line to draw"),
-        ("metrics.jsonl", None, "metrics.jsonl: missing; name a run folder"),
-        ("report.png", None, "Is a directory: "),
-    ],
-)
-def test_what_no_run_wrote_is_one_line(tmp_path, pictures, file, content, says):
-    (tmp_path / "metrics.jsonl").write_text(LINE)
-    if content is not None:
-        (tmp_path / file).write_text(content)
-    elif file == "report.png":
-        (tmp_path / file).mkdir()
-    else:
-        (tmp_path / file).unlink()
-    with pytest.raises((ValueError, OSError), match=re.escape(says)):
-        report.draw(tmp_path)
-
-
-def test_report_ends_with_one_line():
-    command = [sys.executable, "-m", "tmoe.report", "/nope"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
-
-
-def test_smoothing_ignores_spikes_and_gaps():
-    values = np.full(200, 2.0)
-    values[50], values[60] = 1e6, np.nan
-    steps, smoothed = report.smooth(np.arange(200.0), values)
-    assert (smoothed == 2.0).all() and 60 not in steps
-    ramp = np.arange(1000.0)
-    steps, smoothed = report.smooth(ramp, ramp)
-    assert len(steps) == 400 and np.abs(smoothed - steps)[20:-20].max() <= 0.5

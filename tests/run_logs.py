@@ -1,0 +1,34 @@
+"""Logs of made-up runs, for the tests of metrics.py and of report.py."""
+
+from collections import namedtuple
+
+import torch
+
+from tmoe.config import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig
+from tmoe.metrics import Metrics
+
+Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
+
+
+def config(path, steps=10, **log) -> Config:
+    model = ModelConfig(layers=3, moe=MoEConfig(experts=6, top_k=2))
+    quiet = {"progress": False} | log
+    return Config(out=str(path), steps=steps, model=model, parallel=ParallelConfig(ep=2), log=LogConfig(**quiet))
+
+
+def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
+    cpu = torch.device("cpu")
+    common = dict(rank=rank, world=4, device=cpu, flops_per_token=2e9, versions={"torch": "x"}, facts=facts)
+    return Metrics(cfg, peak=peak, start_step=start_step, **common)
+
+
+def routers(seed: int, layers=3, experts=6) -> Stats:
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 1000, (layers, experts), generator=generator).float()
+    return Stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
+
+
+def step(log: Metrics, number: int, **values) -> None:
+    loss, norm = torch.tensor(10.0 / (number + 1)), torch.tensor(1.5)
+    given = dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * (number + 1), router=routers(number))
+    log.log(number, **(given | values))
