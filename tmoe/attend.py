@@ -3,6 +3,8 @@
 next: moe.py
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-# Stand-alone for eager blocks; inside a compiled block they become part of its graph.
-_flex_attention = torch.compile(flex_attention, dynamic=False)
-_create_block_mask = torch.compile(create_block_mask, dynamic=False)
+
+@functools.cache
+def _compiled(fn: Callable) -> Callable:
+    return torch.compile(fn, dynamic=False)  # at first use: importing its compiler takes two seconds
+
+
+def fused(fn: Callable) -> Callable:
+    """fn for flex attention's use: compiled by itself in eager blocks; a compiled block takes it into its graph."""
+    return fn if torch.compiler.is_compiling() else _compiled(fn)
 
 
 def make_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.device) -> Tensor | BlockMask | None:
@@ -36,7 +44,7 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
         return seen if documents_BS is None else seen & (documents_BS[b, i] == documents_BS[b, j])
 
     rows = None if documents_BS is None else documents_BS.shape[0]
-    return _create_block_mask(visible, rows, None, S, S, device=device)
+    return fused(create_block_mask)(visible, rows, None, S, S, device=device)
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
@@ -103,7 +111,7 @@ def attend_in_blocks(
     q, k, v = (t if t.shape[-1] >= 16 else F.pad(t, (0, 16 - t.shape[-1])) for t in (q_BSHC, k_BSGC, v_BSGC))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     aux = AuxRequest(lse=True) if sinks_H is not None else None
-    out: Any = _flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.shape[1] != H, return_aux=aux)
+    out: Any = fused(flex_attention)(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.shape[1] != H, return_aux=aux)
     if sinks_H is None:
         y = out
     else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens

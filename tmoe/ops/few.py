@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from tmoe.ops.kernels import activate, slices, tile_at
 
@@ -275,6 +276,7 @@ def few_rows(
         mbarrier.init(b_full.index(i), count=1)
         mbarrier.init(b_empty.index(i), count=1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
+    gdc_wait()
     gl.warp_specialize([
         (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
                    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),

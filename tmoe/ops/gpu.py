@@ -12,7 +12,7 @@ import torch
 from tmoe.ops import hopper, kernels
 from tmoe.ops.check import require
 from tmoe.ops.few import few_rows
-from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, empty, launch, tf32
+from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
 from tmoe.ops.routing import Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
 
@@ -180,7 +180,7 @@ class Layer:
             self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
             bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
             cdiv(self.D, BL), cdiv(self.F, BL), cfg.GROUP, cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, self.K,
-            self.activation, num_warps=cfg.BM // 16,
+            self.activation, num_warps=cfg.BM // 16, **early(self.x.device),
         )  # fmt: skip
         return y
 
@@ -242,12 +242,12 @@ class Layer:
             d_weights = self.empty(*self.weights.shape, dtype=self.weights.dtype)
         sparse = 2 * self.N <= self.T * self.K  # most slots are not here: look before loading, two at a time
         block, group, warps = (2048, 2, 2) if sparse else (1024, self.K, 4)
-        block = min(block, power_of_2(self.D))
+        block, ahead = min(block, power_of_2(self.D)), early(self.x.device)
         launch(
             kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
             rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
             0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None, ds is not None, add,
-            fill or add, num_warps=warps,
+            fill or add, bool(ahead), num_warps=warps, **ahead,
         )  # fmt: skip
         return y, d_weights
 

@@ -12,6 +12,7 @@ tile: expert, the expert's rows lo..hi, the tile's first row.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
 
@@ -438,25 +439,24 @@ def combine_token(
 def combine_kernel(
     rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, T, D, num_parts,
     K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
-    ADD: tl.constexpr, FILL: tl.constexpr,
+    ADD: tl.constexpr, FILL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
 
     Slots whose row lies outside of the N rows from base on add nothing; G of them at a time are passed over where none of these
     is here. ADD: added to what y and d_weights hold, by a few programs that go over all tokens; nearly always there is nothing
-    to add. Not FILL: a token without any slot in row_of keeps what y and d_weights hold of it.
+    to add. Not FILL: a token without any slot in row_of keeps what y and d_weights hold of it. EARLY: see launch.py's early.
     """
+    if EARLY:
+        gdc_wait()
     if ADD:
         tokens = tl.where(tl.load(offsets + E) > 0, T, 0)
         for t in range(tl.program_id(0), tokens, tl.num_programs(0)):
-            combine_token(
-                t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G, WEIGHTED, DS, True, FILL
-            )  # fmt: skip
+            combine_token(t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
+                          WEIGHTED, DS, True, FILL)  # fmt: skip
     else:
-        t = tl.program_id(0)
-        combine_token(
-            t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G, WEIGHTED, DS, False, FILL
-        )  # fmt: skip
+        combine_token(tl.program_id(0), rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
+                      WEIGHTED, DS, False, FILL)  # fmt: skip
 
 
 @triton.jit

@@ -105,6 +105,15 @@ def _facts(index):
     return arch, p.multi_processor_count, _has_descriptors(arch)
 
 
+def early(device):
+    """Options of a launch whose programs may take their places while the kernel before it still runs (programmatic dependent launch).
+
+    Such a kernel waits by gdc_wait before it touches memory at all: then everything before it on the stream has ended. Empty where a
+    GPU cannot do it, and on a CPU (triton's interpreter).
+    """
+    return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
+
+
 def tf32():
     """Whether fp32 products may use TF32, however that was set: who has set `fp32_precision` may not ask for `allow_tf32`."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"

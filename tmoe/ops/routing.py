@@ -11,8 +11,9 @@ the blocks of each expert, stable rank of each slot inside its block. One does, 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from tmoe.ops.launch import cdiv, empty, launch
+from tmoe.ops.launch import cdiv, early, empty, launch
 
 TILES = (
     64,
@@ -104,21 +105,8 @@ def scan(counts, totals, NB, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def write_tiles(
-    table,
-    capacity,
-    e,
-    tot,
-    lo,
-    count,
-    ee,
-    BM: tl.constexpr,
-    LAST: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """This expert's part of the table of BM-row tiles; the last expert also writes how many there are."""
-    tiles = (tot + BM - 1) // BM
-    first = tl.sum(tl.where(ee < e, tiles, 0))
+def write_tiles(table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr):
+    """This expert's part of the table of BM-row tiles, from its `first` on; the last expert also writes how many there are."""
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):
         q = s * CHUNK + tl.arange(0, CHUNK)
@@ -130,23 +118,13 @@ def write_tiles(
 
 @triton.jit
 def write_expert(
-    p,
-    tot,
-    ee,
-    offsets,
-    by_size,
-    ready,
-    tiles0,
-    tiles1,
-    cap0,
-    cap1,
-    E: tl.constexpr,
-    BM0: tl.constexpr,
-    BM1: tl.constexpr,
-):
-    """Expert p's entries of every table, from the row counts of all."""
-    lo = tl.sum(tl.where(ee < p, tot, 0))
-    count = tl.sum(tl.where(ee == p, tot, 0))
+    p, lo, count, tot, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1,
+    E: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
+):  # fmt: skip
+    """Entries of every table for expert p, whose rows are `count` from lo on, from the row counts of all.
+
+    A sum over all experts is a round of barriers: one finds both tables' first tiles, as halves of 64 bits.
+    """
     tl.store(offsets + p, lo)
     tl.store(ready + p, 0)
     if p == E - 1:
@@ -154,14 +132,16 @@ def write_expert(
         tl.store(ready + E, 0)  # the counter
     larger = (tot > count) | ((tot == count) & (ee < p))
     tl.store(by_size + tl.sum((larger & (ee < E)).to(tl.int32)), p)
-    write_tiles(tiles0, cap0, p, tot, lo, count, ee, BM0, E - 1, 64)
-    write_tiles(tiles1, cap1, p, tot, lo, count, ee, BM1, E - 1, 64)
+    both = (((tot + BM1 - 1) // BM1).to(tl.int64) << 32) | ((tot + BM0 - 1) // BM0)
+    first = tl.sum(tl.where(ee < p, both, 0))
+    write_tiles(tiles0, cap0, p, first.to(tl.int32), lo, count, BM0, E - 1, 64)
+    write_tiles(tiles1, cap1, p, (first >> 32).to(tl.int32), lo, count, BM1, E - 1, 64)
 
 
 @triton.jit
-def inside(ends, counts, base, P):
-    """How many of each expert's rows, ends - counts to ends, lie in the window of P rows from base on."""
-    return tl.minimum(tl.maximum(ends - base, 0), P) - tl.minimum(tl.maximum(ends - counts - base, 0), P)
+def clip(n, base, P):
+    """How many of the first n rows lie in the window of P rows from base on."""
+    return tl.minimum(tl.maximum(n - base, 0), P)
 
 
 @triton.jit(do_not_specialize=["base", "P", "cap0", "cap1"])
@@ -173,8 +153,11 @@ def tabulate(
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
-    here = inside(hi, hi - lo, base, P)
-    write_expert(tl.program_id(0), here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+    here = clip(hi, base, P) - clip(lo, base, P)
+    p = tl.program_id(0)
+    before = clip(tl.load(ends + p - 1, mask=p > 0, other=0), base, P)
+    count = clip(tl.load(ends + p), base, P) - before
+    write_expert(p, before, count, here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
 
 
 @triton.jit(do_not_specialize=["N", "NB", "P", "cap0", "cap1"])
@@ -192,8 +175,13 @@ def place(
     tot = tl.load(totals + ee, mask=ee < E, other=0)
     end = tl.cumsum(tot, 0)
     if p < E:
-        tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
-        write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
+        hi = tl.sum(tl.where(ee == p, end, 0))
+        tl.store(ends + p, hi)
+        here = clip(end, 0, P) - clip(end - tot, 0, P)
+        lo = clip(hi - tl.load(totals + p), 0, P)
+        write_expert(
+            p, lo, clip(hi, 0, P) - lo, here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1
+        )
     if p < NB:
         before = tl.load(base + ee * NB + p, mask=ee < E, other=0)
         behind = tl.load(base + ee * NB + p + 1, mask=(ee < E) & (p + 1 < NB), other=0)
@@ -210,28 +198,41 @@ def place(
         tl.store(row_of + i, tl.where(x < E, row, -1), mask=i < N)
 
 
-@triton.jit(do_not_specialize=["N", "P", "cap0", "cap1"])
+@triton.jit(do_not_specialize=["P", "cap0", "cap1"])
 def place_few(
     ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, N, P,
-    NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
+    NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p."""
+    if EARLY:
+        gdc_wait()
     p = tl.program_id(0)
     ee = tl.arange(0, BINS)
-    i = tl.arange(0, NP)
+    # four neighbours a thread: a scan over them asks other threads a quarter as often
+    i = tl.arange(0, NP // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     x = tl.load(ids + i, mask=i < N, other=-1)
     here = (x >= 0) & (x < E)
     x = tl.where(here, x, E).to(tl.int32)
-    tot = tl.histogram(x, BINS, mask=here)
-    end = tl.cumsum(tot, 0)
-    tl.store(ends + p, tl.sum(tl.where(ee == p, end, 0)))
-    write_expert(p, inside(end, tot, 0, P), ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1)
-    mine = x == p
-    row = tl.sum((x < p).to(tl.int32)) + tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order + row, i, mask=mine)
-    tl.store(row_of + i, row, mask=mine)
+    mine = (x == p).to(tl.int32)
+    count = tl.sum(mine, 1)
+    both = tl.sum(tl.sum((x < p).to(tl.int32), 1) | (count << 16))  # at most FEW each
+    lo = both & 0xFFFF
+    hi = lo + (both >> 16)
+    row = (lo - 1 + tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(mine, 1)
+    tl.store(order + row, i, mask=mine > 0)
+    tl.store(row_of + i, row, mask=mine > 0)
     if p == 0:
-        tl.store(row_of + i, tl.full((NP,), -1, tl.int32), mask=(i < N) & ~here)
+        tl.store(row_of + i, tl.full((NP // 4, 4), -1, tl.int32), mask=(i < N) & ~here)
+    tl.store(ends + p, hi)
+    slots = tl.ravel(x, can_reorder=True)
+    tot = tl.histogram(slots, BINS, mask=slots < E)
+    if P < N:
+        end = tl.cumsum(tot, 0)
+        tot = clip(end, 0, P) - clip(end - tot, 0, P)
+    first = clip(lo, 0, P)
+    write_expert(
+        p, first, clip(hi, 0, P) - first, tot, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1
+    )
 
 
 def power_of_2(n):
@@ -253,6 +254,7 @@ def route(ids_TK, E, P=None):
     tables = meta.ends, meta.offsets, meta.by_size, meta.ready, meta.order, meta.row_of, *meta.tiles.values()
     tables += tuple(meta.capacities())
     if 0 < N <= FEW:
+        ahead = early(ids_TK.device)
         launch(
             place_few,
             (E,),
@@ -264,7 +266,9 @@ def route(ids_TK, E, P=None):
             E,
             max(2, power_of_2(E)),
             *TILES,
+            bool(ahead),
             num_warps=8,
+            **ahead,
         )
         return meta
     NB = cdiv(N, BLOCK)

@@ -7,10 +7,11 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tmoe.ops import reference
 from tmoe.ops.check import FLOATS, check_tensors, require
-from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.launch import cdiv, early, launch
 from tmoe.ops.routing import power_of_2
 from tmoe.ops.straight import no_second_derivative, unwatched
 
@@ -143,11 +144,14 @@ class _Straight(torch.autograd.Function):
 def topk_kernel(
     logits, weights, ids, T,
     E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed.
 
     A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it asks others.
     """
+    if EARLY:
+        gdc_launch_dependents()
     r = tl.program_id(0) * R + tl.arange(0, R)
     lanes = tl.arange(0, W)
     rows = logits + r.to(tl.int64)[:, None] * E
@@ -244,7 +248,7 @@ def forward(logits, K, renormalize):
     if T:
         launch(
             topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K, power_of_2(K), R, renormalize,
-            num_warps=4,
+            bool(early(logits.device)), num_warps=4,
         )  # fmt: skip
     return weights, ids
 
