@@ -15,6 +15,7 @@ import torch
 import triton
 
 from tmoe.ops import gpu, launch, replay
+from tmoe.parallel import received
 
 
 @pytest.fixture
@@ -307,3 +308,61 @@ def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
     for T in itertools.chain(range(300, 310), [300] * 3, range(310, 313)):
         replay.remembered(gpu.forward, inputs(T, 64, 64, 3, 2, torch.bfloat16, False), "swiglu", 1024, True)
     assert [isinstance(p, replay.Program) for p in replay._programs.values()] == [True, False, False, False]
+
+
+class Sections:
+    """An exchange's, each a tensor of its own."""
+
+    def __init__(self, T, D, K, dtype):
+        self.of = {name: torch.zeros(T, D, dtype=dtype) for name in ("x", "dy", "y")}
+        self.of |= {name: torch.zeros(T, K) for name in ("weights", "d_weights")}
+        self.of["ids"] = torch.zeros(T, K, dtype=torch.int32)
+
+    def rows(self, name, D, dtype):
+        return self.of[name]
+
+    routes = rows
+
+
+@pytest.mark.parametrize("share", [1, 3])
+@pytest.mark.parametrize(("D", "dtype", "biased"), [(128, torch.bfloat16, True), (128, torch.float32, False)])
+def test_an_expert_groups_parts(calls, monkeypatch, share, D, dtype, biased):
+    """One launch after another as without memory, the two words of the exchange between the same ones, and x unread until it is here."""
+    T, F, L, K = 6000, 64, 4, 2
+    pairs = -(-T * K // share // 128) * 128
+    logs, found = [], []
+    for again in range(5):
+        ex, weights = Sections(T, D, K, dtype), inputs(8, D, F, L, K, dtype, biased)
+        gate_up, down, bias, h = weights[1], weights[2], weights[5], torch.zeros(pairs, 2 * F, dtype=dtype)
+        calls.clear()
+        with monkeypatch.context() as patch:
+            if again == 0:
+                patch.setattr(received, "remembered", lambda part, tensors, *how: part(*tensors, *how))
+            memory = Memory(patch, (gate_up, down, bias, h, *ex.of.values()))
+            experts = received.Experts(ex, gate_up, down, bias, "swiglu", K, dtype, pairs)
+            experts.forward(None)
+            experts.forward(h)
+            calls.append(["forward"])
+            words = (lambda: calls.append(["x is here"])), (lambda: calls.append(["dx is there"]))
+            grads = experts.backward(h, *words)
+        logs.append([[memory.name(v) for v in call] for call in calls])
+        found.append([None if g is None else (g.shape, g.dtype) for g in grads])
+        assert all(g is None or any(g is t for t in memory.named) for g in grads)
+        marks = [logs[-1].index([word]) for word in ("forward", "x is here", "dx is there")]
+        x = next(i for i, t in enumerate(memory.named) if t is ex.of["x"])
+        assert not any(x == v[0] for call in logs[-1][marks[0] : marks[1]] for v in _named(call))
+        assert marks[2] - marks[1] > 1 or share == 1
+    assert all(log == logs[0] for log in logs[1:]) and all(f == found[0] for f in found)
+    assert found[0] == [((L, 2 * F, D), dtype), ((L, D, F), dtype), ((L, 2 * F), dtype) if biased else None]
+    programs = replay._programs.values()
+    assert len(programs) == (6 if share > 1 else 4) and all(isinstance(p, replay.Program) for p in programs)
+
+
+def _named(value):
+    """All (buffer, offset) in a launch's arguments."""
+    if isinstance(value, (tuple, list)):
+        if len(value) == 2 and all(isinstance(v, int) for v in value):
+            yield value
+        else:
+            for v in value:
+                yield from _named(v)

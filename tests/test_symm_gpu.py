@@ -84,7 +84,7 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
     assert moe.dispatcher.width == shared
     ours = SymmDispatcher(dist.group.WORLD, E // world, max(tokens), fp8, shared)
     want = layer(way(AllToAllDispatcher(dist.group.WORLD, E // world), moe), moe, x, w, ids, dy)
-    for again in range(2):
+    for again in range(4):  # from the third on it is replayed
         got = layer(way(ours, moe), moe, x, w, ids, dy)
         for name, g, t in zip(NAMES[: len(want)], got, want, strict=True):
             assert g.isfinite().all(), (name, again)

@@ -73,9 +73,14 @@ class Metadata:
 
     def window(self, base):
         """The metadata of the P rows from base on."""
-        meta = Metadata(empty((self.size(0, self.E, self.P),), torch.int32, self.packed.device), 0, self.E, self.P)
-        meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
+        meta = self.over(base, empty((self.size(0, self.E, self.P),), torch.int32, self.packed.device))
         tabulate_from(self.ends, meta)
+        return meta
+
+    def over(self, base, packed):
+        """The same, where its tables lie in `packed` already."""
+        meta = Metadata(packed, 0, self.E, self.P)
+        meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
         return meta
 
 
