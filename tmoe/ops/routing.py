@@ -203,14 +203,18 @@ def place(
         tl.store(row_of + i, tl.where(x < E, row, -1), mask=i < N)
 
 
-@triton.jit(do_not_specialize=["P", "cap0", "cap1"])
+@triton.jit(do_not_specialize=["units", "P", "cap0", "cap1"])
 def place_few(
-    ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, N, P,
-    NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr, EARLY: tl.constexpr,
+    ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, units, P,
+    UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p."""
+    """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p.
+
+    The slots are `units` times UNIT: of 16 the compiler knows that it may load them 16 bytes at a time.
+    """
     if EARLY:
         gdc_wait()
+    N = units * UNIT
     p = tl.program_id(0)
     ee = tl.arange(0, BINS)
     # four neighbours a thread: a scan over them asks other threads a quarter as often
@@ -259,14 +263,15 @@ def route(ids_TK, E, P=None):
     tables = meta.ends, meta.offsets, meta.by_size, meta.ready, meta.order, meta.row_of, *meta.tiles.values()
     tables += tuple(meta.capacities())
     if 0 < N <= FEW:
-        ahead = early(ids_TK.device)
+        ahead, unit = early(ids_TK.device), 1 if N % 16 else 16
         launch(
             place_few,
             (E,),
             ids_TK,
             *tables,
-            N,
+            N // unit,
             meta.P,
+            unit,
             max(1024, power_of_2(N)),
             E,
             max(2, power_of_2(E)),
