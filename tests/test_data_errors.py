@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import corpora
@@ -75,16 +76,15 @@ def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str
         (lambda p: rewrite(p, eos="0"), r"eos '0'"),
         (lambda p: rewrite(p, eos=256), r"eos 256 of 256 ids"),
         (lambda p: rewrite(p, tokenizer=None), r"tokenizer None"),
-        (
-            lambda p: p.write_bytes(b"[" * 2000),
-            r"byte 0 begins no tmoe-shard header .*(Recursion|JSONDecode)Error",
-        ),  # by the limit
+        (lambda p: p.write_bytes(b"[" * 2000), r"byte 0 begins no tmoe-shard header .*RecursionError"),
         (lambda p: (p.unlink(), os.mkfifo(p)), r"no regular file"),
         (lambda p: (p.unlink(), p.symlink_to("nowhere")), r"no regular file"),
         (lambda p: rewrite(p, tokenizer="sha256:other"), r"tokenizer sha256:other"),
     ],
 )
-def test_broken_shard(shards: Path, harm, message: str):
+def test_broken_shard(shards: Path, request: pytest.FixtureRequest, harm, message: str):
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's own, which libraries raise for the whole process
     path = sorted(shards.iterdir())[1]
     harm(path)
     with pytest.raises(DataError, match=rf"{path.name}: .*{message}"):
