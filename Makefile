@@ -1,6 +1,6 @@
 # Two commands, each of which makes its own environment first:
 #   make train    the preset `tiny` over two processes, experts spread between them, into runs/tiny
-#   make test     the tests
+#   make test     the tests, two files at a time
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +11,7 @@ train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 check: .venv/ready
 	$(BIN)/ruff check .
