@@ -34,7 +34,6 @@ import argparse
 import json
 import math
 import statistics
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -59,6 +58,7 @@ from tmoe.accounting import (
 )
 from tmoe.cli import parse
 from tmoe.config import Config, divisors
+from tmoe.parallel.mesh import units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 CHECKED = [
@@ -236,15 +236,14 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     reduce-scatters in fp32."""
     model, width, world = cfg.model, compute_bytes(cfg), dp * ep
 
-    def unit(dense: int, experts: int, size: int) -> float:
-        return ring(size * dense, world, 1, m) + ring(size * experts / ep, dp, ep, m)
+    def once(size: int) -> float:
+        return sum(ring(size * n, world, 1, m) for n in dense) + sum(ring(size * n / ep, dp, ep, m) for n in experts)
 
-    blocks = Counter(tuple(map(numel, block_shapes(model, layer))) for layer in range(model.layers))
+    blocks = [tuple(map(numel, block_shapes(model, layer))) for layer in range(model.layers)]
+    dense = [sum(blocks[i][0] for i in unit) for unit in units([width * n for n, _ in blocks])]
+    experts = [n for _, n in blocks]
     root = numel(root_shapes(model))
-    regather = sum(count * unit(dense, experts, width) for (dense, experts), count in blocks.items())
-    reduce = sum(count * unit(dense, experts, FP32) for (dense, experts), count in blocks.items())
-    reduce += unit(root, 0, FP32)
-    return regather + unit(root, 0, width), regather, reduce
+    return once(width) + ring(width * root, world, 1, m), once(width), once(FP32) + ring(FP32 * root, world, 1, m)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:

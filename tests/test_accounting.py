@@ -339,8 +339,8 @@ def test_memory_states_worked_by_hand():
     assert memory["gradients"] == memory["ema"] == memory["parameters"]
     assert memory["moments"] == 2 * memory["parameters"]
     root = 2 * 151936 * 2048 + 2048
-    block = (counts.total - root - experts) // 48 + experts // 48 // 4
-    assert memory["gathered"] == 2 * (root + 2 * block)
+    dense = (counts.total - root - experts) // 48  # 36.5 MiB in bf16: two blocks make a unit
+    assert memory["gathered"] == 2 * (root + 2 * 2 * dense + 2 * experts // 48 // 4)
     assert memory["accumulated"] == 0
 
 

@@ -10,7 +10,7 @@ from tmoe.balance import Totals
 from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.optim import build_optimizer
-from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
+from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
 
 STEPS, SEQUENCES, SEQ = 20, 8, 16
 MODEL = ModelConfig(
@@ -132,6 +132,26 @@ def test_layout(gloo, one_process, world, ep, micro):
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (4, 2)])
 def test_layout_global_balance(gloo, one_process, world, ep):
     assert_same(gloo(world, train, ep, 1, "global", timeout=120)[0], one_process["global"])
+
+
+def train_in_units(rank: int, world: int, ep: int, micro: int, unit: int):
+    mesh.UNIT = unit
+    return train(rank, world, ep, micro)
+
+
+@pytest.mark.parametrize("unit", [0, 40_000])
+@pytest.mark.parametrize(("world", "ep", "micro"), [(2, 1, 1), (4, 2, 2)])
+def test_layout_in_units(gloo, one_process, world, ep, micro, unit):
+    """All three blocks are one unit elsewhere; here each is one, or the first two are."""
+    assert_same(gloo(world, train_in_units, ep, micro, unit, timeout=120)[0], one_process["sequence"])
+
+
+def test_units():
+    assert mesh.units([]) == []
+    assert mesh.units([2**26] * 3) == [[0], [1], [2]]
+    assert mesh.units([2**25] * 5) == [[0, 1], [2, 3], [4]]
+    assert mesh.units([1] * 6) == [[0, 1, 2, 3], [4, 5]]
+    assert mesh.units([2**27, 1, 2**27, 1]) == [[0], [1, 2], [3]]
 
 
 def test_layout_biases(gloo):

@@ -20,6 +20,7 @@ from tmoe.accounting import (
 )
 from tmoe.cli import parse
 from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.parallel import mesh
 from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
@@ -323,8 +324,9 @@ def test_only_symm_runs_beside_a_shared_expert():
         assert (with_shared < cost.exchange_seconds(OLMOE, ep, machine)) == hidden
 
 
-def test_what_the_traces_say_of_the_collectives():
+def test_what_the_traces_say_of_the_collectives(monkeypatch):
     """fsdp_overlap and copy_factor are read off two traced steps; their own predictions then are those traces' milliseconds."""
+    monkeypatch.setattr(mesh, "UNIT", 0)  # each block was gathered alone then
     m = cost.values(CONSTANTS)
     for point, record in zip(cost.read_points([FOUR_GPUS])[1:3], records("steps-4xH200/bench.jsonl")[1:3], strict=True):
         parts = cost.predict(point.cfg, point.dp, point.ep, m).parts

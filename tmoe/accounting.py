@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
 from tmoe.parallel.dispatch import pairs_bound
+from tmoe.parallel.mesh import units
 from tmoe.parallel.symm import hides
 
 Shape = tuple[int, ...]
@@ -135,8 +136,8 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     parameters, gradients, moments, ema: fp32, sharded; moments are AdamW's two, 0 with optim.offload, ema is 0 where no
     average is kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of
     1) stay in the compute type, unless micro-batches add up.
-    gathered: root and two blocks, the one at work and the one that FSDP2 prefetches, in the compute type; of what a
-    rank holds whole, the working copies of all blocks.
+    gathered: root, and of FSDP2's units of blocks and of the experts two each, at work and prefetched, in the compute
+    type; of what a rank holds whole, the working copies of all blocks.
     accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
     activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
     working: temporaries of the backward, in the loss or in a block, whichever is more.
@@ -150,18 +151,21 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     )
     blocks = [block_shapes(model, layer) for layer in range(model.layers)]
     root = root_shapes(model)
-    own = sharded(root, dp * ep) + sum(sharded(dense, dp * ep) + expert_shard(e, dp, ep) for dense, e in blocks)
-    whole = [numel(dense) + numel(experts) // ep for dense, experts in blocks]
-    # by this rank alone, and what of a block passes through FSDP2's hands
-    held = own if dp * ep == 1 else sum(numel(experts) // ep for _, experts in blocks) if dp == 1 else 0
-    passing = [
-        0 if dp * ep == 1 else numel(dense) + (numel(experts) // ep if dp > 1 else 0) for dense, experts in blocks
-    ]
-    gathered = 0 if dp * ep == 1 else numel(root) + min(2, model.layers) * max(passing)
-    width = compute_bytes(cfg)
+    own = sharded(root, dp * ep) + sum(sharded(d, dp * ep) + expert_shard(e, dp, ep) for d, e in blocks)
+    width, alone = compute_bytes(cfg), dp * ep == 1
+    dense = [numel(shapes) for shapes, _ in blocks]
+    experts = [numel(shapes) // ep for _, shapes in blocks]
+    held = own if alone else sum(experts) if dp == 1 else 0  # by this rank alone
+    together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
+    passing = [sum(dense[i] for i in unit) for unit in together]  # through FSDP2's hands, as experts do where dp > 1
+    gathered = 0 if alone else numel(root) + sum(sorted(passing)[-2:]) + (sum(sorted(experts)[-2:]) if dp > 1 else 0)
     kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
     backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
-    gradients = [width * block + FP32 * sent for block, sent in zip(whole, passing, strict=True)]  # sent: from fp32
+    gradients = [  # in the compute type, and in fp32 what is sent
+        (width + FP32 * (not alone)) * unreduced + (width + FP32 * (dp > 1)) * experts[i]
+        for unit, unreduced in zip(together, passing, strict=True)
+        for i in unit
+    ]
     head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
     return {
         "parameters": FP32 * own,
@@ -169,7 +173,7 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
         "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
         "ema": FP32 * own if cfg.optim.ema else 0,
         "gathered": width * (gathered + (held if width < FP32 else 0)),
-        "accumulated": FP32 * (numel(root) + sum(whole)) if cfg.train.accumulate > 1 else 0,
+        "accumulated": FP32 * (numel(root) + sum(dense) + sum(experts)) if cfg.train.accumulate > 1 else 0,
         "activations": sum(kept),
         "working": max(loss_bytes(cfg), head + max(map(sum, zip(gradients, backward, strict=True)))),
         "exchange": exchange_bytes(cfg, ep),

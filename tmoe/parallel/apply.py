@@ -4,7 +4,7 @@
 
 Where the hooks stand, for one MoE block:
 
-    Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert
+    Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert, of a few blocks at once
       Experts.forward         FSDP2 over dp: gathers this rank's experts
         Block.compute         one compiled graph, fullgraph: no hook inside
 
@@ -27,7 +27,7 @@ from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
 from tmoe.parallel.dispatch import dispatcher_for
-from tmoe.parallel.mesh import Mesh, shard_dim
+from tmoe.parallel.mesh import Mesh, shard_dim, units
 from tmoe.parallel.working import stand_in
 
 
@@ -128,6 +128,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
     blocks = list(model.blocks) if isinstance(model, Transformer) else []
+    width = (param_dtype or torch.float32).itemsize
+    sizes = [width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks]
     whole: set[nn.Parameter] = set()
     # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
@@ -138,11 +140,13 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
         dim = shard_dim([p.to_local().shape for p in experts.parameters()], mesh.dp.size())
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
     alone = mesh.world.size() == 1 and isinstance(model, Transformer)
-    for module in (*blocks, model):
-        if alone:
+    if alone:
+        for module in (*blocks, model):
             whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
-        if not alone or module is model:  # the root for its methods, even if nothing is left to gather
-            fully_shard(module, mesh=mesh.world, mp_policy=policy, ignored_params=whole)
+    else:
+        for unit in units(sizes):
+            fully_shard([blocks[i] for i in unit], mesh=mesh.world, mp_policy=policy, ignored_params=whole)
+    fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)  # alone: for its methods
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -32,6 +32,10 @@ from torch.distributed.tensor import DTensor
 # what DCP itself plans its shards with; not in the public namespace of torch 2.11 or 2.13
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+# FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
+# unit. Two a unit took as long on a fast host, where nobody waits for Python, and half as many hooks (docs/lab.md).
+UNIT, UNIT_BLOCKS = 2**26, 4
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -161,6 +165,18 @@ def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
     those only. FSDP2 cuts dimension 0 unevenly, some ranks then hold less or nothing, and no other dimension."""
     even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
     return 1 if even == [False, True] else 0
+
+
+def units(sizes: Sequence[int]) -> list[list[int]]:
+    """Which neighbouring blocks FSDP2 gathers together, given the bytes of each: the fewest that reach UNIT, at most UNIT_BLOCKS."""
+    found: list[list[int]] = []
+    for i in range(len(sizes)):
+        last = found[-1] if found else []
+        if not last or len(last) == UNIT_BLOCKS or sum(sizes[j] for j in last) >= UNIT:
+            found.append([i])
+        else:
+            last.append(i)
+    return found
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
