@@ -234,7 +234,7 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
     """Meta first, so that no rank ever holds the whole model; then its own shards, filled from the seed."""
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    parallelize(model, mesh, cfg)
+    parallelize(model, mesh, cfg, whole_forwards=True)
     model.to_empty(device=device)
     model.init_weights(cfg.seed)
     return model

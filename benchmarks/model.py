@@ -58,12 +58,17 @@ from tmoe.accounting import (
 )
 from tmoe.cli import parse
 from tmoe.config import Config, divisors
-from tmoe.parallel.mesh import units
+from tmoe.parallel.mesh import keeps_whole, units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 CHECKED = [
     Path(__file__).parent / "results" / name
-    for name in ("steps-1xH200/steps.jsonl", "steps-4xH200/bench.jsonl", "scaling/h200.jsonl")
+    for name in (
+        "steps-1xH200/steps.jsonl",
+        "steps-4xH200/bench.jsonl",
+        "scaling/h200.jsonl",
+        "scaling/h200-sharded.jsonl",
+    )
 ]
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 TOLERANCE = 0.1  # of a measured step time
@@ -108,21 +113,25 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     forward, backward = passes(cfg, ep, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
     gather, regather, reduce = fsdp_seconds(cfg, dp, ep, m)
+    spread, summed = kept_seconds(cfg, dp, ep, m)
     hiding_forward, hiding_backward = (sum(p.values()) - p["exchange"] for p in (forward, backward))
     hiding_backward += recomputed
-    exposed = again * exposed_seconds(gather, hiding_forward, m.fsdp_overlap)
+    exposed = exposed_seconds(gather + spread, hiding_forward, m.fsdp_overlap)
+    exposed += (again - 1) * exposed_seconds(gather, hiding_forward, m.fsdp_overlap)
     exposed += (again - 1) * exposed_seconds(regather, hiding_backward, m.fsdp_overlap)
-    exposed += exposed_seconds(regather + reduce, hiding_backward, m.fsdp_overlap)
+    exposed += exposed_seconds(regather + reduce + summed, hiding_backward, m.fsdp_overlap)
     groups = parameter_groups(cfg, dp, ep)
     own = sum(elements / size for elements, size in groups)
-    alone = sum(
-        elements for elements, size in groups if size == 1
-    )  # one gradient in the compute type, more add up in fp32
+    keeps = kept(cfg, dp, ep)
+    # gradients in the compute type that add up in fp32 over micro-batches, if there are several
+    local = sum(n for n, size in groups if size == 1) + keeps * groups[1][0]
     width = compute_bytes(cfg)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
-    shared = [(elements, size) for elements, size in groups if size > 1]
+    shared = [(elements, size) for elements, size in groups[: 1 if keeps else 2] if size > 1]
     copied = sum(again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared)
-    added = alone * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
+    if keeps:  # what arrives of the gradients is read, and a sum written
+        copied += (width + FP32 / dp) * groups[1][0]
+    added = local * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
     parts = {part: again * (forward[part] + backward[part]) for part in forward}
     parts["recomputed"] = again * recomputed
     parts["copies"] = (m.copy_factor * copied + added) / m.memory_rate
@@ -241,9 +250,25 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
 
     blocks = [tuple(map(numel, block_shapes(model, layer))) for layer in range(model.layers)]
     dense = [sum(blocks[i][0] for i in unit) for unit in units([width * n for n, _ in blocks])]
-    experts = [n for _, n in blocks]
+    experts = [] if kept(cfg, dp, ep) else [n for _, n in blocks]
     root = numel(root_shapes(model))
     return once(width) + ring(width * root, world, 1, m), once(width), once(FP32) + ring(FP32 * root, world, 1, m)
+
+
+def kept(cfg: Config, dp: int, ep: int) -> bool:
+    """Whether ranks that share experts keep them whole."""
+    size = compute_bytes(cfg) * parameter_groups(cfg, dp, ep)[1][0]
+    return keeps_whole(dp, [cfg.model.moe.experts // ep], size, cfg.parallel.whole_gib)
+
+
+def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
+    """Seconds of a step's gathering of such experts, and of the way of their gradients, in the compute type but for sums of micro-batches."""
+    if not kept(cfg, dp, ep):
+        return 0.0, 0.0
+    width, again = compute_bytes(cfg), cfg.train.accumulate
+    layers = [numel(block_shapes(cfg.model, layer)[1]) / ep for layer in range(cfg.model.layers)]
+    gather, send = (sum(ring(size * n, dp, ep, m) for n in layers) for size in (width, width if again == 1 else FP32))
+    return gather, send
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:

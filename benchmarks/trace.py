@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
+BESIDE = (
+    "experts' gradients"  # and all of this one's stream are collectives: sent by all-to-all, but no exchange of tokens
+)
 KINDS = [  # the first pattern that a kernel's name matches
     ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),
@@ -70,7 +73,11 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
     def alone(e: dict) -> str:
         return next((label for label, pattern in KINDS if re.search(pattern, e["name"])), REST)
 
+    beside = {e["tid"] for e in events if e.get("cat") == "gpu_user_annotation" and e["name"] == BESIDE}
+
     def kind(e: dict) -> str:
+        if e["tid"] in beside:
+            return "collectives"
         for name, stream, first, last in ranges:
             if stream == e["tid"] and first <= e["ts"] < last:
                 return name
@@ -88,7 +95,9 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
     shares = {"ms": busy(kernels) + sum(waits.values()), "GPU idle": sum(waits.values())}
     for moving in ("exchange", "collectives"):
         shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
-    shares["outside"] = shares["ms"] - busy([e for e, its in by_kind if its in WORK or alone(e) in WORK])
+    shares["outside"] = shares["ms"] - busy(
+        [e for e, its in by_kind if its in WORK or (alone(e) in WORK and its != "collectives")]
+    )
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},

@@ -334,13 +334,16 @@ def test_memory_states_worked_by_hand():
     experts = 48 * 128 * 3 * 2048 * 768
     cfg = Config(model=QWEN3, optim=OptimConfig(ema=0.999))
     memory = memory_per_rank(cfg, dp=2, ep=4)
+    sharded = memory_per_rank(dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), dp=2, ep=4)
     own = (counts.total - experts) // 8 + experts // 4 // 2
     assert memory["parameters"] == pytest.approx(4 * own, rel=1e-4)  # the router's 128 rows, norms of 128: all divide
     assert memory["gradients"] == memory["ema"] == memory["parameters"]
     assert memory["moments"] == 2 * memory["parameters"]
     root = 2 * 151936 * 2048 + 2048
     dense = (counts.total - root - experts) // 48  # 36.5 MiB in bf16: two blocks make a unit
-    assert memory["gathered"] == 2 * (root + 2 * 2 * dense + 2 * experts // 48 // 4)
+    assert sharded["gathered"] == 2 * (root + 2 * 2 * dense + 2 * experts // 48 // 4)
+    assert memory["gathered"] == 2 * (root + 2 * 2 * dense + experts // 4)  # 13.5 GiB: kept whole
+    assert memory["parameters"] == sharded["parameters"]
     assert memory["accumulated"] == 0
 
 

@@ -11,7 +11,13 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     ("tmoe.ops",),
     ("tmoe.config",),
-    ("tmoe.parallel.mesh", "tmoe.parallel.grad_norm", "tmoe.parallel.working", "tmoe.parallel.collectives"),
+    (
+        "tmoe.parallel.mesh",
+        "tmoe.parallel.grad_norm",
+        "tmoe.parallel.working",
+        "tmoe.parallel.gathered",
+        "tmoe.parallel.collectives",
+    ),
     (
         "tmoe.loss",
         "tmoe.tokenizer",

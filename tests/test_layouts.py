@@ -68,13 +68,14 @@ def train(
     compile: bool = False,
     model_cfg: ModelConfig = MODEL,
     seed: int = 0,
+    whole_forwards: bool = False,
 ):
     """20 steps; (losses, norms, final parameters on rank 0)."""
     cfg = config(ep, balance, compile, model_cfg)
     mesh = build_mesh(ep=ep)
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    parallelize(model, mesh, cfg)
+    parallelize(model, mesh, cfg, whole_forwards)
     model.to_empty(device="cpu")
     model.init_weights(seed)
     optimizer = build_optimizer(model.named_parameters(), cfg.optim, torch.device("cpu"))
@@ -136,13 +137,13 @@ def test_layout_global_balance(gloo, one_process, world, ep):
 
 def train_in_units(rank: int, world: int, ep: int, micro: int, unit: int):
     mesh.UNIT = unit
-    return train(rank, world, ep, micro)
+    return train(rank, world, ep, micro, whole_forwards=True)
 
 
-@pytest.mark.parametrize("unit", [0, 40_000])
+@pytest.mark.parametrize("unit", [2**26, 40_000])
 @pytest.mark.parametrize(("world", "ep", "micro"), [(2, 1, 1), (4, 2, 2)])
 def test_layout_in_units(gloo, one_process, world, ep, micro, unit):
-    """All three blocks are one unit elsewhere; here each is one, or the first two are."""
+    """All three blocks are one unit, or the first two are; elsewhere each is one."""
     assert_same(gloo(world, train_in_units, ep, micro, unit, timeout=120)[0], one_process["sequence"])
 
 

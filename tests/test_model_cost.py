@@ -25,7 +25,7 @@ from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
-ONE_GPU, FOUR_GPUS, _ = cost.CHECKED
+ONE_GPU, FOUR_GPUS, *_ = cost.CHECKED
 INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
 ODD = Config(
@@ -224,7 +224,8 @@ def test_a_ring_inside_a_node_runs_over_nvlink():
 @pytest.mark.parametrize(("dp", "ep"), [(8, 1), (2, 4), (1, 8)])
 def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     """Each micro-batch gathers blocks twice and the root once in bf16; a step reduces everything once in fp32."""
-    cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
+    train, sharded = replace(OLMOE.train, accumulate=accumulate), replace(OLMOE.parallel, whole_gib=0.0)
+    cfg = replace(OLMOE, train=train, parallel=sharded)
     experts = 16 * 64 * 3 * 2048 * 1024
     root = 2 * 50304 * 2048 + 2048
     dense = count_parameters(OLMOE.model).total - experts - root
@@ -232,6 +233,13 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
     got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced) / 1e9)
+    # kept whole, experts are gathered once a step, and their gradients go in bf16, or as sums of micro-batches
+    gathered = 2 * accumulate * (2 * dense + root) * 7 / 8
+    reduced = 4 * (dense + root) * 7 / 8
+    shared = (2 + (2 if accumulate == 1 else 4)) * experts / ep * (dp - 1) / dp
+    cfg = replace(cfg, parallel=OLMOE.parallel)
+    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    assert got == pytest.approx((gathered + reduced + shared) / 1e9)
 
 
 def test_what_hides():
@@ -251,16 +259,22 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
     slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
     assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(8 * parameters / dp / ep / 1e8)
+    sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
-    # of a gradient that nobody reduces: the first of two is widened from 2 bytes to 4, the second added
-    m, twice = free(memory_rate=1e9), replace(OLMOE, train=replace(OLMOE.train, accumulate=2))
-    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == 0
-    assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * alone / 1e9)
+    kept = experts / ep if dp > 1 else 0
+    # of a gradient that stays here: the first of two is widened from 2 bytes to 4, the second added
+    for cfg, here in ((OLMOE, alone + kept), (sharded, alone)):
+        m, twice = free(memory_rate=1e9), replace(cfg, train=replace(cfg.train, accumulate=2))
+        assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
+        assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
     whole = parameters - experts + experts / ep - alone
     own = parameters / dp / ep - alone
     m = free(memory_rate=1e9, copy_factor=1.0)
-    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+    assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+    # of experts that are kept what arrives is read, and the sum of their gradients written
+    own, whole, summed = own - kept / dp, whole - kept, 2 * kept + 4 * kept / dp
+    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole + summed) / 1e9)
 
 
 def test_the_curve_of_a_collective():
@@ -305,12 +319,12 @@ def test_tendencies_that_a_user_relies_on():
 
 
 def test_the_shipped_steps_are_predicted_within_ten_percent():
-    """Thirty-three of the thirty-seven are predictions; single kernels and layers of their runs' day set the other constants."""
+    """Thirty-nine of the forty-three are predictions; single kernels and layers of their runs' day set the other constants."""
     table, good = cost.check(cost.read_points(cost.CHECKED), CONSTANTS)
     roles = list(table.columns[-1].cells)
     one = ["fitted", "fitted", *["predicted"] * 13]
     four = ["predicted", "fitted", "fitted", *["predicted"] * 16]
-    assert good and roles == [*one, *four, *["predicted"] * 7]
+    assert good and roles == [*one, *four, *["predicted"] * 9]
 
 
 def test_only_symm_runs_beside_a_shared_expert():
@@ -368,7 +382,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, 41), ([ONE_GPU], 0, 15), ([FOUR_GPUS, off], 1, 20), ([other], None, 0):
+    for files, code, lines in ([], 0, 43), ([ONE_GPU], 0, 15), ([FOUR_GPUS, off], 1, 20), ([other], None, 0):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()

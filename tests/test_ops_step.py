@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from triton import knobs
 
-from tmoe.ops import adamw, cross_entropy
+from tmoe.ops import adamw, cross_entropy, parts
 from tmoe.ops.launch import compile_only
 from tmoe.warmup import traces
 from tmoe.zoo import presets
@@ -29,7 +29,7 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0 and "23 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "29 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -60,10 +60,12 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
             logits = torch.empty(rows, V, dtype=dtype, device="meta")
             cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), -100, grad)
         cross_entropy.scaled(torch.empty(V, D, device="meta"), torch.empty((), device="meta"), dtype)
+        for grad in (dtype, torch.float32):
+            parts.sum_parts(torch.empty(4, 8, 128, D, dtype=grad, device="meta"))
 
     wanted = launched(step)
-    assert set(wanted.values()) == {"adamw_kernel", "cross_entropy_kernel", "scale_kernel"}
-    assert len(wanted) == (8 if dtype == torch.bfloat16 else 2) + 3
+    assert set(wanted.values()) == {"adamw_kernel", "cross_entropy_kernel", "scale_kernel", "sum_parts_kernel"}
+    assert len(wanted) == (8 if dtype == torch.bfloat16 else 2) + 3 + (2 if dtype == torch.bfloat16 else 1)
     assert not set(wanted) - set(launched(lambda: [trace(*args) for trace, *args in traces(cfg)]))
 
 
@@ -75,9 +77,10 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
     found = []
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, {}))):
         adamw.trace(torch.bfloat16)
+        parts.trace(torch.bfloat16)
         for dtype in (torch.bfloat16, torch.float32):
             cross_entropy.trace(50304, 2048, -100, dtype)
-    assert len(found) == 14
+    assert len(found) == 16
     for binary in found:
         assert_fits(binary, CHIPS[arch])
 
@@ -177,3 +180,15 @@ def test_scaled():
     x = torch.randn(3, 1000)
     got = cross_entropy.scaled(x, torch.tensor(0.3), torch.bfloat16)
     torch.testing.assert_close(got.float(), x * 0.3, rtol=2**-7, atol=0)  # the interpreter cuts where a GPU rounds
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (3, 5000), (8, 1)])
+def test_sum_of_parts(dtype, shape, monkeypatch):
+    monkeypatch.setattr(parts, "BLOCK", 256)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = x[0].float()
+    for part in x[1:]:
+        want = want + part.float()
+    assert torch.equal(parts.sum_parts(x), want)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
 from tmoe.parallel.dispatch import pairs_bound
-from tmoe.parallel.mesh import units
+from tmoe.parallel.mesh import keeps_whole, units
 from tmoe.parallel.symm import hides
 
 Shape = tuple[int, ...]
@@ -137,7 +137,7 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     average is kept. Gradients that nobody reduces (of what a rank holds whole: experts where dp is 1, all in a world of
     1) stay in the compute type, unless micro-batches add up.
     gathered: root, and of FSDP2's units of blocks and of the experts two each, at work and prefetched, in the compute
-    type; of what a rank holds whole, the working copies of all blocks.
+    type; of what a rank holds or keeps whole, the working copies of all blocks.
     accumulated: with more than one micro-batch, gradients wait unreduced in fp32 until the last one.
     activations: what autograd keeps from a micro-batch's forward to its backward, for balanced routing.
     working: temporaries of the backward, in the loss or in a block, whichever is more.
@@ -157,14 +157,19 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     experts = [numel(shapes) // ep for _, shapes in blocks]
     held = own if alone else sum(experts) if dp == 1 else 0  # by this rank alone
     together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
-    passing = [sum(dense[i] for i in unit) for unit in together]  # through FSDP2's hands, as experts do where dp > 1
-    gathered = 0 if alone else numel(root) + sum(sorted(passing)[-2:]) + (sum(sorted(experts)[-2:]) if dp > 1 else 0)
+    passing = [
+        sum(dense[i] for i in unit) for unit in together for _ in unit
+    ]  # FSDP2's hands at each block, as experts
+    keeps = keeps_whole(dp, [model.moe.experts // ep], width * sum(experts), cfg.parallel.whole_gib)
+    shared = [0 if keeps or dp == 1 else n for n in experts]
+    gathered = 0 if alone else numel(root) + 2 * max(map(sum, zip(passing, shared, strict=True)))
+    gathered += sum(experts) if keeps else 0
+    sent = 2 * width if keeps else FP32 if dp > 1 else 0
     kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
     backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
-    gradients = [  # in the compute type, and in fp32 what is sent
-        (width + FP32 * (not alone)) * unreduced + (width + FP32 * (dp > 1)) * experts[i]
-        for unit, unreduced in zip(together, passing, strict=True)
-        for i in unit
+    gradients = [  # in the compute type, and what travels: FSDP2's in fp32, of kept experts another layer's and what arrives
+        (width + FP32 * (not alone)) * unreduced + (width + sent) * n
+        for unreduced, n in zip(passing, experts, strict=True)
     ]
     head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
     return {

@@ -329,7 +329,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The (dp, ep) mesh: every rank reads its own batch; experts are spread over ep and sharded over dp."""
+    """The (dp, ep) mesh: every rank reads its own batch; experts are spread over ep and shared by dp."""
 
     dp: int | None = None
     """data-parallel degree outside the expert group; None: what is left of the world"""
@@ -343,16 +343,16 @@ class ParallelConfig:
     wire: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type, or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
-    """part of each block whose activations are computed again in the backward instead of kept: MoE (or dense feed-forward) with its
-    norm, attention with its norm, all"""
+    """part of each block whose activations are computed again in the backward: MoE (or dense feed-forward), attention, either with its norm, or all"""
+    whole_gib: float = 16.0
+    """where dp divides a rank's experts: up to so many GiB of them in the compute type are gathered once a step and kept, which is
+    faster; above, FSDP2 gathers one layer's at a time, forward and backward; 0: always"""
 
     def __post_init__(self) -> None:
-        check(self, "--parallel.", one="ep dp")
-        alone, dispatch = self.ep == 1, self.dispatch
-        ok = dispatch != "local" or alone
-        require(ok, f"--parallel.dispatch=local: needs --parallel.ep=1, not {self.ep}; use auto or nccl")
-        ok = dispatch != "symm" or not alone
-        require(ok, "--parallel.dispatch=symm: needs --parallel.ep above 1, not 1; use auto or local")
+        check(self, "--parallel.", one="ep dp", zero="whole_gib")
+        alone, dispatch, need = self.ep == 1, self.dispatch, "needs --parallel.ep"
+        require(dispatch != "local" or alone, f"--parallel.dispatch=local: {need}=1, not {self.ep}; use auto or nccl")
+        require(dispatch != "symm" or not alone, f"--parallel.dispatch=symm: {need} above 1, not 1; use auto or local")
         ok = self.wire != "fp8" or not (alone or dispatch == "nccl")
         require(ok, f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {dispatch}")
 

@@ -100,8 +100,9 @@ class AdamW(torch.optim.AdamW):
             for p in params:
                 state, copy = self.state[p], working_copy(p)
                 if copy and copy.tensor.dtype == p.dtype:
-                    copy = None  # it is the weight itself
-                tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.tensor.detach()]
+                    copy.written(False)
+                    copy = None  # it is the weight itself, or takes it before the next forward
+                tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
                 tensors = [None if t is None else local_part(t) for t in tensors]
                 if streams is None:
                     together.append((*tensors, state["step"]))
@@ -112,7 +113,7 @@ class AdamW(torch.optim.AdamW):
             step(together)
             torch.autograd.graph.increment_version(params)  # our kernels write by address, which autograd does not see
             for copy in copies:
-                copy.fresh = self.keeps_fresh
+                copy.written(self.keeps_fresh)
         if streams is not None:
             for _ in range(2):
                 torch.cuda.current_stream().wait_stream(next(streams))

@@ -27,7 +27,7 @@ def dry_run(cfg: Config) -> None:
     mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep, ep_across_nodes=True)
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    parallelize(model, mesh, cfg)
+    parallelize(model, mesh, cfg, whole_forwards=True)
     dp, ep = mesh.grid.shape
     counts = count_parameters(cfg.model)
     console = Console(width=150)

@@ -20,7 +20,7 @@ import torch
 from tmoe.accounting import runs_beside
 from tmoe.config import Config
 from tmoe.loss import IGNORE
-from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
+from tmoe.ops import adamw, cross_entropy, exchange, parts, router_product, swiglu
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.parallel.dispatch import pairs_bound
@@ -49,6 +49,7 @@ def traces(cfg: Config) -> list[tuple]:
         *(beside if runs_beside(cfg, ep) else []),
         (cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype),
         (adamw.trace, dtype),
+        (parts.trace, dtype),
     ]
 
 

@@ -4,8 +4,8 @@
 
 Where the hooks stand, for one MoE block:
 
-    Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert, of a few blocks at once
-      Experts.forward         FSDP2 over dp: gathers this rank's experts
+    Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert
+      Experts.forward         over dp: gathers this rank's experts, by gathered.py or, where they are many, by FSDP2
         Block.compute         one compiled graph, fullgraph: no hook inside
 
 next: grad_norm.py
@@ -13,6 +13,7 @@ next: grad_norm.py
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,20 @@ from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
 from tmoe.parallel.dispatch import dispatcher_for
-from tmoe.parallel.mesh import Mesh, shard_dim, units
-from tmoe.parallel.working import stand_in
+from tmoe.parallel.gathered import GatheredCopy, Sharers
+from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
+from tmoe.parallel.working import WorkingCopy, stand_in
 
 
-def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.Module:
+def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_forwards: bool = False) -> nn.Module:
     """Shards `model` (a Transformer, or any module that holds tmoe.MoE layers) over `mesh`, in place.
 
     Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
     rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
-    `train.batch` and `.seq`, `parallel.dispatch` and `.checkpoint` and `compile` are read; None: fp32, auto, none, eager.
+    `train.batch` and `.seq`, `parallel.dispatch`, `.checkpoint` and `.whole_gib` and `compile` are read; None: fp32, auto, none, 16, eager.
+    whole_forwards: every forward of a Transformer runs all blocks, and losses come from its end: FSDP2 then gathers small neighbours
+    together. It has one hook for them, in front of the first and behind the last: whoever calls a block alone, stops a forward early
+    or begins a backward at a block's output would find others gathered, or not.
     Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
@@ -55,7 +60,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None) -> nn.M
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
-    apply_fsdp(model, mesh, cfg.train.dtype)
+    apply_fsdp(model, mesh, cfg.train.dtype, cfg.parallel.whole_gib, whole_forwards)
     return model
 
 
@@ -117,13 +122,14 @@ def apply_compile(model: Transformer) -> None:
         block.must_compile = True
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str, whole_gib: float = 16.0, whole_forwards: bool = False) -> None:
     """fp32 shards; gathered in bf16 or fp32; gradients reduced in fp32 and summed, never averaged: the loss is already
     divided by the counts of the global batch, and experts and dense parameters live on groups of different size.
 
-    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out: see working.py. Somebody's own
-    model stays with FSDP2 there, too: its own checkpointing runs parts of it in the backward, where working copies stand in only for
-    modules that are called by themselves."""
+    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see working.py, and so are
+    experts that it shares but keeps whole (up to whole_gib), see gathered.py. Somebody's own model stays with FSDP2 in a world of 1,
+    too: its own checkpointing runs parts of it in the backward, where working copies stand in only for modules that are called by
+    themselves."""
     param_dtype = torch.bfloat16 if dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
@@ -133,40 +139,56 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str) -> None:
     whole: set[nn.Parameter] = set()
     # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
+    dp, held = mesh.dp.size(), [p.to_local() for experts in scopes for p in experts.parameters()]
+    keep = keeps_whole(dp, [len(p) for p in held], width * sum(p.numel() for p in held), whole_gib)
+    sharers = Sharers(mesh.dp.get_group()) if keep else None
+    new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
+
+    def mine(p: Tensor) -> tuple:
+        return local_part(p).chunk(dp)[mesh.dp.get_local_rank()].clone(), mesh.grid, [cut, Shard(0)]
+
     for experts in scopes:
-        if mesh.dp.size() == 1:
-            whole |= hold_whole(experts, param_dtype, lambda p: (p.to_local(), mesh.grid, [cut, Shard(0)]))
+        if sharers or dp == 1:
+            whole |= hold_whole(experts, param_dtype, mine, new=new)
             continue
-        dim = shard_dim([p.to_local().shape for p in experts.parameters()], mesh.dp.size())
+        dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
     alone = mesh.world.size() == 1 and isinstance(model, Transformer)
     if alone:
         for module in (*blocks, model):
             whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
     else:
-        for unit in units(sizes):
+        for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
             fully_shard([blocks[i] for i in unit], mesh=mesh.world, mp_policy=policy, ignored_params=whole)
-    fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)  # alone: for its methods
+    root = fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)  # alone: for its methods
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo lacks
+    if sharers:
+        sharers.follow(root)
 
 
 def hold_whole(
-    module: nn.Module, dtype: torch.dtype | None, place: Callable[[Tensor], tuple], done: Collection[nn.Parameter] = ()
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    place: Callable[[Tensor], tuple],
+    done: Collection[nn.Parameter] = (),
+    new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> set[nn.Parameter]:
     """Parameters of `module` that are not done yet become DTensors, `place` giving (local tensor, mesh, placements), and are
-    replaced by working copies while it runs. Returns them."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
+    replaced by working copies, made by `new`, while it runs. Returns them."""
+    spread: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, p in list(owner.named_parameters(recurse=False)):
             if p not in done:
-                if p not in new:
+                if p not in spread:
                     local, on, placements = place(p)
-                    new[p] = nn.Parameter(DTensor.from_local(local, on, placements, run_check=False), p.requires_grad)
-                setattr(owner, name, new[p])
-    standing_in = stand_in(module, dtype, leave_out=done)
+                    spread[p] = nn.Parameter(
+                        DTensor.from_local(local, on, placements, run_check=False), p.requires_grad
+                    )
+                setattr(owner, name, spread[p])
+    standing_in = stand_in(module, dtype, leave_out=done, new=new)
     if isinstance(module, Block):
         module.standing_in = standing_in
-    return set(new.values())
+    return set(spread.values())

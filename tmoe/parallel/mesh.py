@@ -4,7 +4,7 @@ Ranks of a 2 x 4 world, ep fastest, so that an expert group is neighbours on one
 
             ep=0  ep=1  ep=2  ep=3
     dp=0      0     1     2     3      each row exchanges tokens (all-to-all)
-    dp=1      4     5     6     7      each column shares the same experts, sharded by FSDP2
+    dp=1      4     5     6     7      each column shares the same experts, of which each rank trains its part
 
 Dense parameters are sharded over all eight; every rank reads its own batch. torchrun numbers a node's ranks in a row, so
 with ep dividing every node's processes the exchange of tokens stays inside nodes and dp alone crosses them; a layout that
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
-# unit. Two a unit took as long on a fast host, where nobody waits for Python, and half as many hooks (docs/lab.md).
+# unit. Two blocks a unit took as long on a fast host, where nobody waits for Python (docs/lab.md).
 UNIT, UNIT_BLOCKS = 2**26, 4
 
 
@@ -165,6 +165,11 @@ def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
     those only. FSDP2 cuts dimension 0 unevenly, some ranks then hold less or nothing, and no other dimension."""
     even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
     return 1 if even == [False, True] else 0
+
+
+def keeps_whole(dp: int, experts: Sequence[int], size: float, most: float) -> bool:
+    """Whether dp ranks that share experts, so many of each layer and `size` bytes in all, keep them whole: up to `most` GiB."""
+    return dp > 1 and size <= most * 2**30 and all(n % dp == 0 for n in experts)
 
 
 def units(sizes: Sequence[int]) -> list[list[int]]:

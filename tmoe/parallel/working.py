@@ -5,7 +5,7 @@ way, 28 bytes an element a step. Here a parameter stays an fp32 DTensor for whoe
 module runs, a copy in the compute type stands in its place, and the copy's gradient becomes the parameter's: 6 bytes an element,
 or 2 where the optimizer writes the copy while it has the weight at hand (`tmoe.optim.AdamW`).
 
-next: parallel/dispatch.py
+next: parallel/gathered.py
 """
 
 from __future__ import annotations
@@ -27,8 +27,19 @@ class WorkingCopy:
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype):
         self.master, self.fresh, self.hooked, self.seen = master, False, False, version(master)
-        local = local_part(master).detach()
-        self.tensor = nn.Parameter(local.to(dtype), requires_grad=False)  # of equal type: the parameter's own memory
+        self.tensor = nn.Parameter(self.allocate(local_part(master).detach(), dtype), requires_grad=False)
+
+    def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
+        return local.to(dtype)  # of equal type: the parameter's own memory
+
+    @property
+    def mine(self) -> Tensor:
+        """The part that this rank writes: all of it. Autograd does not count that: a graph may hold it, of equal value."""
+        return self.tensor.data
+
+    def written(self, fresh: bool) -> None:
+        """The parameter has changed; fresh: and `mine` with it."""
+        self.fresh = fresh
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -42,21 +53,31 @@ class WorkingCopy:
         if self.seen != version(self.master):
             torch.autograd.graph.increment_version(self.tensor)  # an earlier forward's backward is to be refused
             self.seen = version(self.master)  # which may be the copy's own count
+        self.update()
+
+    def update(self) -> None:
         if not self.fresh and self.tensor.dtype != self.master.dtype:
-            self.tensor.data.copy_(local_part(self.master))  # .data: a graph may hold it, of equal value
+            self.mine.copy_(local_part(self.master))
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
+        """A gradient of the copy has come."""
+        self.give(self.take(tensor))
+
+    def take(self, tensor: Tensor) -> Tensor:
+        grad, tensor.grad = tensor.grad, None
+        assert grad is not None
+        if version(self.master) != self.seen:
+            raise RuntimeError(
+                f"a weight of shape {tuple(self.master.shape)} was written between a forward and its backward (an optimizer's "
+                "step?): call backward before"
+            )
+        return grad
+
+    def give(self, grad: Tensor) -> None:
         """The first micro-batch's gradient is the parameter's as it is, if the parameter takes its type (Tensor.grad_dtype; None:
         any); more add up in fp32."""
-        master, grad = self.master, tensor.grad
-        tensor.grad = None
-        assert grad is not None
-        if version(master) != self.seen:
-            raise RuntimeError(
-                f"a weight of shape {tuple(master.shape)} was written between a forward and its backward (an optimizer's step?): "
-                "call backward before"
-            )
+        master = self.master
         if master.grad is not None:
             grad = local_part(master.grad).to(master.dtype).add_(grad)
             master.grad = None
@@ -70,9 +91,13 @@ class WorkingCopy:
 
 
 def stand_in(
-    module: nn.Module, dtype: torch.dtype | None, leave_out: Collection[nn.Parameter] = ()
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    leave_out: Collection[nn.Parameter] = (),
+    new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> Callable[[], AbstractContextManager]:
-    """From now on, while `module` runs, its parameters but those in `leave_out` are working copies of type dtype (None: their own).
+    """From now on, while `module` runs, its parameters but those in `leave_out` are working copies of type dtype (None: their own),
+    made by `new`.
 
     Returns a context in which they are as well, for what runs a part of `module` without calling it.
     """
@@ -90,7 +115,7 @@ def stand_in(
         for (owner, name), master in zip(slots, masters[-1], strict=True):
             copy = working_copy(master)
             if copy is None:
-                copy = master.working_copy = WorkingCopy(master, dtype or master.dtype)
+                copy = master.working_copy = new(master, dtype or master.dtype)
             copy.refresh()
             owner._parameters[name] = copy.tensor
 
@@ -123,4 +148,4 @@ def make_stale(parameters: Iterable[Tensor]) -> None:
     """Call after writing to parameters beside the optimizer, if it keeps their copies fresh."""
     for p in parameters:
         if copy := working_copy(p):
-            copy.fresh = False
+            copy.written(False)

@@ -1,0 +1,237 @@
+"""Experts that ranks share and keep whole: FSDP2's numbers to the bit, one gathering a step, whatever happens in between."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_layouts import MODEL
+from torch.distributed.fsdp import FSDPModule
+
+import tmoe
+from tmoe.config import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model import Transformer
+from tmoe.optim import Ema, build_optimizer
+from tmoe.parallel import build_mesh, clip_grad_norm_, gathered, mesh, parallelize
+from tmoe.parallel.gathered import GatheredCopy
+from tmoe.parallel.mesh import local_part
+from tmoe.parallel.working import make_stale, working_copy
+
+B, S = 2, 16
+
+
+def build(ep: int, dtype: str, whole: float, checkpoint: str = "none", seed: int = 0):
+    cfg = Config(
+        compile=False,
+        model=MODEL,
+        train=TrainConfig(seq=S, dtype=dtype),
+        parallel=ParallelConfig(ep=ep, whole_gib=whole, checkpoint=checkpoint),
+        optim=OptimConfig(lr=3e-3),
+    )
+    with torch.device("meta"):
+        model = Transformer(cfg.model)
+    parallelize(model, build_mesh(ep=ep), cfg)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model, build_optimizer(model.named_parameters(), cfg.optim, torch.device("cpu"))
+
+
+def copies(model) -> list[GatheredCopy]:
+    found = [working_copy(p) for p in model.parameters()]
+    return [copy for copy in found if isinstance(copy, GatheredCopy)]
+
+
+class Calls:
+    """Counts what the sharers exchange."""
+
+    def __init__(self, monkeypatch):
+        self.counts = dict(gather=0, send=0)
+        monkeypatch.setattr(gathered, "all_gather", self.counted("gather", gathered.all_gather))
+        monkeypatch.setattr(dist, "all_to_all_single", self.counted("send", dist.all_to_all_single))
+
+    def counted(self, name, call):
+        def counting(*args, **kwargs):
+            self.counts[name] += 1
+            return call(*args, **kwargs)
+
+        return counting
+
+    def since(self) -> tuple[int, int]:
+        gathers, sends = self.counts.values()
+        self.counts = dict.fromkeys(self.counts, 0)
+        return gathers, sends
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(MODEL.vocab, (B, S), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def step(model, rank: int, number: int, micro: int = 1) -> torch.Tensor:
+    model.balancer.start_step()
+    for i in range(micro):
+        model.set_requires_gradient_sync(i + 1 == micro)
+        x = tokens(rank, 10 * number + i)
+        model(x, x.roll(-1, 1)).backward()
+    return clip_grad_norm_(model.parameters(), 0.5)
+
+
+def train(rank: int, world: int, ep: int, dtype: str, whole: float, micro: int, checkpoint: str = "none"):
+    model, optimizer = build(ep, dtype, whole, checkpoint)
+    norms = []
+    for i in range(4):
+        norms.append(step(model, rank, i, micro).item())
+        if whole:  # fp32 or what the master is: its own part, cut like FSDP2's
+            grads = [p.grad for p in model.parameters() if isinstance(working_copy(p), GatheredCopy)]
+            assert grads and all(g.dtype == torch.float32 for g in grads)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool(copies(model)) == bool(whole)
+    assert isinstance(model.blocks[1].moe.experts, FSDPModule) != bool(whole)
+    placements = {n: (p.placements, p.shape, p.to_local().shape) for n, p in model.named_parameters()}
+    return norms, {n: p.full_tensor() for n, p in model.named_parameters()}, placements
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "dtype", "micro", "checkpoint"),
+    [(2, 1, "bf16", 1, "none"), (2, 1, "bf16", 3, "moe"), (2, 1, "fp32", 2, "none"), (4, 2, "bf16", 2, "block")],
+)
+def test_to_the_bit_what_fsdp2_gives(gloo, world, ep, dtype, micro, checkpoint):
+    """Two ranks' gradients have one sum in fp32, whichever comes first."""
+    norms, got, placed = gloo(world, train, ep, dtype, 16.0, micro, checkpoint, timeout=120)[0]
+    want_norms, want, want_placed = gloo(world, train, ep, dtype, 0.0, micro, checkpoint, timeout=120)[0]
+    assert norms == want_norms
+    assert placed == want_placed
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@torch.no_grad()
+def write(model) -> None:
+    """What AdamW does on a GPU, behind its step: the weight and its copy at once."""
+    for copy in copies(model):
+        copy.mine.copy_(local_part(copy.master))
+        copy.written(True)
+
+
+def count(rank: int, world: int):
+    monkeypatch = pytest.MonkeyPatch()
+    model, optimizer = build(1, "bf16", 16.0)
+    step(model, rank, 0)
+    calls, n = Calls(monkeypatch), len(copies(model))
+    told = []
+    for i in range(1, 4):
+        optimizer.step()
+        optimizer.zero_grad()
+        write(model)
+        with torch.no_grad():
+            model(tokens(rank, 5))  # gathers; what follows finds everything there
+            model(tokens(rank, 6))
+        model.reshard()
+        step(model, rank, i, micro=2)
+        told.append(calls.since())
+    monkeypatch.undo()
+    return n, told
+
+
+def test_one_gathering_and_one_way_home_a_step(gloo):
+    for n, told in gloo(2, count):
+        assert n == 2 * 2  # two MoE layers
+        assert told == [(n, n)] * 3
+
+
+def disturbed(rank: int, world: int, fresh: bool, event: str):
+    """Norms and parameters of three steps, with something in between that changes nothing, and whether it took place."""
+    model, optimizer = build(1, "bf16", 16.0)
+    ema = Ema(model.named_parameters(), 0.9)
+    norms = []
+    for i in range(3):
+        if event == "early exit" and i:
+            with torch.no_grad():  # the second MoE layer's experts are on their way when nobody comes for them
+                stop = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(tokens(rank, 7))
+                stop.remove()
+            model.reshard()
+        if event == "other weights":
+            with ema.swapped(), torch.no_grad():
+                model(tokens(rank, 8))
+                model.reshard()
+        if event == "by hand":
+            with torch.no_grad():
+                model(tokens(rank, 9))
+                model.reshard()
+                for p in model.parameters():
+                    local_part(p).mul_(2.0)
+                make_stale(model.parameters())
+                model(tokens(rank, 9))
+                model.reshard()
+                for p in model.parameters():
+                    local_part(p).mul_(0.5)
+                make_stale(model.parameters())
+        norms.append(step(model, rank, i).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if fresh:
+            write(model)
+        ema.update()
+    return norms, {n: p.full_tensor() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(gloo):
+    return gloo(2, disturbed, False, "none")[0]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("event", ["none", "early exit", "other weights", "by hand"])
+def test_nothing_stale_is_computed_with(gloo, undisturbed, fresh, event):
+    norms, got = gloo(2, disturbed, fresh, event)[0]
+    assert norms == undisturbed[0]
+    for name, value in undisturbed[1].items():
+        assert torch.equal(got[name], value), name
+
+
+def freeze(rank: int, world: int):
+    model, optimizer = build(1, "bf16", 16.0)
+    first, second = (model.blocks[i].moe.experts for i in (1, 2))
+    first.requires_grad_(False)
+    step(model, rank, 0)
+    told = [[p.grad is not None for p in experts.parameters()] for experts in (first, second)]
+    optimizer.zero_grad()
+    first.requires_grad_(True)
+    step(model, rank, 1)
+    return [*told, [p.grad is not None for p in first.parameters()]]
+
+
+def test_frozen_and_unfrozen(gloo):
+    assert gloo(2, freeze)[0] == [[False] * 2, [True] * 2, [True] * 2]
+
+
+def refuse(rank: int, world: int):
+    model, _ = build(1, "bf16", 16.0)
+    step(model, rank, 0)
+    x = tokens(rank, 1)
+    losses = [model(x, x.roll(-1, 1)) for _ in range(2)]  # two forwards, then both backwards: weights are the same
+    sum(losses).backward()
+    loss = model(x, x.roll(-1, 1))
+    with torch.no_grad():
+        for p in model.blocks[2].moe.experts.parameters():
+            p.mul_(1.0)
+    with pytest.raises(RuntimeError, match=r"written between a forward and its backward"):
+        loss.backward()
+    return True
+
+
+def test_a_backward_behind_a_write_is_refused(gloo):
+    assert gloo(2, refuse) == [True, True]
+
+
+def test_which_experts_are_kept():
+    assert mesh.keeps_whole(2, [8, 8], 2**34, 16)
+    assert not mesh.keeps_whole(2, [8, 8], 2**34 + 1, 16)
+    assert not mesh.keeps_whole(3, [8], 1, 16)  # FSDP2 cuts them unevenly, or by rows
+    assert not mesh.keeps_whole(1, [8], 1, 16)
+    assert not mesh.keeps_whole(2, [8], 1, 0)
+    assert mesh.keeps_whole(2, [8], 2**40, 1024)
+    with pytest.raises(tmoe.config.ConfigError, match=r"--parallel.whole-gib=-1"):
+        replace(ParallelConfig(), whole_gib=-1.0)
