@@ -61,8 +61,9 @@ class Sharers:
         model.register_forward_hook(end, always_call=True)
 
     def stream(self, name: str) -> torch.cuda.Stream:
+        """What travels comes before the products, as FSDP2 has it: its peers wait for it, and kernels of theirs may wait for them."""
         if name not in self.streams:
-            self.streams[name] = torch.cuda.Stream()
+            self.streams[name] = torch.cuda.Stream(priority=-1)
         return self.streams[name]
 
     @contextmanager
