@@ -30,7 +30,7 @@ def build(ep: int, dtype: str, whole: float, checkpoint: str = "none", seed: int
     )
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    parallelize(model, build_mesh(ep=ep), cfg)
+    parallelize(model, build_mesh(ep=ep), cfg, whole_forwards=True)
     model.to_empty(device="cpu")
     model.init_weights(seed)
     return model, build_optimizer(model.named_parameters(), cfg.optim, torch.device("cpu"))
@@ -226,12 +226,92 @@ def test_a_backward_behind_a_write_is_refused(gloo):
     assert gloo(2, refuse) == [True, True]
 
 
+def heard(rank: int, world: int, whole: float):
+    """Hooks on experts' parameters, as an optimizer in the backward has them, and what they find."""
+    model, _ = build(1, "bf16", whole)
+    found = []
+    for p in model.blocks[1].moe.experts.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: found.append(p.grad.to_local().clone()))
+    step(model, rank, 0)
+    return found
+
+
+def test_hooks_on_parameters_are_called(gloo):
+    got, want = (gloo(2, heard, whole)[0] for whole in (16.0, 0.0))
+    assert len(got) == len(want) == 2
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(sorted(x, key=torch.Tensor.numel) for x in (got, want)), strict=True)
+    )
+
+
+def left(rank: int, world: int, whole: float):
+    """A micro-batch that does not sync, then one that does while the first layer's experts are frozen."""
+    model, _ = build(1, "fp32", whole)
+    experts = model.blocks[1].moe.experts
+    model.set_requires_gradient_sync(False)
+    x = tokens(rank, 0)
+    model(x, x.roll(-1, 1)).backward()
+    experts.requires_grad_(False)
+    model.set_requires_gradient_sync(True)
+    model(x, x.roll(-1, 1)).backward()
+    return [p.grad.to_local() for p in experts.parameters()], [copy.unsent for copy in copies(model)]
+
+
+def test_what_earlier_micro_batches_left_goes_at_the_end_of_the_step(gloo):
+    for (got, unsent), want in zip(gloo(2, left, 16.0), gloo(2, alone), strict=True):
+        assert all(g is None for g in unsent)
+        assert len(want) == 2 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def alone(rank: int, world: int):
+    """The first of these micro-batches, which syncs."""
+    model, _ = build(1, "fp32", 16.0)
+    x = tokens(rank, 0)
+    model(x, x.roll(-1, 1)).backward()
+    return [p.grad.to_local() for p in model.blocks[1].moe.experts.parameters()]
+
+
+def swapped_between(rank: int, world: int, dtype: str):
+    model, optimizer = build(1, dtype, 16.0)
+    ema = Ema(model.named_parameters(), 0.9)
+    step(model, rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    x = tokens(rank, 1)
+    loss = model(x, x.roll(-1, 1))
+    with ema.swapped(), torch.no_grad():
+        model.reshard()
+        model(x)
+        model.reshard()
+    with pytest.raises(
+        RuntimeError, match=r"written between a forward and its backward|modified by an inplace operation"
+    ):
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_evaluation_of_the_average_between_forward_and_backward_is_refused(gloo, dtype):
+    assert gloo(2, swapped_between, dtype) == [True, True]
+
+
+def without_a_promise(rank: int, world: int):
+    model = Transformer(MODEL)
+    parallelize(model, build_mesh(), Config(compile=False, train=TrainConfig(seq=S, dtype="fp32")))
+    return len(copies(model)), [isinstance(block.moe.experts, FSDPModule) for block in model.blocks[1:]]
+
+
+def test_who_promises_nothing_has_fsdp2(gloo):
+    assert gloo(2, without_a_promise)[0] == (0, [True, True])
+
+
 def test_which_experts_are_kept():
     assert mesh.keeps_whole(2, [8, 8], 2**34, 16)
     assert not mesh.keeps_whole(2, [8, 8], 2**34 + 1, 16)
     assert not mesh.keeps_whole(3, [8], 1, 16)  # FSDP2 cuts them unevenly, or by rows
     assert not mesh.keeps_whole(1, [8], 1, 16)
     assert not mesh.keeps_whole(2, [8], 1, 0)
+    assert not mesh.keeps_whole(2, [], 0, 16)
     assert mesh.keeps_whole(2, [8], 2**40, 1024)
     with pytest.raises(tmoe.config.ConfigError, match=r"--parallel.whole-gib=-1"):
         replace(ParallelConfig(), whole_gib=-1.0)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.config import OptimConfig
 from tmoe.ops.adamw import adamw_
 from tmoe.parallel.mesh import local_part
-from tmoe.parallel.working import make_stale, working_copy
+from tmoe.parallel.working import make_stale, version, working_copy
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 PIECE = 2**26  # elements whose moments are on the GPU at a time, twice over: 1 GiB
@@ -77,6 +77,7 @@ class AdamW(torch.optim.AdamW):
             if self.factor is not None:
                 torch._foreach_mul_([_local(p.grad) for p in params], self.factor)
             super().step()
+            make_stale(params)
         self.factor = self.finite = None
 
     def _step_in_one_pass(self) -> None:
@@ -111,9 +112,11 @@ class AdamW(torch.optim.AdamW):
                 if copy:
                     copies.append(copy)
             step(together)
+            # a step that is skipped writes no copy: one that did not hold the parameter before does not hold it now
+            current = [copy.seen == version(copy.master) for copy in copies]
             torch.autograd.graph.increment_version(params)  # our kernels write by address, which autograd does not see
-            for copy in copies:
-                copy.written(self.keeps_fresh)
+            for copy, was in zip(copies, current, strict=True):
+                copy.written(self.keeps_fresh and was)
         if streams is not None:
             for _ in range(2):
                 torch.cuda.current_stream().wait_stream(next(streams))

@@ -39,9 +39,10 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
     Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
     rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
     `train.batch` and `.seq`, `parallel.dispatch`, `.checkpoint` and `.whole_gib` and `compile` are read; None: fp32, auto, none, 16, eager.
-    whole_forwards: every forward of a Transformer runs all blocks, and losses come from its end: FSDP2 then gathers small neighbours
-    together. It has one hook for them, in front of the first and behind the last: whoever calls a block alone, stops a forward early
-    or begins a backward at a block's output would find others gathered, or not.
+    whole_forwards: every forward of a Transformer runs all blocks, a backward begins at its end, and micro-batches that do not sync are
+    told to the model itself. FSDP2 then gathers small neighbours together, with one hook in front of the first and one behind the last,
+    and experts that dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered.py). Without the promise
+    others than asked for would be found gathered, or not, and gradients unreduced.
     Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
@@ -60,7 +61,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
-    apply_fsdp(model, mesh, cfg.train.dtype, cfg.parallel.whole_gib, whole_forwards)
+    apply_fsdp(model, mesh, cfg.train.dtype, cfg.parallel.whole_gib if whole_forwards else 0.0, whole_forwards)
     return model
 
 

@@ -11,6 +11,7 @@ the copies (docs/lab.md has what it gives). Both ways lead beside the compute, a
 next: parallel/dispatch.py
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -39,6 +40,7 @@ class Sharers:
         self.begun: Any = None  # CUDA event at which the model's forward began, while it runs
         self.travelling: deque[tuple[Any, Tensor]] = deque()  # gradients, and the event at which they have left
         self.streams: dict[str, torch.cuda.Stream] = {}
+        self.copies: weakref.WeakSet[GatheredCopy] = weakref.WeakSet()
         gpu.waves = 4  # of this process: collectives as large as the experts run beside their products
 
     def follow(self, model: FSDPModule) -> None:
@@ -92,11 +94,15 @@ class Sharers:
         with torch.cuda.stream(side), torch.profiler.record_function("experts' gradients"):
             yield
             self.travelling.append((side.record_event(), grad))
-        Variable._execution_engine.queue_callback(self.arrive)  # FSDP2's way to wait; it has no public name
 
-    def arrive(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream("send"))
-        self.travelling.clear()
+    def finish(self) -> None:
+        """At the end of a backward: what earlier micro-batches left, of experts that this one did not reach, goes as well."""
+        for copy in sorted(self.copies, key=lambda copy: copy.number):
+            if copy.unsent is not None:
+                copy.send(copy.unsent)
+        if self.travelling:
+            torch.cuda.current_stream().wait_stream(self.stream("send"))
+            self.travelling.clear()
 
     def owned(self, grad: Tensor) -> Tensor:
         """[L / ranks, ...] fp32: my part of a gradient [L, ...], summed over the ranks."""
@@ -110,8 +116,9 @@ class GatheredCopy(WorkingCopy):
     """Of a master of which each sharer holds as many experts. `spread`: the others' parts are there as well."""
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
-        self.sharers, self.spread = sharers, False
+        self.sharers, self.spread, self.number = sharers, False, len(sharers.copies)
         self.unsent: Tensor | None = None
+        sharers.copies.add(self)
         super().__init__(master, dtype)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,9 +150,15 @@ class GatheredCopy(WorkingCopy):
         """Of micro-batches that do not sync, gradients add up here, in fp32."""
         grad = self.take(tensor)
         if self.unsent is not None:
-            grad, self.unsent = self.unsent.to(self.master.dtype).add_(grad), None
+            grad = self.unsent.float().add_(grad)
         if not self.sharers.sync:
             self.unsent = grad
             return
+        Variable._execution_engine.queue_callback(self.sharers.finish)  # FSDP2's way to the end; it has no public name
+        self.send(grad)
+
+    @torch.no_grad()
+    def send(self, grad: Tensor) -> None:
+        self.unsent = None
         with self.sharers.beside(grad):
             self.give(self.sharers.owned(grad.contiguous()))

@@ -169,7 +169,7 @@ def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
 
 def keeps_whole(dp: int, experts: Sequence[int], size: float, most: float) -> bool:
     """Whether dp ranks that share experts, so many of each layer and `size` bytes in all, keep them whole: up to `most` GiB."""
-    return dp > 1 and size <= most * 2**30 and all(n % dp == 0 for n in experts)
+    return dp > 1 and 0 < size <= most * 2**30 and all(n % dp == 0 for n in experts)
 
 
 def units(sizes: Sequence[int]) -> list[list[int]]:
