@@ -40,6 +40,25 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
     assert "| idle before `flash_fwd` | 0.03 | 6.2% |" in trace.summary(shares, waits)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_gradients_on_their_way_are_no_exchange_of_tokens(tmp_path, gradients):
+    """The same kernel carries both; what names a stream's work is a range around anything in it."""
+    events = [("nvjet_sm90", 7, 0, 100), ("ncclDevKernel_SendRecv", 22, 80, 50), ("sum_parts_kernel", 22, 130, 10)]
+    kernels = [dict(cat="kernel", name=n, tid=t, ts=ts, dur=dur) for n, t, ts, dur in events]
+    named = dict(cat="gpu_user_annotation", name="experts' gradients" if gradients else "other", tid=22, ts=130, dur=10)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [named, *kernels]}))
+    shares, _, _ = trace.read(path)
+    if gradients:
+        assert shares["collectives"] == pytest.approx(0.06)
+        assert shares["collectives not hidden"] == shares["outside"] == pytest.approx(0.04)
+        assert "exchange" not in shares
+    else:
+        assert shares["exchange"] == pytest.approx(0.05)
+        assert shares["exchange not hidden"] == pytest.approx(0.03)
+        assert shares["outside"] == pytest.approx(0.01)
+
+
 def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_path):
     kernels = [
         dict(cat="kernel", name=n, tid=t, ts=ts, dur=dur)
