@@ -54,7 +54,7 @@ class Sharers:
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
-            self.sync = requires_gradient_sync
+            self.sync = requires_gradient_sync if recurse else self.sync  # else it speaks of the root's own parameters
 
         told = model.set_requires_gradient_sync
         vars(model)["set_requires_gradient_sync"] = tell
