@@ -61,15 +61,9 @@ from tmoe.config import Config, divisors
 from tmoe.parallel.mesh import keeps_whole, units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
-CHECKED = [
-    Path(__file__).parent / "results" / name
-    for name in (
-        "steps-1xH200/steps.jsonl",
-        "steps-4xH200/bench.jsonl",
-        "scaling/h200.jsonl",
-        "scaling/h200-sharded.jsonl",
-    )
-]
+RESULTS = Path(__file__).with_name("results")
+CHECKED = [RESULTS / "steps-1xH200/steps.jsonl", RESULTS / "steps-4xH200/bench.jsonl"]
+CHECKED += [RESULTS / "scaling/h200.jsonl", RESULTS / "scaling/h200-sharded.jsonl"]
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 TOLERANCE = 0.1  # of a measured step time
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
@@ -263,12 +257,10 @@ def kept(cfg: Config, dp: int, ep: int) -> bool:
 
 def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
     """Seconds of a step's gathering of such experts, and of the way of their gradients, in the compute type but for sums of micro-batches."""
-    if not kept(cfg, dp, ep):
-        return 0.0, 0.0
-    width, again = compute_bytes(cfg), cfg.train.accumulate
-    layers = [numel(block_shapes(cfg.model, layer)[1]) / ep for layer in range(cfg.model.layers)]
-    gather, send = (sum(ring(size * n, dp, ep, m) for n in layers) for size in (width, width if again == 1 else FP32))
-    return gather, send
+    width, layers = compute_bytes(cfg), range(cfg.model.layers if kept(cfg, dp, ep) else 0)
+    experts = [numel(block_shapes(cfg.model, layer)[1]) / ep for layer in layers]
+    sent = width if cfg.train.accumulate == 1 else FP32
+    return sum(ring(width * n, dp, ep, m) for n in experts), sum(ring(sent * n, dp, ep, m) for n in experts)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
-BESIDE = (
-    "experts' gradients"  # and all of this one's stream are collectives: sent by all-to-all, but no exchange of tokens
-)
+# all that this one's stream does are collectives: gradients go by all-to-all, but are no exchange of tokens
+BESIDE = "experts' gradients"
 KINDS = [  # the first pattern that a kernel's name matches
     ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),

@@ -157,9 +157,8 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     experts = [numel(shapes) // ep for _, shapes in blocks]
     held = own if alone else sum(experts) if dp == 1 else 0  # by this rank alone
     together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
-    passing = [
-        sum(dense[i] for i in unit) for unit in together for _ in unit
-    ]  # FSDP2's hands at each block, as experts
+    # what passes through FSDP2's hands at each block: its unit, and experts that are not kept
+    passing = [sum(dense[i] for i in unit) for unit in together for _ in unit]
     keeps = keeps_whole(dp, [model.moe.experts // ep], width * sum(experts), cfg.parallel.whole_gib)
     shared = [0 if keeps or dp == 1 else n for n in experts]
     gathered = 0 if alone else numel(root) + 2 * max(map(sum, zip(passing, shared, strict=True)))
@@ -167,7 +166,8 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     sent = 2 * width if keeps else FP32 if dp > 1 else 0
     kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
     backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
-    gradients = [  # in the compute type, and what travels: FSDP2's in fp32, of kept experts another layer's and what arrives
+    # in the compute type, and what travels: FSDP2's in fp32, of kept experts another layer's and what arrives
+    gradients = [
         (width + FP32 * (not alone)) * unreduced + (width + sent) * n
         for unreduced, n in zip(passing, experts, strict=True)
     ]

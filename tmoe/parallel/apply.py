@@ -61,7 +61,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
-    apply_fsdp(model, mesh, cfg.train.dtype, cfg.parallel.whole_gib if whole_forwards else 0.0, whole_forwards)
+    apply_fsdp(model, mesh, cfg, whole_forwards)
     return model
 
 
@@ -123,15 +123,15 @@ def apply_compile(model: Transformer) -> None:
         block.must_compile = True
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str, whole_gib: float = 16.0, whole_forwards: bool = False) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) -> None:
     """fp32 shards; gathered in bf16 or fp32; gradients reduced in fp32 and summed, never averaged: the loss is already
     divided by the counts of the global batch, and experts and dense parameters live on groups of different size.
 
     What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see working.py, and so are
-    experts that it shares but keeps whole (up to whole_gib), see gathered.py. Somebody's own model stays with FSDP2 in a world of 1,
+    experts that it shares but keeps whole (whole_forwards), see gathered.py. Somebody's own model stays with FSDP2 in a world of 1,
     too: its own checkpointing runs parts of it in the backward, where working copies stand in only for modules that are called by
     themselves."""
-    param_dtype = torch.bfloat16 if dtype == "bf16" else None
+    param_dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
     blocks = list(model.blocks) if isinstance(model, Transformer) else []
@@ -141,7 +141,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, dtype: str, whole_gib: float = 16.0
     # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp, held = mesh.dp.size(), [p.to_local() for experts in scopes for p in experts.parameters()]
-    keep = keeps_whole(dp, [len(p) for p in held], width * sum(p.numel() for p in held), whole_gib)
+    size = width * sum(p.numel() for p in held)
+    keep = whole_forwards and keeps_whole(dp, [len(p) for p in held], size, cfg.parallel.whole_gib)
     sharers = Sharers(mesh.dp.get_group()) if keep else None
     new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
 

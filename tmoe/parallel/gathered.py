@@ -11,6 +11,7 @@ the copies (docs/lab.md has what it gives). Both ways lead beside the compute, a
 next: parallel/dispatch.py
 """
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class Sharers:
         self.travelling: deque[tuple[Any, Tensor]] = deque()  # gradients, and the event at which they have left
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.copies: weakref.WeakSet[GatheredCopy] = weakref.WeakSet()
+        self.numbers = itertools.count()  # of the copies: all ranks make them, and send what is left, in one order
         gpu.waves = 4  # of this process: collectives as large as the experts run beside their products
 
     def follow(self, model: FSDPModule) -> None:
@@ -116,7 +118,7 @@ class GatheredCopy(WorkingCopy):
     """Of a master of which each sharer holds as many experts. `spread`: the others' parts are there as well."""
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
-        self.sharers, self.spread, self.number = sharers, False, len(sharers.copies)
+        self.sharers, self.spread, self.number = sharers, False, next(sharers.numbers)
         self.unsent: Tensor | None = None
         sharers.copies.add(self)
         super().__init__(master, dtype)

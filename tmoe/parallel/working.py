@@ -88,9 +88,8 @@ class WorkingCopy:
                 grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
             )
         master.grad = grad
-        for hook in (
-            master._post_accumulate_grad_hooks or {}
-        ).values():  # as FSDP2 does: autograd does not know of this gradient
+        # as FSDP2 does: autograd does not know of this gradient
+        for hook in (master._post_accumulate_grad_hooks or {}).values():
             hook(master)
 
 
@@ -153,6 +152,5 @@ def make_stale(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         if copy := working_copy(p):
             copy.written(False)
-            copy.seen = (
-                -1
-            )  # a write that the parameter's version does not tell of: backwards of earlier forwards are refused
+            # the parameter's version does not tell of such writes: backwards of earlier forwards are refused by this
+            copy.seen = -1
