@@ -72,12 +72,8 @@ class Trainer:
         self.guard = SkipGuard(cfg.optim.max_skips)
         self.graphs = runtime.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
-        self.checkpoints = Checkpoints(
-            Path(cfg.out) / "checkpoints",
-            keep=cfg.checkpoint.keep,
-            mode="sync" if cfg.checkpoint.mode == "sync" else "async",
-            info=dict(config=asdict(cfg), versions=versions()),
-        )
+        info, mode = dict(config=asdict(cfg), versions=versions()), "sync" if cfg.checkpoint.mode == "sync" else "async"
+        self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
         flops = flops_per_token(cfg.model, cfg.train.seq)
@@ -90,9 +86,10 @@ class Trainer:
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
         if cfg.eval_only:
-            return self.metrics.note(f"validation loss {self.validate():.4f} after step {self.step}")
+            loss = self.validate()
+            return self.metrics.note(f"validation loss {loss:.4f} after step {self.step}" if loss else "stopped")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
-        unread = None  # what `log` takes, of a step whose numbers are on their way to the host
+        unread = None  # what `check` takes, of a step whose numbers are on their way to the host
         with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps)):
                 batch = next(data)
@@ -112,27 +109,27 @@ class Trainer:
                 self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
                 last = stop or self.step == cfg.steps
                 save = last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0)
-                validate = last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0)
+                validate = not stop and (last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0))
                 if unread is not None:  # the step before; the GPU has this one to work on meanwhile
-                    self.log(*unread)
-                val_loss = self.validate() if validate else None
+                    self.log(*self.check(*unread))
                 router = model.balancer.read_log() if validate or self.metrics.due(step) else None
-                unread = step, OnItsWay((loss, norm, finite, self.share, router)), lr, self.tokens, val_loss
+                unread = step, OnItsWay((loss, norm, finite, self.share, router)), lr, self.tokens
                 if save or validate or run.device.type == "cpu":
-                    self.log(*unread)
+                    checked = self.check(*unread)
+                    if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
+                        self.save()
+                    if last:  # whole before a validation that may be long: whoever ends a run does not wait for it
+                        self.checkpoints.finish()
+                    self.log(*checked, self.validate() if validate else None)
                     unread = None
                 if profile:
                     profile.step()
                 self.checkpoints.poll()
-                if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
-                    self.save()
                 if last:
                     break
-        self.checkpoints.finish()
 
     def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
-        """Gradients of the step's loss; returns the mean cross-entropy of the global batch. Gradients of all
-        micro-batches but the last stay on their rank."""
+        """Gradients of the step's loss, summed over ranks with the last micro-batch; returns the global batch's mean cross-entropy."""
         model, device = self.model, self.run.device
         model.balancer.start_step()
         loss = self.share = torch.zeros((), device=device)  # this rank's part of it
@@ -152,13 +149,15 @@ class Trainer:
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """Mean cross-entropy over the first eval_batches validation batches, with the averaged weights if there are any."""
+    def validate(self) -> float | None:
+        """Mean cross-entropy over the first eval_batches validation batches, of averaged weights if there are any; None once told to stop."""
         model, cfg, one = self.model, self.cfg, torch.ones((), device=self.run.device)
         total, targets = torch.zeros((), device=self.run.device), 0
         model.eval()
         with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
             for i in range(cfg.train.eval_batches):
+                if stopped := self.run.sums(self.run.stop)[0] > 0:
+                    break
                 batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
                 tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
                 documents = documents if cfg.train.isolate_documents else None
@@ -168,16 +167,18 @@ class Trainer:
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
         self.graphs.passed("validate")
-        return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
+        return None if stopped else model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
 
-    def log(self, step: int, *results: Any) -> None:
-        """Guards and writes down a step, once its numbers are here."""
-        numbers, lr, tokens, val_loss = results
+    def check(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> tuple[int, dict[str, Any]]:
+        """Guards a step, once its numbers are here; returns what `log` takes."""
         loss, norm, finite, share, router = numbers.read()
         if self.guard.check(bool(finite), step, loss.item()):
             self.run.blame(step, share.item(), self.data.indices(step, **self.shape()))
-        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended)
-        self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, val_loss=val_loss, **counts)
+        counts = dict(tokens=tokens, skipped=self.guard.total, ended=numbers.ended)
+        return step, dict(loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
+
+    def log(self, step: int, numbers: dict[str, Any], val_loss: float | None = None) -> None:
+        self.metrics.log(step, val_loss=val_loss, recompiles=self.graphs.recompiles, **numbers)
 
     def save(self) -> None:
         """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN end the run instead."""
@@ -214,11 +215,10 @@ class Trainer:
         return {f"{part}.{name}": t for part in wanted for name, t in parts.get(part, {}).items()}
 
     def announce(self) -> None:
-        cfg, note = self.cfg, self.metrics.note
+        cfg, note, mesh = self.cfg, self.metrics.note, self.mesh
         counts = count_parameters(cfg.model)
-        note(
-            f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}"
-        )
+        sizes = f"mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}"
+        note(f"{counts.total:,} parameters, {counts.active:,} active; {sizes}")
         note(f"training data: {self.data.describe()}")
         if self.entropy:
             note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")

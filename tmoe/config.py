@@ -408,11 +408,9 @@ class DataConfig:
     """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
 
     def __post_init__(self) -> None:
-        check(self, "--data.")
-        require(
-            len(self.path) > 0 and all(self.path),
-            f"--data.path={self.path}: needs at least one source, and no empty one",
-        )
+        check(self, "--data.", zero="seed")
+        sources = len(self.path) > 0 and all(self.path)
+        require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
 
 
