@@ -86,8 +86,8 @@ class Trainer:
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
         if cfg.eval_only:
-            loss = self.validate()
-            return self.metrics.note(f"validation loss {loss:.4f} after step {self.step}" if loss else "stopped")
+            loss, at = self.validate(), f"after step {self.step}"
+            return self.metrics.note("stopped" if loss is None else f"validation loss {loss:.4f} {at}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         unread = None  # what `check` takes, of a step whose numbers are on their way to the host
         with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
