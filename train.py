@@ -89,7 +89,7 @@ class Trainer:
             loss, at = self.validate(), f"after step {self.step}"
             return self.metrics.note("stopped" if loss is None else f"validation loss {loss:.4f} {at}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
-        unread = None  # what `check` takes, of a step whose numbers are on their way to the host
+        unread = None  # what `log` takes, of a step whose numbers are on their way to the host
         with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps)):
                 batch = next(data)
@@ -111,17 +111,18 @@ class Trainer:
                 save = last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0)
                 validate = not stop and (last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0))
                 if unread is not None:  # the step before; the GPU has this one to work on meanwhile
-                    self.log(*self.check(*unread))
-                router = model.balancer.read_log() if validate or self.metrics.due(step) else None
+                    self.log(*unread)
+                router = model.balancer.read_log() if self.metrics.due(step) else None
                 unread = step, OnItsWay((loss, norm, finite, self.share, router)), lr, self.tokens
                 if save or validate or run.device.type == "cpu":
-                    checked = self.check(*unread)
-                    if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
-                        self.save()
-                    if last:  # whole before a validation that may be long: whoever ends a run does not wait for it
-                        self.checkpoints.finish()
-                    self.log(*checked, self.validate() if validate else None)
+                    self.log(*unread)  # before the checkpoint: who resumes from it does not log this step again
                     unread = None
+                if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
+                    self.save()
+                if last:  # whole before a validation that may be long: whoever ends a run does not wait for it
+                    self.checkpoints.finish()
+                if validate and (val_loss := self.validate()) is not None:
+                    self.metrics.validated(val_loss)
                 if profile:
                     profile.step()
                 self.checkpoints.poll()
@@ -169,16 +170,13 @@ class Trainer:
         self.graphs.passed("validate")
         return None if stopped else model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
 
-    def check(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> tuple[int, dict[str, Any]]:
-        """Guards a step, once its numbers are here; returns what `log` takes."""
+    def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
+        """Guards and writes down a step, once its numbers are here."""
         loss, norm, finite, share, router = numbers.read()
         if self.guard.check(bool(finite), step, loss.item()):
             self.run.blame(step, share.item(), self.data.indices(step, **self.shape()))
-        counts = dict(tokens=tokens, skipped=self.guard.total, ended=numbers.ended)
-        return step, dict(loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
-
-    def log(self, step: int, numbers: dict[str, Any], val_loss: float | None = None) -> None:
-        self.metrics.log(step, val_loss=val_loss, recompiles=self.graphs.recompiles, **numbers)
+        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended)
+        self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
 
     def save(self) -> None:
         """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN end the run instead."""

@@ -4,16 +4,19 @@ from collections import namedtuple
 
 import torch
 
-from tmoe.config import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig
+from tmoe.config import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from tmoe.metrics import Metrics
 
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
 
 
-def config(path, steps=10, **log) -> Config:
+def config(path, steps=10, eval_every=0, **log) -> Config:
     model = ModelConfig(layers=3, moe=MoEConfig(experts=6, top_k=2))
     quiet = {"progress": False} | log
-    return Config(out=str(path), steps=steps, model=model, parallel=ParallelConfig(ep=2), log=LogConfig(**quiet))
+    parts = dict(
+        model=model, parallel=ParallelConfig(ep=2), train=TrainConfig(eval_every=eval_every), log=LogConfig(**quiet)
+    )
+    return Config(out=str(path), steps=steps, **parts)
 
 
 def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
@@ -28,7 +31,9 @@ def routers(seed: int, layers=3, experts=6) -> Stats:
     return Stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
 
 
-def step(log: Metrics, number: int, **values) -> None:
+def step(log: Metrics, number: int, val_loss: float | None = None, **values) -> None:
     loss, norm = torch.tensor(10.0 / (number + 1)), torch.tensor(1.5)
     given = dict(loss=loss, grad_norm=norm, lr=1e-3, tokens=100 * (number + 1), router=routers(number))
     log.log(number, **(given | values))
+    if val_loss is not None:
+        log.validated(val_loss)

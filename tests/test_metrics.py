@@ -94,7 +94,10 @@ def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
         with log.paused():
             clock.time += 30
         clock.time += 3
-        step(log, 3, tokens=16000, val_loss=1.0)
+        step(log, 3, tokens=16000)
+        with log.paused():
+            clock.time += 50
+        log.validated(1.0)
         clock.time += 4
         step(log, 4, tokens=20000)
     first, second, validated, last = lines(tmp_path)
@@ -104,7 +107,7 @@ def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
     assert second["mfu"] == pytest.approx(0.125)
     assert validated["tokens_per_s"] == 2000  # 8000 tokens in 1 + 3 s
     assert last["tokens_per_s"] == 1000
-    assert [line["seconds"] for line in (first, second, validated, last)] == [60, 62, 96, 100]
+    assert [line["seconds"] for line in (first, second, validated, last)] == [60, 62, 96, 150]
 
 
 def test_no_peak_no_mfu(tmp_path, clock):
@@ -122,8 +125,8 @@ def test_a_line_costs_one_copy_to_the_host(monkeypatch, tmp_path):
     for name in ("item", "__float__", "__int__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, lambda t: pytest.fail("a second host sync"))
     with start(config(tmp_path)) as log:
-        step(log, 0, val_loss=torch.tensor(3.0))
-    assert copies == [3 + 3 * 6 + 3 + 3]
+        step(log, 0)
+    assert copies == [2 + 3 * 6 + 3 + 3]
 
 
 def test_counts_beyond_fp32_integers_survive():
@@ -161,13 +164,27 @@ def test_evaluation_alone_leaves_the_run_folder_as_it_was(tmp_path, capsys):
 def test_lines_for_the_first_every_nth_the_last_and_validated_steps(tmp_path, monkeypatch):
     copies = []
     monkeypatch.setattr(module, "to_host", lambda values, device: copies.append(1) or to_host(values, device))
-    with start(config(tmp_path, steps=12, every=4), start_step=2) as log:
+    cfg = config(tmp_path, steps=12, eval_every=7, every=4)
+    with start(cfg, start_step=2) as log:
         for number in range(2, 12):
             step(log, number, val_loss=1.0 if number == 6 else None)
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6, 8, 11]
     assert len(copies) == 5  # no tensor is read for the others
-    other = start(config(tmp_path, steps=12, every=4), rank=1, start_step=2)
-    assert [number for number in range(2, 12) if other.due(number)] == [2, 4, 8, 11]
+    other = start(cfg, rank=1, start_step=2)
+    assert [number for number in range(2, 12) if other.due(number)] == [2, 4, 6, 8, 11]
+
+
+def test_a_validations_loss_joins_the_line_that_was_there_before_it(tmp_path):
+    with start(config(tmp_path)) as log:
+        step(log, 0)
+        step(log, 1)
+        before = lines(tmp_path)
+        assert before[1]["val_loss"] is None
+        log.validated(2.5)
+        assert lines(tmp_path) == [before[0], before[1] | {"val_loss": 2.5}]
+        log.validated(float("nan"))
+        step(log, 2)
+        assert lines(tmp_path)[:2] == before and len(lines(tmp_path)) == 3
 
 
 def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):

@@ -177,14 +177,15 @@ def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
     assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
 
 
-def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int) -> tuple[int, bool]:
-    """How many validation batches were read, and whether the step before was on the disk when they began."""
+def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int) -> tuple[int, bool, bool]:
+    """How many validation batches were read; whether the step before was saved, and had its line, when they began."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    read, there, batch = [], [], trainer.val_data.batch
+    read, there, told, batch = [], [], [], trainer.val_data.batch
 
     def batch_then_stop(i, **shape):
         there.append((Path(cfg.out) / f"checkpoints/step-{last_step}/manifest.json").exists())
+        told.append(lines(Path(cfg.out))[-1]["step"] == trainer.step - 1)
         read.append(i)
         if i == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -193,15 +194,15 @@ def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int
     trainer.val_data.batch = batch_then_stop
     with trainer.metrics:
         trainer.train()
-    return len(read), all(there)
+    return len(read), all(there), all(told)
 
 
 @pytest.mark.parametrize("flags, last, saved", [("--train.eval-every 2", 2, "step-3"), ("--steps 3", 3, "step-3")])
 def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(gloo, tmp_path, flags, last, saved):
     """torchrun kills what still runs after 30 s: a validation is left at its next batch, and the last step is saved before it."""
     flags = [*SMALL, "--out", str(tmp_path), "--train.eval-batches", "5000", *flags.split()]
-    for read, there in gloo(2, stopped_in_validation, flags, last, timeout=120):
-        assert read <= 3 and there == (saved == f"step-{last}")
+    for read, there, told in gloo(2, stopped_in_validation, flags, last, timeout=120):
+        assert read <= 3 and there == (saved == f"step-{last}") and told
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [saved]
     assert [r["val_loss"] for r in lines(tmp_path)] == [None] * 3
 

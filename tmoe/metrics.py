@@ -101,8 +101,11 @@ class Metrics:
 
     def due(self, step: int) -> bool:
         """Whether `step` deserves a line, the same on every rank: the first of this process (throughput counts from its
-        end), every cfg.log.every-th, the last. What only the log needs, the routers' collective say, can wait for it."""
-        return step in (self.start_step, self.cfg.steps - 1) or step % self.cfg.log.every == 0
+        end), every cfg.log.every-th, those validated after, the last. What only the log needs, the routers' collective
+        say, can wait for it."""
+        every, eval_every = self.cfg.log.every, self.cfg.train.eval_every
+        validated = eval_every > 0 and (step + 1) % eval_every == 0
+        return step in (self.start_step, self.cfg.steps - 1) or step % every == 0 or validated
 
     def log(
         self,
@@ -113,12 +116,11 @@ class Metrics:
         lr: float,
         tokens: int,
         router: RouterStats | None,
-        val_loss: Tensor | float | None = None,
         skipped: int = 0,
         recompiles: int = 0,
         ended: float | None = None,
     ) -> None:
-        """Called after every step; writes a line if the step is `due` or validated, else only moves the progress bar.
+        """Called after every step; writes a line if the step is `due`, else only moves the progress bar.
 
         Numbers hold for all ranks, as 0-dim tensors or floats; `tokens`: all ranks' since step 0. Tensors are read only for
         a line, by one copy to the host, on rank 0. router: None if not due, or without MoE layers. ended: time.perf_counter()
@@ -126,15 +128,15 @@ class Metrics:
         """
         if self.lines is None or self.display is None:
             return
-        if not self.due(step) and val_loss is None:
+        if not self.due(step):
             return self.display.advance(step)
-        values: dict[str, Any] = {"loss": loss, "val_loss": val_loss, "grad_norm": grad_norm}
+        values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm}
         if router is not None:
             values |= {"expert_counts": router.counts_LE, "entropy": router.entropy_L, "dropped": router.dropped_L}
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
         seconds = self.seconds_before + self.clock.total()
-        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
+        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr, "val_loss": None}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= values | self.speed(rate)
         line |= {"peak_gib": peak_gib(self.device), "skipped": skipped, "recompiles": recompiles}
@@ -142,13 +144,27 @@ class Metrics:
             line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
-        line = finite(line)
+        self.line, self.line_at = finite(line), os.fstat(self.lines.fileno()).st_size
+        self.write(self.lines, scalars(self.line))
+
+    def validated(self, val_loss: float) -> None:
+        """Adds the loss of a validation to the line that `log` wrote last. That line does not wait for the validation, nor
+        for the checkpoint before it: a run killed in either and resumed would never have it."""
+        if self.lines is not None:
+            number = finite({"val_loss": val_loss})
+            self.line |= number
+            self.write(self.lines, scalars(number))
+
+    def write(self, lines: BinaryIO, numbers: dict[str, float]) -> None:
+        """`line` as the file's last, `numbers` of it to the sinks, what a person watches to the display."""
         with self.going_on(self.path):
-            append(self.lines, json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+            os.truncate(lines.fileno(), self.line_at)
+            append(lines, json.dumps(self.line, allow_nan=False, separators=COMPACT) + "\n")
         for sink in self.sinks:
             with self.going_on(sink.where):
-                sink.write(scalars(line), step)
-        self.display.show(line)
+                sink.write(numbers, self.line["step"])
+        if self.display is not None:
+            self.display.show(self.line)
 
     def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
         if tokens_per_s is None:
@@ -277,7 +293,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     """The known numbers of a line under TensorBoard's names; of lists over layers, the mean and the largest."""
     out = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
     for name in ("max_violation", "entropy", "dropped"):
-        layers = [value for value in line[name] or [] if value is not None]
+        layers = [value for value in line.get(name) or [] if value is not None]
         if layers:
             out |= {f"router/{name}_mean": sum(layers) / len(layers), f"router/{name}_max": max(layers)}
     return out
