@@ -305,7 +305,7 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
     """What is asked for and not in the model, "" if nothing is."""
     p = cfg.parallel
     if not 0 < tokens < math.inf:
-        return f"--tokens {tokens}: must be above 0"
+        return f"--tokens {tokens}: must be above 0 and finite"
     if cfg.train.dtype != "bf16":
         return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
     if p.wire != "same":

@@ -114,7 +114,12 @@ def launch(
     began = time.monotonic()
     with running([*command, "--resume", "none"], env) as process:
         start_s = first_line(out / "metrics.jsonl", process, began, timeout)
-        if process.wait(max(1.0, timeout - (time.monotonic() - began))):
+        try:
+            process.wait(max(1.0, timeout - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            lines = (out / "metrics.jsonl").read_text().count("\n")
+            raise SystemExit(f"not done within {timeout} s, after {lines} lines of metrics.jsonl") from None
+        if process.returncode:
             raise SystemExit(f"train.py ended with code {process.returncode}")
     return start_s
 

@@ -66,6 +66,11 @@ class WorkerError(AssertionError):
     """A rank died, did not return in time, or raised something that cannot be sent."""
 
 
+def shared(seconds: float) -> float:
+    """What takes so long on cores of its own may take as many times longer as there are programs that want a core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def start_server() -> None:
     """Starts the process that workers are forked from, if it does not run; returns before its imports are done."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))

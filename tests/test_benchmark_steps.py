@@ -3,6 +3,7 @@
 next: test_model_cost.py
 """
 
+import contextlib
 import json
 import math
 import subprocess
@@ -89,6 +90,21 @@ def test_scaling_on_two_processes(tmp_path):
     assert records[1]["tokens_per_step"] == 2 * records[0]["tokens_per_step"], "weak: the same tokens a GPU"
     points = cost.read_points([out])
     assert [(p.dp, p.ep) for p in points] == [(1, 1), (1, 2)] and all(math.isfinite(p.seconds) for p in points)
+
+
+def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):
+    """As a failed one, which others come behind."""
+
+    @contextlib.contextmanager
+    def endless(command, env=None):
+        (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
+        with subprocess.Popen(["sleep", "60"]) as process:
+            yield process
+            process.kill()
+
+    monkeypatch.setattr(steps, "running", endless)
+    with pytest.raises(SystemExit, match=r"not done within 1\.5 s, after 2 lines"):
+        steps.launch(1, 12, ["tiny"], tmp_path, 1.5, None)
 
 
 def test_scaling_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):

@@ -107,6 +107,7 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
         ("tune --merge EMPTY", "holds no records of this benchmark"),
         ("tune --merge EMPTY --arch nonsense", "--arch=nonsense: must be cuda:NN"),
         ("tune --merge /nonexistent", "--merge=/nonexistent: "),
+        ("model --tokens inf -- olmoe-1b-7b", "--tokens inf: must be above 0 and finite"),
     ],
 )
 def test_a_word_that_cannot_work_is_named(monkeypatch, capsys, tmp_path, words, says):

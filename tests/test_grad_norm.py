@@ -213,6 +213,15 @@ def test_norm_type_out_of_range(p):
         clip_grad_norm_([], 1.0, p)
 
 
+def test_what_is_no_number_or_no_tensor_is_named():
+    p = with_grad(torch.tensor([3.0, 4.0]))
+    for args in (([p], None), ([p], 1.0, "two")):
+        with pytest.raises(ValueError, match=r"max_norm=.*, norm_type=.*: must be numbers"):
+            clip_grad_norm_(*args)
+    with pytest.raises(ValueError, match=r"params: got tuple, valid are tensors, as model.parameters\(\) gives"):
+        clip_grad_norm_(torch.nn.Linear(2, 2).named_parameters(), 1.0)
+
+
 @pytest.mark.parametrize("largest", [-1.0, -INF, NAN])
 def test_a_negative_largest_norm_turns_no_gradient_round(largest):
     p = with_grad(torch.tensor([3.0, 4.0]))

@@ -161,6 +161,10 @@ def test_presets_and_public_names():
         (dict(tp=2), "tp=2"),
         (dict(ep=0), "ep=0"),
         (dict(dp=0), "dp=0"),
+        (dict(ep="2"), "ep='2': must be a whole number from 1 on"),
+        (dict(ep=1.0), "ep=1.0: must be a whole number from 1 on"),
+        (dict(ep=None), "ep=None: must be a whole number from 1 on"),
+        (dict(dp=True), "dp=True: must be a whole number from 1 on"),
     ],
     ids=str,
 )
@@ -177,12 +181,13 @@ def test_mesh_errors_name_the_axis(axes, says):
         torch.zeros(3, 7),
         [True],
         torch.tensor(True),
+        torch.zeros(3, 7, dtype=torch.bool, device="meta"),
     ],
-    ids=["transposed", "one", "float", "list", "scalar"],
+    ids=["transposed", "one", "float", "list", "scalar", "elsewhere"],
 )
 def test_marks_of_another_shape_or_type_are_refused(padding):
     """Transposed, they would flatten in another order; of one element, they would leave every token out."""
-    with pytest.raises(ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\), one for each token"):
+    with pytest.raises(ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\) on cpu, one for each token"):
         tmoe.MoE(D, CFG)(torch.randn(3, 7, D), padding)
     model, tokens = tmoe.Transformer(tmoe.presets()["tiny"].model), torch.zeros(3, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match="padding: got "):
@@ -327,6 +332,48 @@ def refused(rank: int, world: int) -> list[str]:
     return said
 
 
+def lay_out_shared(rank: int, world: int, shared: str) -> None:
+    mesh, first, second = tmoe.parallel.build_mesh(ep=world), tmoe.MoE(D, CFG), tmoe.MoE(D, CFG)
+    if shared == "weight":
+        second.experts.down = first.experts.down
+    elif shared == "module":
+        second.experts = first.experts
+    model = nn.Sequential(first, nn.Identity(), first if shared == "layer" else second, nn.Linear(D, D))
+    x, count = torch.randn(5, D), len(list(model.parameters()))
+    with torch.no_grad():
+        before = model(x)
+    if shared != "layer":
+        says = r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, valid is one of this layer alone"
+        with pytest.raises(ValueError, match=says):
+            tmoe.parallel.parallelize(model, mesh)
+        assert type(first.experts.down.data) is torch.Tensor
+        return
+    tmoe.parallel.parallelize(model, mesh)
+    torch.testing.assert_close(model(x).detach(), before)
+    assert len(list(model.parameters())) == count
+
+
+@pytest.mark.parametrize("shared", ["weight", "module", "layer"])
+def test_experts_of_two_layers_are_refused_and_a_layer_called_twice_is_not(gloo, shared):
+    """Spread one by one, what two layers share would be trained as two, in silence."""
+    gloo(2, lay_out_shared, shared)
+
+
+def no_parts(rank: int, world: int) -> None:
+    model, mesh = tmoe.MoE(D, CFG), tmoe.parallel.build_mesh()
+    for args, says in (
+        ((None, mesh), "model: got None, valid is a Module"),
+        ((model, mesh.world), "mesh: got DeviceMesh.*, valid is a Mesh"),
+        ((model, mesh, CFG), "cfg: got MoEConfig.*, valid is a Config"),
+    ):
+        with pytest.raises(ValueError, match=f"parallelize: {says}"):
+            tmoe.parallel.parallelize(*args)
+
+
+def test_what_is_no_model_mesh_or_config_is_named(gloo):
+    gloo(1, no_parts)
+
+
 def test_what_cannot_be_laid_out_is_refused_before_anything_changes(gloo):
     for container, kind, uneven, same in gloo(2, refused):
         assert container == "parallelize: a ModuleList has no forward; give the module that calls its parts"
@@ -344,6 +391,10 @@ def test_a_choice_bias_is_fp32_whatever_the_default_type():
     for _ in range(1000):
         router.update_bias(torch.tensor([0, 9, 9, 9]))
     torch.testing.assert_close(router.choice_bias, torch.tensor([1.0, -1.0, -1.0, -1.0]), rtol=0, atol=1e-3)
+    router.update_bias(torch.tensor([0.5, 1.5, 1.0, 1.0]))  # means over ranks, say
+    torch.testing.assert_close(router.choice_bias, torch.tensor([1.001, -1.001, -1.0, -1.0]), rtol=0, atol=1e-3 / 4)
+    with pytest.raises(ValueError, match=r"counts: got \[1, 2\], valid is a tensor"):
+        router.update_bias([1, 2])
     with pytest.raises(ValueError, match=r"counts: got \(1,\), valid is \[E=4\]"):
         router.update_bias(torch.ones(1))
     with pytest.raises(ValueError, match="choice_bias: got False, valid is True"):

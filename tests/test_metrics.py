@@ -9,7 +9,9 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tmoe import progress, report
 from tmoe.config import ConfigError, ParallelConfig
 from tmoe.metrics import max_violation, to_host, versions
 
+ROOT = Path(__file__).parents[1]
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
 KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
 
@@ -180,11 +183,39 @@ def test_a_validations_loss_joins_the_line_that_was_there_before_it(tmp_path):
         step(log, 1)
         before = lines(tmp_path)
         assert before[1]["val_loss"] is None
+        log.validated(-1.2345678901234567e-123)  # as long as a number gets
+        after = [before[0], before[1] | {"val_loss": -1.2345678901234567e-123}]
+        assert lines(tmp_path) == after
+        step(log, 2, val_loss=float("nan"))
+        assert lines(tmp_path)[:2] == after and lines(tmp_path)[2]["val_loss"] is None
+
+
+@pytest.mark.parametrize("harm", ["cut", "replaced", "full", "line failed"])
+def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeypatch, capsys, harm):
+    with start(config(tmp_path)) as log:
+        step(log, 0)
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        if harm == "line failed":
+            with monkeypatch.context() as m:
+                m.setattr(module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+                step(log, 1)
+            want = before
+        else:
+            step(log, 1)
+            want = (tmp_path / "metrics.jsonl").read_bytes()
+        if harm == "cut":  # by logrotate, say
+            want = b""
+            os.truncate(tmp_path / "metrics.jsonl", 0)
+        elif harm == "replaced":
+            want = want.replace(b'"step":1', b'"step": 1')
+            (tmp_path / "metrics.jsonl").write_bytes(want)
+        elif harm == "full":
+            monkeypatch.setattr(
+                module.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+            )
         log.validated(2.5)
-        assert lines(tmp_path) == [before[0], before[1] | {"val_loss": 2.5}]
-        log.validated(float("nan"))
-        step(log, 2)
-        assert lines(tmp_path)[:2] == before and len(lines(tmp_path)) == 3
+        assert (tmp_path / "metrics.jsonl").read_bytes() == want
+    assert capsys.readouterr().out.count("metrics.jsonl: could not be written, training goes on without it: ") == 1
 
 
 def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
@@ -207,6 +238,46 @@ def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
     assert written[4]["tokens_per_s"] is None  # a new process compiles anew
     assert "dropped 3 lines" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys):
+    """Its later checkpoints stay until others push them out, and may be gone on from."""
+    with start(config(tmp_path)) as log:
+        for number in range(4):
+            step(log, number)
+    before = lines(tmp_path)
+    for n, again in enumerate(("elsewhere/step-2", "none", "none")):
+        cfg = dataclasses.replace(config(tmp_path), resume=again)
+        with start(cfg, start_step=0 if again == "none" else 2) as log:
+            assert f"metrics.before-{n + 1}.jsonl has all" in capsys.readouterr().out
+            step(log, log.start_step)
+    kept = [len((tmp_path / f"metrics.before-{n}.jsonl").read_text().splitlines()) for n in (1, 2, 3)]
+    assert kept == [4, 3, 1]
+    assert [json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()] == before
+    with start(dataclasses.replace(config(tmp_path), resume="elsewhere/step-9"), start_step=9):
+        assert "metrics.before" not in capsys.readouterr().out and len(list(tmp_path.glob("*before*"))) == 3
+
+
+def test_a_second_run_in_the_folder_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LINGERS", 0.2)
+    with start(config(tmp_path)) as log:
+        step(log, 0)
+        held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(ConfigError, match=f"--out={tmp_path}: another process trains into it"):
+            start(config(tmp_path))
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
+    with start(config(tmp_path), start_step=1):
+        assert len(lines(tmp_path)) == 1
+    # a killed one lets go, and one that is about to be gone is waited for
+    code = "import sys, time; from tmoe.folders import lock; lock(sys.argv[1]); print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None and child.stdout.readline()
+    monkeypatch.setattr(module, "LINGERS", 20.0)
+    threading.Timer(0.3, child.kill).start()
+    with start(config(tmp_path), start_step=1):
+        assert child.wait(5) == -9
+    monkeypatch.setattr(module, "lock", lambda *_: (_ for _ in ()).throw(AssertionError("eval-only writes nothing")))
+    start(dataclasses.replace(config(tmp_path), eval_only=True)).close()
 
 
 def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):

@@ -229,6 +229,21 @@ def test_one_argument_on_meta_gives_no_numbers(position, name):
         ops.moe_mlp(*args)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("learns", [(0,), (1,), (0, 3)], ids=str)
+def test_a_mapped_op_keeps_what_backward_needs(learns):
+    """Behind torch.vmap a tensor says that it needs no gradient."""
+    args = list(layer(5, 8, 6, 4, 2, absent=0.0))
+    args[0] = torch.randn(3, 5, 8)
+    for i in learns:
+        args[i].requires_grad_()
+    y = torch.vmap(ops.moe_mlp, (0, None, None, None, None))(*args)
+    got = torch.autograd.grad(y.square().sum(), [args[i] for i in learns])
+    y = torch.stack([reference.moe_mlp(x, *args[1:]) for x in args[0]])
+    for g, w in zip(got, torch.autograd.grad(y.square().sum(), [args[i] for i in learns]), strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
 def test_widths_of_nothing_are_named():
     """Kernels divide by them."""
     for shape in ((5, 8, 8, 0, 2), (5, 0, 8, 2, 2), (5, 8, 0, 2, 2)):

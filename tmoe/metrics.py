@@ -9,11 +9,13 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -27,11 +29,14 @@ from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
 from tmoe.config import Config, ConfigError, require
+from tmoe.folders import lock
 from tmoe.manifest import naming
 from tmoe.progress import make_display
 
 GIB = 2**30
+LINGERS = 10.0  # s that a run which was killed may take to be gone
 COMPACT = (",", ":")  # of json: a line holds layers x E counts
+BLANK = b"null".ljust(24)  # a line's val_loss, its last number, before there is one; no float is written longer
 
 
 class RouterStats(Protocol):
@@ -91,11 +96,21 @@ class Metrics:
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
         self.run = Path(self.cfg.out)
         self.run.mkdir(parents=True, exist_ok=True)
+        try:
+            self.lock = lock(self.run, LINGERS)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--out={self.run}: another process trains into it; end that one, or choose another"
+            ) from None
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
         self.path = self.run / "metrics.jsonl"
-        self.seconds_before, dropped = rewind(self.path, self.start_step)
+        # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs
+        copies = (self.run / f"metrics.before-{n}.jsonl" for n in itertools.count(1))
+        keep = None if self.cfg.resume == "auto" else next(path for path in copies if not path.exists())
+        self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
         if dropped:
-            self.note(f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on")
+            kept = f"; {keep.name} has all" if keep else ""
+            self.note(f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on{kept}")
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open; each line goes out at once)
         self.sinks = make_sinks(self.cfg, self.run, self.start_step)
 
@@ -136,7 +151,7 @@ class Metrics:
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
         seconds = self.seconds_before + self.clock.total()
-        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr, "val_loss": None}
+        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= values | self.speed(rate)
         line |= {"peak_gib": peak_gib(self.device), "skipped": skipped, "recompiles": recompiles}
@@ -144,22 +159,28 @@ class Metrics:
             line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
-        self.line, self.line_at = finite(line), os.fstat(self.lines.fileno()).st_size
-        self.write(self.lines, scalars(self.line))
+        self.line = finite(line) | {"val_loss": None}
+        text, self.blank_at = json.dumps(self.line, allow_nan=False, separators=COMPACT), None
+        with self.going_on(self.path):
+            append(self.lines, text.removesuffix("null}") + BLANK.decode() + "}\n")
+            self.blank_at = os.fstat(self.lines.fileno()).st_size - len(BLANK + b"}\n")
+        self.show(scalars(self.line))
 
     def validated(self, val_loss: float) -> None:
-        """Adds the loss of a validation to the line that `log` wrote last. That line does not wait for the validation, nor
-        for the checkpoint before it: a run killed in either and resumed would never have it."""
-        if self.lines is not None:
-            number = finite({"val_loss": val_loss})
-            self.line |= number
-            self.write(self.lines, scalars(number))
+        """Adds the loss of a validation to the line that `log` wrote last, in place. That line does not wait for the validation,
+        nor for the checkpoint before it: a run killed in either and resumed would never have it."""
+        if self.lines is None:
+            return
+        number = finite({"val_loss": val_loss})
+        self.line |= number
+        with self.going_on(self.path), open(self.path, "r+b", buffering=0) as file:
+            if self.blank_at is None or os.pread(file.fileno(), len(BLANK), self.blank_at) != BLANK:
+                raise ValueError(f"the line of step {self.line['step']} is not where it was written")
+            os.pwrite(file.fileno(), json.dumps(number["val_loss"]).encode().ljust(len(BLANK)), self.blank_at)
+        self.show(scalars(number))
 
-    def write(self, lines: BinaryIO, numbers: dict[str, float]) -> None:
-        """`line` as the file's last, `numbers` of it to the sinks, what a person watches to the display."""
-        with self.going_on(self.path):
-            os.truncate(lines.fileno(), self.line_at)
-            append(lines, json.dumps(self.line, allow_nan=False, separators=COMPACT) + "\n")
+    def show(self, numbers: dict[str, float]) -> None:
+        """`numbers` of the line to the sinks, what a person watches to the display."""
         for sink in self.sinks:
             with self.going_on(sink.where):
                 sink.write(numbers, self.line["step"])
@@ -212,6 +233,7 @@ class Metrics:
         with self.going_on(self.path):
             self.lines.close()
         self.lines = None
+        os.close(self.lock)
         for sink in self.sinks:
             with self.going_on(sink.where):
                 sink.close()
@@ -333,9 +355,9 @@ def append(file: BinaryIO, line: str) -> None:
         raise
 
 
-def rewind(path: Path, start_step: int) -> tuple[float, int]:
-    """Leaves only whole lines of steps before `start_step` in `path`, atomically. Returns the last one's `seconds` (0 without any) and
-    the number of lines dropped. Line by line: a long run's file may be larger than memory."""
+def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float, int]:
+    """Leaves only whole lines of steps before `start_step` in `path`, atomically; if any goes, `keep` gets a copy of all first. Returns
+    the last one's `seconds` (0 without any) and the number of lines dropped. Line by line: a long run's file may be larger than memory."""
     seconds, dropped = 0.0, 0
     if not path.exists():
         return seconds, dropped
@@ -347,6 +369,8 @@ def rewind(path: Path, start_step: int) -> tuple[float, int]:
             if isinstance(spent := line.get("seconds"), float | int):
                 seconds = spent or seconds
             file.write(json.dumps(line, separators=COMPACT) + "\n")
+        if dropped and keep:
+            shutil.copyfile(path, keep)
     return seconds, dropped
 
 

@@ -114,7 +114,7 @@ class Transformer(nn.Module):
                 losses of the parts then add up. None: this call is all.
         """
         if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `hidden` names what is none
-            check_marks("targets", targets_BS, tokens_BS.shape, torch.int64, torch.int32)
+            check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
         if self.cfg.logits_scaling != 1.0:
             h_BSD = h_BSD / self.cfg.logits_scaling
@@ -136,9 +136,9 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]")
         S = tokens_BS.shape[1]
         if padding_BS is not None:
-            check_marks("padding", padding_BS, tokens_BS.shape, torch.bool)
+            check_marks("padding", padding_BS, tokens_BS, tokens_BS.shape, torch.bool)
         if documents_BS is not None:
-            check_marks("documents", documents_BS, tokens_BS.shape, torch.int64, torch.int32)
+            check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, tokens_BS.device)

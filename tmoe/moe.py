@@ -55,11 +55,13 @@ class SwiGLU(nn.Module):
         return None if cast else matrices
 
 
-def check_marks(name: str, marks: Tensor, shape: torch.Size, *dtypes: torch.dtype) -> None:
+def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dtypes: torch.dtype) -> None:
     """Raise ValueError unless a mark for each token is what it should be: another shape might broadcast, or flatten in another order."""
-    if not isinstance(marks, Tensor) or marks.dtype not in dtypes or marks.shape != shape:
-        got = f"{marks.dtype} {tuple(marks.shape)}" if isinstance(marks, Tensor) else repr(marks)[:80]
-        require(False, name, got, f"{' or '.join(map(str, dtypes))} {tuple(shape)}, one for each token")
+    ok = isinstance(marks, Tensor) and marks.dtype in dtypes and marks.shape == shape
+    if not ok or marks.device != tokens.device:
+        got = f"{marks.dtype} {tuple(marks.shape)} on {marks.device}" if isinstance(marks, Tensor) else repr(marks)[:80]
+        valid = f"{' or '.join(map(str, dtypes))} {tuple(shape)} on {tokens.device}, one for each token"
+        require(False, name, got, valid)
 
 
 class MoE(nn.Module):
@@ -68,8 +70,9 @@ class MoE(nn.Module):
     `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type; under autocast it computes in that's. The
     router's load for the balancing losses is in `self.load` after a call (None before): with gradients it holds on to the call's graph until
     the next one, so set it to None where you want no such loss. Recompute the layer with `checkpoint(..., use_reentrant=False)` only: True
-    calls it without gradients, and a balancing loss of that load has none, in silence. With `choice_bias`, sum its counts over the step and the ranks and hand
-    them to `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
+    calls it without gradients, and a balancing loss of that load has none, in silence. (torch.compile takes no checkpoint in which a
+    module sets `load`: compile inside it, or checkpoint `route`.) With `choice_bias`, sum its counts over the step and the ranks and hand them
+    to `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
@@ -98,7 +101,7 @@ class MoE(nn.Module):
         if x.dim() < 2 or x.shape[-1] != self.dim:
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
-            check_marks("padding", padding, x.shape[:-1], torch.bool)
+            check_marks("padding", padding, x, x.shape[:-1], torch.bool)
         y_TD, self.load = self.experts(self.route, x, padding)
         return y_TD.view_as(x)  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
 

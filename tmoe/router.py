@@ -94,12 +94,14 @@ class Router(nn.Module):
     def update_bias(self, counts_E: Tensor) -> None:
         """choice_bias += bias_speed * sign(mean load - load) (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", algorithm 1).
 
-        counts_E: integers, the step's routed pairs over all ranks: exact, so that every rank and every layout takes the same step.
+        counts_E: whole numbers of any type, the step's routed pairs over all ranks: exact, so that every rank and every layout takes
+        the same step.
         """
         if self.choice_bias is None:
             raise ValueError("choice_bias: got False, valid is True in MoEConfig where the bias is to be updated")
+        require(isinstance(counts_E, Tensor), "counts", repr(counts_E)[:80], "a tensor")
         require(counts_E.shape == self.choice_bias.shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.experts}]")
-        counts_E = counts_E.long()  # int32 may not hold E times a load
+        counts_E = counts_E.double()  # int32 may not hold E times a load, nor float32
         error_E = counts_E.sum() - counts_E * self.cfg.experts
         self.choice_bias += self.cfg.bias_speed * error_E.sign()
 

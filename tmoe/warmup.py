@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := [name for name in args.preset if name not in presets()]:
         parser.error(f"preset {unknown[0]!r}: valid are {', '.join(presets())}")
-    if args.arch and not ARCH.fullmatch(args.arch):
+    if args.arch is not None and not ARCH.fullmatch(args.arch):
         parser.error(f"--arch={args.arch}: {ARCH_VALID}")
     if args.processes < 0:
         parser.error(f"--processes={args.processes}: must be 0 (one a core, at most 8) or more")

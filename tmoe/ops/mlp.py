@@ -12,7 +12,7 @@ from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.reference import ACTIVATIONS
 from tmoe.ops.replay import remembered
 from tmoe.ops.routing import Metadata
-from tmoe.ops.straight import no_second_derivative, unwatched
+from tmoe.ops.straight import mapped, no_second_derivative, unwatched
 
 
 def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):
@@ -46,7 +46,7 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
     check_tensors(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biased)
     if not isinstance(activation, str):
         require(False, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    keep = torch.is_grad_enabled() and any(t is not None and (t.requires_grad or mapped(t)) for t in tensors)
     if pairs is None:
         pairs = ids_TK.numel()
     else:

@@ -27,6 +27,11 @@ def no_second_derivative(ctx, *_):
     raise RuntimeError("tmoe's ops have no second derivative")
 
 
+def mapped(t):
+    """Whether torch.vmap runs the op once for each of many tensors behind this one. It says that it needs no gradient though they may."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t)
+
+
 def _plain(t):
     """Neither of a class of its own nor a batch behind one tensor (`is_grads_batched`), which has no address."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(t)

@@ -27,6 +27,7 @@ from tmoe.config import Config, TrainConfig
 from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
+from tmoe.ops.check import require
 from tmoe.parallel.dispatch import dispatcher_for
 from tmoe.parallel.gathered import GatheredCopy, Sharers
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
@@ -45,6 +46,8 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
     others than asked for would be found gathered, or not, and gradients unreduced.
     Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
+    for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, Mesh), ("cfg", cfg or Config(), Config)):
+        require(isinstance(value, kind), f"parallelize: {name}", repr(value)[:80], f"a {kind.__name__}")
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     if isinstance(model, FSDPModule) or any(isinstance(moe.experts.gate_up, DTensor) for moe in layers):
@@ -52,6 +55,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
         raise ValueError(f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model")
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts")
+    require_untied(model)
     for moe in layers:
         require_divisible(moe, mesh)
     for moe in layers:
@@ -93,6 +97,18 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+
+
+def require_untied(model: nn.Module) -> None:
+    """Experts of one layer alone: spread over a mesh, what two layers share would become two, each trained by itself."""
+    owner: dict[nn.Parameter, str] = {}
+    for layer, moe in model.named_modules():
+        for name, p in moe.experts.named_parameters() if isinstance(moe, MoE) else ():
+            here = f"{layer}.experts.{name}"
+            require(
+                p not in owner, f"parallelize: {here}", f"the parameter of {owner.get(p)}", "one of this layer alone"
+            )
+            owner[p] = here
 
 
 def apply_checkpoint(model: Transformer, policy: str) -> None:

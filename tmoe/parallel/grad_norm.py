@@ -56,14 +56,20 @@ def clip_grad_norm_(
     ranks, fp32 (fp64 if a gradient on this rank is). NaN or inf anywhere makes it non-finite everywhere, a rank's
     diverged copy of a replicated gradient included. torch instead adds up the norms of bf16 gradients in bf16.
 
-    Raises: ValueError if norm_type is not positive or max_norm is below 0 or NaN: a negative one would turn all gradients round.
+    Raises: ValueError for what is no number or no tensor, if norm_type is not positive, and if max_norm is below 0 or NaN: a negative one
+    would turn all gradients round.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        raise ValueError(f"max_norm={max_norm!r}, norm_type={norm_type!r}: must be numbers") from None
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: must be above 0, or inf")
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}: must be 0 or above, or inf")
     params = [params] if isinstance(params, Tensor) else list(params)
+    if others := [p for p in params if not isinstance(p, Tensor)]:
+        raise ValueError(f"params: got {type(others[0]).__name__}, valid are tensors, as model.parameters() gives them")
     grads = [p.grad for p in params if p.grad is not None]
     total = _total_norm(grads, norm_type, foreach, _device(params))
     total = total.to(params[0].device) if params else total

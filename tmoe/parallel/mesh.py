@@ -93,9 +93,9 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
     for name, size in dict(tp=tp, cp=cp, pp=pp).items():
         if size != 1:
             raise ValueError(f"{name}={size}: this axis is not built yet; valid: 1")
-    for name, size in dict(dp=dp, ep=ep).items():
-        if size is not None and size < 1:
-            raise ValueError(f"--parallel.{name}={size}: must be at least 1")
+    for name, size in dict(dp=1 if dp is None else dp, ep=ep).items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
     if dp is None:
         if world % ep:
             valid = [d for d in range(1, world + 1) if world % d == 0]
