@@ -259,20 +259,17 @@ def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys
 
 
 def test_a_second_run_in_the_folder_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LINGERS", 0.2)
     with start(config(tmp_path)) as log:
         step(log, 0)
-        held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        with pytest.raises(ConfigError, match=f"--out={tmp_path}: another process trains into it"):
-            start(config(tmp_path))
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
-    with start(config(tmp_path), start_step=1):
-        assert len(lines(tmp_path)) == 1
-    # a killed one lets go, and one that is about to be gone is waited for
-    code = "import sys, time; from tmoe.folders import lock; lock(sys.argv[1]); print(flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, cwd=ROOT)
+    held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code = "import pathlib, sys, time; from tmoe.metrics import lock; held = lock(pathlib.Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / ".lock"], stdout=subprocess.PIPE, cwd=ROOT)
     assert child.stdout is not None and child.stdout.readline()
-    monkeypatch.setattr(module, "LINGERS", 20.0)
+    monkeypatch.setattr(module, "LINGERS", 0.2)
+    with pytest.raises(ConfigError, match=f"--out={tmp_path}: another process trains into it"):
+        start(config(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
+    monkeypatch.setattr(module, "LINGERS", 20.0)  # one that is about to be gone is waited for
     threading.Timer(0.3, child.kill).start()
     with start(config(tmp_path), start_step=1):
         assert child.wait(5) == -9

@@ -1,4 +1,4 @@
-"""Step folders and their names: which are published, the rename that publishes one, what killed saves left behind; who may write.
+"""Step folders and their names: which are published, the rename that publishes one, and what killed saves left behind.
 
 `step-N` is published, and whole or provably damaged; `step-N.tmp-UUID` is being written or being removed; `step-N.old-UUID` is the step
 that a re-save displaces, and exists for the moment between two renames only.
@@ -8,7 +8,6 @@ next: manifest.py
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -100,23 +99,6 @@ def sweep(folder: Path) -> None:
             os.rename(path, path.with_name(path.name.split(".")[0]))
     for path in entries(folder, published=False):
         remove(path)
-
-
-def lock(folder: Path, patience: float = 0.0) -> int:
-    """A descriptor that no other process gets of `folder` until it is closed or this one is gone, however it ends. BlockingIOError if
-    another has it and keeps it for `patience` seconds. Where the file system knows no locks, everybody gets one."""
-    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
-                raise
-            time.sleep(0.1)
-        except OSError:
-            return descriptor
 
 
 def sync_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import itertools
@@ -29,7 +30,6 @@ from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
 from tmoe.config import Config, ConfigError, require
-from tmoe.folders import lock
 from tmoe.manifest import naming
 from tmoe.progress import make_display
 
@@ -96,12 +96,7 @@ class Metrics:
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
         self.run = Path(self.cfg.out)
         self.run.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock = lock(self.run, LINGERS)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--out={self.run}: another process trains into it; end that one, or choose another"
-            ) from None
+        self.lock = lock(self.run / ".lock")
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
         self.path = self.run / "metrics.jsonl"
         # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs
@@ -233,7 +228,7 @@ class Metrics:
         with self.going_on(self.path):
             self.lines.close()
         self.lines = None
-        os.close(self.lock)
+        self.lock.close()
         for sink in self.sinks:
             with self.going_on(sink.where):
                 sink.close()
@@ -372,6 +367,24 @@ def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float
         if dropped and keep:
             shutil.copyfile(path, keep)
     return seconds, dropped
+
+
+def lock(path: Path) -> BinaryIO:
+    """Keeps other processes out of path's folder until it is closed or this process gone, however it ends. ConfigError if one is there
+    and stays for LINGERS seconds. Where the file system knows no locks, nobody is kept out."""
+    file, deadline = open(path, "ab"), time.monotonic() + LINGERS  # noqa: SIM115 (stays open)
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                file.close()
+                out = f"--out={path.parent}"
+                raise ConfigError(f"{out}: another process trains into it; end that one, or choose another") from None
+            time.sleep(0.1)
+        except OSError:
+            return file
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ next: layout.py, manifest.py
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import os
@@ -159,11 +160,12 @@ def locked(dst: Path) -> Iterator[Path]:
     """The work folder, held by this process alone; a kill lets go of it."""
     work = work_folder(dst)
     work.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY)
     try:
-        descriptor = folders.lock(work)
-    except BlockingIOError:
-        raise CheckpointError(f"{work}: another process is writing it") from None
-    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{work}: another process is writing it") from None
         require_absent(dst)  # another process may have finished since this one looked
         yield work
     finally:
