@@ -29,7 +29,7 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0 and "29 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "32 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -155,6 +155,22 @@ def test_cross_entropy(V, grad):
     want[keep, targets[keep]] -= 1
     want[~keep] = 0
     torch.testing.assert_close(logits, want if grad else before, rtol=1e-5, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [slice(0, 8192), slice(0, 8195), slice(8192, None)], ids=str)
+def test_logits_of_minus_infinity_have_no_share(masked):
+    """A whole block of them, first or last: nothing that is subtracted is infinite on both sides."""
+    logits, targets = torch.randn(3, 8200), torch.tensor([8199, 0, 8195])
+    logits[:, masked] = float("-inf")
+    logits[1, 0] = 1.0
+    logits[:2, 8199] = logits[2, 8195] = 0.5
+    before = logits.clone()
+    got = cross_entropy.cross_entropy_(logits, targets, -100, True)
+    torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
+    want = before.softmax(-1)
+    want[torch.arange(3), targets] -= 1
+    torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-7)
 
 
 @interpreted

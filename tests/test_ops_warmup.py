@@ -125,6 +125,35 @@ def test_a_cache_without_room_for_locks_is_read(tmp_path):
     assert first[0] == first[1] > 0 and second == (0, first[1])
 
 
+DAMAGE = """
+import os, pathlib, sys, torch
+from tmoe.ops import parts, precompile
+
+def start():
+    if (child := os.fork()) == 0:  # a process that has compiled nothing yet
+        compiled, wanted = precompile.work("cuda:90", [(parts.trace, torch.bfloat16)])
+        os._exit(100 + compiled if wanted == 2 else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 100
+
+cache, found = pathlib.Path(os.environ["TRITON_CACHE_DIR"]), [start(), start()]
+for pattern in ("__grp__*.json", "sum*.json", "*.cubin"):
+    for harm in (lambda f, data: f.write_bytes(b""), lambda f, data: f.write_bytes(data[: len(data) // 2]), lambda f, data: f.unlink()):
+        file = sorted(cache.glob(f"*/{pattern}"))[0]
+        whole = file.read_bytes()
+        harm(file, whole)
+        found += [start(), start(), int(len(file.read_bytes()) == len(whole))]
+print(found)
+"""
+
+
+@pytest.mark.slow
+def test_a_torn_or_missing_file_costs_its_kernel_alone(tmp_path):
+    """Not every start, and not the first launch: triton takes a torn binary for a whole one."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", DAMAGE], env=env, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == [str([2, 0, *[1, 0, 1] * 9])], ran.stdout + ran.stderr
+
+
 def test_nothing_is_asked_for_twice(monkeypatch):
     """By one process for one architecture: a second run in it forks nothing."""
     asked = []

@@ -20,7 +20,8 @@ def cross_entropy_kernel(
     for start in range(0, V, BLOCK):
         x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher))
+        from_here = tl.where(higher > float("-inf"), higher, 0.0)  # -inf alone so far: no -inf - -inf
+        total = total * tl.exp(top - from_here) + tl.sum(tl.exp(x - from_here))
         top = higher
     lse = top + tl.log(total)
     if target == IGNORE:

@@ -2,19 +2,23 @@
 
 A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever finds a lock taken
 goes on with the next kernel and comes back. Nobody waits for anything but a file, so no collective can be left waiting either.
-Kernels that the cache already holds whole are only looked at, so a half-written cache costs what is missing.
+Kernels that the cache already holds whole are only looked at, so a half-written cache, or one that lost or tore files, costs what is
+missing.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
+import struct
 import traceback
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from triton import knobs
+from triton.runtime.cache import FileCacheManager
 
 from tmoe.ops import gpu, topk
 from tmoe.ops.launch import cdiv, compile_only
@@ -37,6 +41,29 @@ def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
         rows, ds = layer.empty(pairs, D), layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
         layer.combine(rows, weights, x, add=False, fill=False)
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
+
+
+class WholeCache(FileCacheManager):
+    """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
+    them at each start, and finds out about a torn binary when it is loaded."""
+
+    def get_group(self, filename):
+        try:
+            group = super().get_group(filename) or {}
+            json.loads(Path(group[filename]).read_text())
+            binaries = [Path(path).read_bytes() for name, path in group.items() if name.endswith((".cubin", ".hsaco"))]
+        except (KeyError, ValueError, OSError):
+            return None
+        return group if binaries and all(map(whole, binaries)) else None
+
+
+def whole(binary):
+    """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
+    if len(binary) < 64 or binary[:4] != b"\x7fELF":
+        return False
+    programs, sections = struct.unpack_from("<2Q", binary, 32)
+    sizes = struct.unpack_from("<4H", binary, 54)
+    return len(binary) >= max(programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
 
 
 def compile_under_locks(wanted, folder):
@@ -81,8 +108,10 @@ def trace_router(T, E, K, renormalize):
 def work(arch, traces):
     """One process's share: returns how many kernels it compiled itself, and how many there are."""
     compiled, wanted = [], {}
-    before = knobs.compilation.listener
+    before, cache = knobs.compilation.listener, knobs.cache.manager_class
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
+    if cache in (None, FileCacheManager):  # somebody's own, on a network say, answers for itself
+        knobs.cache.manager_class = WholeCache
     folder = Path(knobs.cache.dir) / "tmoe-locks"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +121,7 @@ def work(arch, traces):
                 run(*args)
             compile_under_locks(wanted, folder)
     finally:
-        knobs.compilation.listener = before
+        knobs.compilation.listener, knobs.cache.manager_class = before, cache
     return len(compiled), len(wanted)
 
 
