@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tmoe import hf, runtime, warmup
-from tmoe.accounting import count_parameters, flops_per_token, peak_flops
+from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
 from tmoe.balance import Totals
 from tmoe.checkpoint import Checkpoints
 from tmoe.cli import parse
@@ -59,6 +59,7 @@ class Trainer:
     def __init__(self, cfg: Config, run: Runtime):
         self.cfg, self.run, p = cfg, run, cfg.parallel
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
+        run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
         self.data, self.val_data = run.together(
             lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
         )

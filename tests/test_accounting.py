@@ -19,6 +19,7 @@ from tmoe.accounting import (
     moe_bytes,
     peak_bytes,
     peak_flops,
+    require_room,
     rows_received,
 )
 from tmoe.attention import rope_table
@@ -294,6 +295,21 @@ def test_offloaded_moments_and_document_masks_take_nothing():
     assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), 8, 1) == {**memory, "moments": 0}
     plain = dataclasses.replace(cfg, train=TrainConfig(isolate_documents=False))
     assert memory_per_rank(plain, 8, 1) == memory
+
+
+def test_what_no_rank_can_hold_is_refused():
+    cfg = Config(model=QWEN3, train=TrainConfig(batch=4, seq=4096))
+    parts, GiB = memory_per_rank(cfg, 1, 4), 2**30
+    state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
+    with pytest.raises(
+        ConfigError, match=r"--parallel.dp=1 --parallel.ep=4: a rank has 80.0 GiB of memory and needs 1\d\d"
+    ):
+        require_room(cfg, 1, 4, 80 * GiB)
+    require_room(cfg, 1, 8, state)
+    require_room(cfg, 1, 4, max(state, peak_bytes(parts) // 2))
+    large = dataclasses.replace(cfg, train=TrainConfig(batch=4096, seq=4096))
+    with pytest.raises(ConfigError, match=r"for half of a step; use more ranks"):
+        require_room(large, 1, 8, 141 * GiB)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_folders_that_cannot_be_started_from(gloo, tmp_path, flags):
     cases = {
         ("--init", str(broken)): "distcp: damaged: ",
         ("--resume", str(broken)): "distcp: damaged: ",
-        ("--init", str(tmp_path / "none")): "none/manifest.json: missing; ",
+        ("--init", str(tmp_path / "none")): "none: no such folder; valid: ",
         ("--init", str(theirs)): "config.json is not this model's: ",
         (
             "--init",

@@ -217,6 +217,17 @@ def test_tuned_configurations_fit(name, binaries):
     assert cfg.ctas in {binary.programs for binary in binaries[name]}
 
 
+@pytest.mark.parametrize("chip", ["cuda:90", "hip:gfx942", "hip:gfx950", "hip:gfx90a"])
+def test_fp32_compiles_where_tf32_is_allowed_and_a_chip_has_none(chip, tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(gpu, "tf32", lambda: True)
+    wanted = {}
+    with compile_only(chip, lambda name, key, compile: wanted.setdefault(name, compile)):
+        trace(64, 128, 64, 4, 2, torch.float32)
+        for name in ("up_kernel", "dw_kernel"):
+            wanted[name]()
+
+
 def test_experts_beyond_32_bits_are_refused_where_kernels_would_miss_them():
     with compile_only("cuda:90", lambda *launch: None):
         trace(4, 16384, 65536, 2, 2, bf16)

@@ -195,6 +195,19 @@ def peak_bytes(memory: dict[str, int]) -> int:
     return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
 
 
+def require_room(cfg: Config, dp: int, ep: int, room: int) -> None:
+    """ConfigError where a rank of `room` bytes cannot hold its part: its parameters, gradients and moments, which every step has at one
+    time, or half of what `peak_bytes` estimates. Between that and the room the run is tried: the estimate is for balanced routing."""
+    parts = memory_per_rank(cfg, dp, ep)
+    state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
+    need = max((state, "parameters, gradients and moments"), (peak_bytes(parts) // 2, "half of a step"))
+    require(
+        need[0] <= room,
+        f"--parallel.dp={dp} --parallel.ep={ep}: a rank has {room / 2**30:.1f} GiB of memory and needs {need[0] / 2**30:.1f} for {need[1]}; "
+        "use more ranks, a smaller --model or --train.batch, --parallel.checkpoint or --optim.offload (--dry-run lists the parts)",
+    )
+
+
 def compute_bytes(cfg: Config) -> int:
     return {"bf16": 2, "fp32": 4}[cfg.train.dtype]
 

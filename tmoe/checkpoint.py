@@ -207,7 +207,9 @@ class Checkpoints:
         if resume != "auto":
             path = self._together("resuming", lambda: folders.resolve(Path(resume)))[0]
             if problems := self._problems(path):
-                raise CheckpointError("\n".join(problems))
+                raise CheckpointError(
+                    "\n".join([f"--resume={resume}: must be 'auto', 'none' or a whole step folder", *problems])
+                )
             return path
         steps, skipped = self._steps()
         for path in steps:

@@ -8,9 +8,11 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import tyro
 
@@ -79,12 +81,28 @@ def require_writable(out: str, place: str) -> None:
 
 
 def spell_booleans(argv: list[str]) -> list[str]:
-    """`--compile false` as well as tyro's own `--no-compile`."""
-    out: list[str] = []
-    for word in argv:
-        if word.lower() not in ("true", "false") or not out or not out[-1].startswith("--"):
-            out.append(word)
-        elif word.lower() == "false":
-            section, dot, last = out[-1][2:].rpartition(".")
-            out[-1] = f"--{section}{dot}no-{last}"
+    """`--compile false` and `--compile=false` as tyro's own `--no-compile`; ConfigError for a flag that is set to another word."""
+    switches, out, words = set(switches_of(Config)), list[str](), argv[::-1]
+    while words:
+        head, equals, value = words.pop().partition("=")
+        flag = head.replace("_", "-")
+        if flag not in switches:
+            out.append(head + equals + value)
+            continue
+        if not equals:
+            value = words.pop() if words and not words[-1].startswith("-") else "true"
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"{flag}={value}: must be true or false")
+        section, dot, last = flag[2:].rpartition(".")
+        out.append(flag if value.lower() == "true" else f"--{section}{dot}no-{last}")
     return out
+
+
+def switches_of(config: type, section: str = "--") -> Iterator[str]:
+    """Flags of the settings that are true or false."""
+    for name, kind in get_type_hints(config).items():
+        flag = section + name.replace("_", "-")
+        if is_dataclass(kind):
+            yield from switches_of(kind, f"{flag}.")
+        elif kind is bool:
+            yield flag

@@ -30,6 +30,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
+FLOATS = 2.0**-126, 2.0**128 - 2.0**104  # between these float32 has all its digits
 
 
 def spell(kind: Any) -> str:
@@ -65,13 +66,13 @@ def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str 
         shown = value if get_origin(kind) is Literal else repr(value)
         require(fits(value, kind), f"{flag}={shown}: must be {spell(kind)}")
         require(value != "", f"{flag}='': must not be empty")
-        most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else sys.float_info.max
-        end = f"at most {most}" if isinstance(value, int) else "finite"
+        most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
+        end = f"at most {most}" if isinstance(value, int) else "finite in float32"
         for low, names in enumerate((zero, one)):
             ok = value is None or name not in names.split() or low <= value <= most
             require(ok, f"{flag}={value}: must be at least {low} and {end}")
-        ok = value is None or name not in positive.split() or 0 < value <= most
-        require(ok, f"{flag}={value}: must be positive and finite")
+        ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
+        require(ok, f"{flag}={value}: must be positive and finite in float32")
         require(name not in share.split() or 0 <= value < 1, f"{flag}={value}: must be at least 0 and below 1")
 
 

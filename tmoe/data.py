@@ -206,7 +206,10 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
     """
     names, weights = parse_sources(cfg.path)
     tokenizer = load_tokenizer(cfg.tokenizer)
-    corpora = [open_corpus(name, tokenizer, vocab, cfg.val_fraction, split) for name in names]
+    try:
+        corpora = [open_corpus(name, tokenizer, vocab, cfg.val_fraction, split) for name in names]
+    except DataError as error:
+        raise DataError(f"--data.path: {error}") from None
     expected = corpora[0].fingerprint if cfg.tokenizer == "bytes" else tokenizer.fingerprint
     for corpus in corpora:
         if corpus.fingerprint != expected:

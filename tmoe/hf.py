@@ -183,6 +183,8 @@ def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Ten
     """
     if is_folder(path):
         return load_hf(path, parameters, model_cfg)
+    exists = f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder"
+    _together(lambda: require(path.is_dir(), exists))
     _together(lambda: require_same_model(path, model_cfg))
     checkpoints.load(path, {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
 

@@ -59,6 +59,15 @@ class Runtime:
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
+    @property
+    def memory(self) -> int:
+        """Bytes of this rank's GPU, or its share of the host's."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return (
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launcher_number("LOCAL_WORLD_SIZE", 1, least=1)
+        )
+
     def together(self, work: Callable[[], T]) -> T:
         """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and rank
         0 prints each different message once, with the ranks that met it."""

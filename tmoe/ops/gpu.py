@@ -62,7 +62,8 @@ class Layer:
         if not self.tma and 2 * self.D * self.F >= 2**31:
             valid = "2 D F below 2^31 where there are no tensor descriptors"
             require(False, "an expert's matrices", f"D={self.D}, F={self.F}", valid)
-        self.precision = "tf32" if tf32() else "ieee"
+        fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton knows no other chip's
+        self.precision = "tf32" if fast else "ieee"
 
     def config(self, kernel):
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
