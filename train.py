@@ -75,12 +75,13 @@ class Trainer:
         self.step, self.tokens, self.changes = 0, 0, list[str]()
         info, mode = dict(config=asdict(cfg), versions=versions()), "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
+        held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
         flops = flops_per_token(cfg.model, cfg.train.seq)
         facts = dict(data=self.data.describe(), unigram_entropy=self.entropy)
         ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), facts=facts)
-        ours |= dict(flops_per_token=flops, peak=peak, start_step=self.step)
+        ours |= dict(flops_per_token=flops, peak=peak, start_step=self.step, held=held)
         self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with
         self.announce()
 

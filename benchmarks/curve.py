@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.train import running
+from tmoe.cli import parse
 
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
     --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none
@@ -35,6 +36,7 @@ def main() -> None:
     if args.steps < WINDOW:
         parser.error(f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared")
     more = [w for w in args.train if w != "--"]
+    parse([*MODEL.split(), *more], "")
     if not torch.cuda.is_available():
         print("no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)", file=sys.stderr)
     started = {}

@@ -57,7 +57,7 @@ from tmoe.accounting import (
     runs_beside,
 )
 from tmoe.cli import parse
-from tmoe.config import Config, divisors
+from tmoe.config import MOST, Config, divisors
 from tmoe.parallel.mesh import keeps_whole, units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
@@ -387,14 +387,16 @@ def read_points(paths: list[Path]) -> list[Point]:
     if not lines:
         raise SystemExit(f"--check {' '.join(map(str, paths))}: holds no line to compare with")
     for file, line in lines:
-        record = json.loads(line) if line.startswith("{") else {}
-        if not {"command", "gpus", "tokens_per_s_gpu"} <= record.keys():
-            raise SystemExit(f"--check {file}: not a line of `python -m benchmarks.train --json`: {line[:80]}")
-        cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-        ep, train = cfg.parallel.ep, cfg.train
-        seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
-        skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
-        points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
+        try:
+            record = json.loads(line)
+            cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
+            ep, train = cfg.parallel.ep, cfg.train
+            seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
+            skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
+            points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+            what = "not a line of `python -m benchmarks.train --json`"
+            raise SystemExit(f"--check {file}: {what}: {line[:80]}") from None
     return points
 
 
@@ -460,10 +462,10 @@ def main() -> None:
         constants = json.loads(args.constants.read_text())
         if unknown := json.loads(CONSTANTS.read_text()).keys() - constants.keys():
             raise ValueError(f"lacks {', '.join(sorted(unknown))}")
-    except (OSError, ValueError, AttributeError) as error:
+        numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         parser.error(f"--constants={args.constants}: {error}")
     console = Console(width=170)
-    numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
     if unknown := set(args.fit) - set(numbers):
         raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
     if args.fit and args.check is None:
@@ -480,8 +482,8 @@ def main() -> None:
     if not args.parts and (taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]):
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
-    if min(args.gpus) < 1:  # before the words are held to it as a world
-        parser.error(f"--gpus {min(args.gpus)}: must be 1 or more")
+    if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:  # before the words are held to it as a world
+        parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
     for world in args.gpus if args.parts else (1,):
         if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):
             parser.error(no)

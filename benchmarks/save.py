@@ -9,6 +9,7 @@ Without a GPU it says so and copies inside the host's memory, which times the di
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -38,6 +39,12 @@ def main() -> None:
         parser.error(f"--gib={args.gib}: must be a positive number of GiB")
     if not args.folder.is_dir():
         parser.error(f"--folder={args.folder}: must be a folder that is there")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(host, torch.cuda.mem_get_info()[0]) if gpu else host // 2  # a copy of the state is on the host
+    if args.gib * 2**30 > (most := min(room, shutil.disk_usage(args.folder).free)):
+        parser.error(
+            f"--gib={args.gib}: must be at most {most / 2**30:.1f}, which memory and {args.folder} have room for"
+        )
     if not gpu:
         print(f"no GPU here: {args.gib:g} GiB are copied inside the host's memory, then written", file=sys.stderr)
     whole, rest = divmod(round(args.gib * 2**28), PIECE)

@@ -147,5 +147,12 @@ if __name__ == "__main__":
     path = parser.parse_args().trace
     try:
         main(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:  # no file, no trace, nothing of a GPU in it
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+    ) as error:  # no file, no trace, nothing of a GPU in it
         raise SystemExit(f"{path}: no trace of a GPU: {error!r}") from None

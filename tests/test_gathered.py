@@ -244,21 +244,24 @@ def test_hooks_on_parameters_are_called(gloo):
     )
 
 
-def left(rank: int, world: int, whole: float):
-    """A micro-batch that does not sync, then one that does while the first layer's experts are frozen."""
+def left(rank: int, world: int, whole: float, frozen: str):
+    """A micro-batch that does not sync, then one that does while the first layer's experts are frozen, or all."""
     model, _ = build(1, "fp32", whole)
     experts = model.blocks[1].moe.experts
     model.set_requires_gradient_sync(False)
     x = tokens(rank, 0)
     model(x, x.roll(-1, 1)).backward()
-    experts.requires_grad_(False)
+    for module in model.modules() if frozen == "all" else [experts]:
+        if isinstance(module, type(experts)):
+            module.requires_grad_(False)
     model.set_requires_gradient_sync(True)
     model(x, x.roll(-1, 1)).backward()
     return [p.grad.to_local() for p in experts.parameters()], [copy.unsent for copy in copies(model)]
 
 
-def test_what_earlier_micro_batches_left_goes_at_the_end_of_the_step(gloo):
-    for (got, unsent), want in zip(gloo(2, left, 16.0), gloo(2, alone), strict=True):
+@pytest.mark.parametrize("frozen", ["one", "all"])
+def test_what_earlier_micro_batches_left_goes_at_the_end_of_the_step(gloo, frozen):
+    for (got, unsent), want in zip(gloo(2, left, 16.0, frozen), gloo(2, alone), strict=True):
         assert all(g is None for g in unsent)
         assert len(want) == 2 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 

@@ -6,11 +6,15 @@ next: test_hf_start.py
 import contextlib
 import io
 import json
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_tiny import SIZES, others_of, saved, tensors_of
 from test_train import SMALL, whole
 from transformers import AutoModelForCausalLM
@@ -169,3 +173,46 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
             want = model(tokens).logits
         assert (ours - want).norm() <= 1e-5 * want.norm(), folder
     assert (after - before).norm() > 1e-3 * before.norm(), "the steps changed nothing"
+
+
+# ---- a run that begins while another is still there ----
+
+HOLD = """if True:
+    import fcntl, os, sys
+    file = open(sys.argv[1] + "/.lock", "ab")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print(flush=True)
+    if sys.stdin.readline():
+        os.rename(sys.argv[1] + "/saving", sys.argv[1] + "/checkpoints")
+"""
+
+
+def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
+    """What a run finds whose folder another process holds: for too long; until it has saved its last step."""
+    found = []
+    if rank == 0:
+        (out / "checkpoints").rename(out / "saving")
+        child = subprocess.Popen([sys.executable, "-c", HOLD, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdout.readline()
+    dist.barrier()
+    before = {path.name: path.read_bytes() for path in out.glob("*.json*")}
+    cfg = parse(argv, "", rank=rank, world=world)
+    runtime.LINGERS = 0.2
+    try:
+        train.Trainer(cfg, runtime.start(cfg.seed))
+    except SystemExit as error:
+        found.append(error.code)
+    runtime.LINGERS = 30.0
+    found.append(before == {path.name: path.read_bytes() for path in out.glob("*.json*")})
+    found.append(train.Trainer(replace(cfg, eval_only=True), runtime.start(cfg.seed)).step)  # which writes nothing
+    if rank == 0:
+        threading.Timer(1, lambda: child.communicate(b"save\n")).start()
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer.metrics.close(report=False)
+    return [*found, trainer.step, len((out / "metrics.jsonl").read_text().splitlines())]
+
+
+def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_path, flags):
+    argv = [*flags, "--out", str(tmp_path / "a")]
+    gloo(1, train_two_steps, argv)
+    assert gloo(2, overlapping, [*argv, "--parallel.ep", "2"], tmp_path / "a") == [[2, True, 0, 2, 2]] * 2

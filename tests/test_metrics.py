@@ -9,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
@@ -256,25 +255,6 @@ def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys
     assert [json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()] == before
     with start(dataclasses.replace(config(tmp_path), resume="elsewhere/step-9"), start_step=9):
         assert "metrics.before" not in capsys.readouterr().out and len(list(tmp_path.glob("*before*"))) == 3
-
-
-def test_a_second_run_in_the_folder_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
-    with start(config(tmp_path)) as log:
-        step(log, 0)
-    held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    code = "import pathlib, sys, time; from tmoe.metrics import lock; held = lock(pathlib.Path(sys.argv[1])); print(flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code, tmp_path / ".lock"], stdout=subprocess.PIPE, cwd=ROOT)
-    assert child.stdout is not None and child.stdout.readline()
-    monkeypatch.setattr(module, "LINGERS", 0.2)
-    with pytest.raises(ConfigError, match=f"--out={tmp_path}: another process trains into it"):
-        start(config(tmp_path))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held
-    monkeypatch.setattr(module, "LINGERS", 20.0)  # one that is about to be gone is waited for
-    threading.Timer(0.3, child.kill).start()
-    with start(config(tmp_path), start_step=1):
-        assert child.wait(5) == -9
-    monkeypatch.setattr(module, "lock", lambda *_: (_ for _ in ()).throw(AssertionError("eval-only writes nothing")))
-    start(dataclasses.replace(config(tmp_path), eval_only=True)).close()
 
 
 def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):

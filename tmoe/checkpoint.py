@@ -205,7 +205,7 @@ class Checkpoints:
         if resume == "none":
             return None
         if resume != "auto":
-            path = self._together("resuming", lambda: folders.resolve(Path(resume)))[0]
+            path = self._together(f"--resume={resume}", lambda: folders.resolve(Path(resume)))[0]
             if problems := self._problems(path):
                 raise CheckpointError(
                     "\n".join([f"--resume={resume}: must be 'auto', 'none' or a whole step folder", *problems])

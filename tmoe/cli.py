@@ -6,6 +6,7 @@ next: config.py
 import importlib.util
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,9 @@ def spell_booleans(argv: list[str]) -> list[str]:
     while words:
         head, equals, value = words.pop().partition("=")
         flag = head.replace("_", "-")
+        whole = re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag)  # without the no- of its last part
+        if whole in switches - {flag} and (equals or (words and words[-1].lower() in ("true", "false"))):
+            raise ConfigError(f"{flag}={value or words[-1]}: takes no value; {whole} does, true or false")
         if flag not in switches:
             out.append(head + equals + value)
             continue

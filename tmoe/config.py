@@ -30,7 +30,11 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
-FLOATS = 2.0**-126, 2.0**128 - 2.0**104  # between these float32 has all its digits
+FLOATS = (
+    2.0**-126,
+    2.0**128 - 2.0**104,
+    1 - 2.0**-24,
+)  # float32 has all its digits from the first to the second; most below 1
 
 
 def spell(kind: Any) -> str:
@@ -73,7 +77,7 @@ def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str 
             require(ok, f"{flag}={value}: must be at least {low} and {end}")
         ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
         require(ok, f"{flag}={value}: must be positive and finite in float32")
-        require(name not in share.split() or 0 <= value < 1, f"{flag}={value}: must be at least 0 and below 1")
+        require(name not in share.split() or 0 <= value <= FLOATS[2], f"{flag}={value}: must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -389,7 +393,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check(self, "--optim.", one="max_skips", zero="weight_decay warmup", positive="lr eps", share="ema")
-        require(all(0 <= b < 1 for b in self.betas), f"--optim.betas={self.betas}: each at least 0 and below 1")
+        ok = all(0 <= b <= FLOATS[2] for b in self.betas)
+        require(ok, f"--optim.betas={self.betas}: each at least 0 and below 1 in float32")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
         require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")
         require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")

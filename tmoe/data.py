@@ -208,6 +208,7 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
     tokenizer = load_tokenizer(cfg.tokenizer)
     try:
         corpora = [open_corpus(name, tokenizer, vocab, cfg.val_fraction, split) for name in names]
+        sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
         raise DataError(f"--data.path: {error}") from None
     expected = corpora[0].fingerprint if cfg.tokenizer == "bytes" else tokenizer.fingerprint
@@ -217,7 +218,6 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
                 f"{corpus.name}: made with tokenizer {corpus.fingerprint}, not {expected}; "
                 "sources that are mixed, and --data.tokenizer if given, must be of one tokenizer"
             )
-    sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     weights = weights or [source.samples for source in sources]
     return Dataset(sources, weights, eos=corpora[0].eos, fingerprint=expected, seed=cfg.seed)
 

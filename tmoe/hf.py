@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tmoe.checkpoint import Checkpoints
 from tmoe.config import Config, ModelConfig, fits, require
+from tmoe.folders import resolve
 from tmoe.hf_config import architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
@@ -183,10 +184,18 @@ def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Ten
     """
     if is_folder(path):
         return load_hf(path, parameters, model_cfg)
-    exists = f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder"
-    _together(lambda: require(path.is_dir(), exists))
-    _together(lambda: require_same_model(path, model_cfg))
-    checkpoints.load(path, {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
+
+    def look() -> Path:
+        require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")
+        try:
+            step_dir = resolve(path)
+            read_manifest(step_dir)
+        except CheckpointError as error:
+            raise CheckpointError(f"--init={path}: must be a step folder or a Hugging Face folder\n{error}") from None
+        require_same_model(step_dir, model_cfg)
+        return step_dir
+
+    checkpoints.load(_together(look), {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
 
 
 def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:

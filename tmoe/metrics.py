@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import importlib.util
 import itertools
@@ -34,7 +33,6 @@ from tmoe.manifest import naming
 from tmoe.progress import make_display
 
 GIB = 2**30
-LINGERS = 10.0  # s that a run which was killed may take to be gone
 COMPACT = (",", ":")  # of json: a line holds layers x E counts
 BLANK = b"null".ljust(24)  # a line's val_loss, its last number, before there is one; no float is written longer
 
@@ -62,6 +60,7 @@ class Metrics:
     start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
     flops_per_token: of accounting.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
+    held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
     With cfg.eval_only nothing is written: notes are printed.
     Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed.
@@ -79,13 +78,14 @@ class Metrics:
         start_step: int,
         versions: dict[str, Any],
         facts: dict[str, Any] | None = None,
+        held: BinaryIO | None = None,
     ) -> None:
         require(
             cfg.log.wandb is None or importlib.util.find_spec("wandb") is not None,
             f"--log.wandb={cfg.log.wandb}: the package wandb is missing: pip install wandb, or leave the flag out",
         )
         self.cfg, self.world, self.device, self.start_step = cfg, world, device, start_step
-        self.flops_per_token, self.peak = flops_per_token, peak
+        self.flops_per_token, self.peak, self.held = flops_per_token, peak, held
         self.clock = Clock()
         self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
         self.failing: set[Path] = set()  # files that could not be written when last tried
@@ -96,7 +96,6 @@ class Metrics:
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
         self.run = Path(self.cfg.out)
         self.run.mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.run / ".lock")
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
         self.path = self.run / "metrics.jsonl"
         # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs
@@ -228,7 +227,8 @@ class Metrics:
         with self.going_on(self.path):
             self.lines.close()
         self.lines = None
-        self.lock.close()
+        if self.held:
+            self.held.close()
         for sink in self.sinks:
             with self.going_on(sink.where):
                 sink.close()
@@ -367,24 +367,6 @@ def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float
         if dropped and keep:
             shutil.copyfile(path, keep)
     return seconds, dropped
-
-
-def lock(path: Path) -> BinaryIO:
-    """Keeps other processes out of path's folder until it is closed or this process gone, however it ends. ConfigError if one is there
-    and stays for LINGERS seconds. Where the file system knows no locks, nobody is kept out."""
-    file, deadline = open(path, "ab"), time.monotonic() + LINGERS  # noqa: SIM115 (stays open)
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() > deadline:
-                file.close()
-                out = f"--out={path.parent}"
-                raise ConfigError(f"{out}: another process trains into it; end that one, or choose another") from None
-            time.sleep(0.1)
-        except OSError:
-            return file
 
 
 @contextlib.contextmanager

@@ -220,9 +220,9 @@ def draw_speed(axis: Axes, run: Run) -> None:
     axis.yaxis.set_major_formatter(short)
     axis.set_ylim(0, 1.15 * known.max())
     heading = f"Tokens/s, all ranks: median {short(np.median(known))}"
-    if np.isfinite(mfu).any():
+    both = np.isfinite(mfu) & (rate > 0)
+    if both.any() and (share := np.median(mfu[both] / rate[both])) > 0:
         # MFU is throughput in other units, so it is a second scale instead of a second curve
-        share = np.nanmedian(mfu / rate)
         other = axis.secondary_yaxis("right", functions=(partial(np.multiply, share), partial(np.multiply, 1 / share)))
         other.yaxis.set_major_formatter(PercentFormatter(1.0))
         other.spines["right"].set_visible(False)

@@ -1,5 +1,6 @@
 """The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
 
+import fcntl
 import gc
 import json
 import logging
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,11 +27,13 @@ from torch.distributed.distributed_c10d import _get_default_store  # where the g
 from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
+from tmoe.config import ConfigError
 from tmoe.manifest import CheckpointError
 from tmoe.parallel.mesh import launcher_number, patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
+LINGERS = 10.0  # s that a run which was killed may take to be gone
 PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
 log = logging.getLogger(__name__)
 
@@ -97,6 +101,31 @@ class Runtime:
             if self.rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
+
+    def claim(self, out: str) -> BinaryIO | None:
+        """Keeps other processes out of the run folder until rank 0 closes this or is gone, however it ends. Rank 0 of another run that is
+        still there may take LINGERS seconds to go: only then is known which checkpoint it leaves. ConfigError, as `together` has it, if it
+        stays. Where the file system knows no locks, nobody is kept out."""
+
+        def take() -> BinaryIO | None:
+            if self.rank:
+                return None
+            Path(out).mkdir(parents=True, exist_ok=True)
+            file, deadline = open(Path(out, ".lock"), "ab"), time.monotonic() + LINGERS  # noqa: SIM115 (stays open)
+            while True:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return file
+                except (BlockingIOError, PermissionError):
+                    if time.monotonic() > deadline:
+                        file.close()
+                        what = f"--out={out}: another process trains into it; end that one, or choose another"
+                        raise ConfigError(what) from None
+                    time.sleep(0.1)
+                except OSError:
+                    return file
+
+        return self.together(take)
 
     def blame(self, step: int, share: float, samples: list[int]) -> None:
         """Says on rank 0 whose share of a strange loss is the largest, or not finite, and which samples it holds."""

@@ -51,8 +51,11 @@ class Sharers:
         def begin(*_) -> None:
             self.begun = torch.cuda.current_stream().record_event() if "nccl" in dist.get_backend(self.group) else None
 
-        def end(*_) -> None:
+        def end(module: nn.Module, args: Any, output: Any = None) -> None:
             self.begun = None
+            left = self.sync and any(copy.unsent is not None for copy in self.copies)
+            if left and isinstance(output, Tensor) and output.requires_grad:  # its backward may reach no expert
+                output.register_hook(lambda _: Variable._execution_engine.queue_callback(self.finish))
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
