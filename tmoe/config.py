@@ -30,11 +30,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
-FLOATS = (
-    2.0**-126,
-    2.0**128 - 2.0**104,
-    1 - 2.0**-24,
-)  # float32 has all its digits from the first to the second; most below 1
+FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32's least and most, and its last below 1
 
 
 def spell(kind: Any) -> str:
