@@ -147,12 +147,6 @@ if __name__ == "__main__":
     path = parser.parse_args().trace
     try:
         main(path)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-    ) as error:  # no file, no trace, nothing of a GPU in it
+    # no file, no trace, nothing of a GPU in it
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise SystemExit(f"{path}: no trace of a GPU: {error!r}") from None

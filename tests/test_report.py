@@ -3,6 +3,7 @@
 next: test_metrics.py
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -50,6 +51,23 @@ def test_every_kind_of_run_draws_without_warnings(tmp_path, kind):
         with start(cfg, start_step=first, peak=8e12) as log:
             for number in range(first, last):
                 step(log, number, **changes)
+    assert is_picture(tmp_path / "report.png")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    "lines", [[(0.0, 5.0), (0.0, 5.0)], [(0.3, None), (None, 5.0)], [(0.0, 0.0), (0.0, 5.0)]], ids=str
+)
+def test_no_second_scale_without_a_ratio(tmp_path, lines):
+    """Of MFU to tokens a second: it is 0, or no line has both."""
+    with start(config(tmp_path)) as log:
+        for number in range(len(lines)):
+            step(log, number)
+    texts = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    changed = [json.loads(t) | dict(mfu=m, tokens_per_s=r) for t, (m, r) in zip(texts, lines, strict=True)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    (tmp_path / "report.png").unlink()
+    report.draw(tmp_path)
     assert is_picture(tmp_path / "report.png")
 
 
