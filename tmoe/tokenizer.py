@@ -74,7 +74,7 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the Rust side raises bare Exception
-            raise DataError(f"{path}: not a Hugging Face tokenizer.json: {error}") from error
+            raise DataError(f"--data.tokenizer={path}: not a Hugging Face tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True  # encode them as the text that they are
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -102,7 +102,7 @@ class JsonTokenizer:
                 return ids[name]
         wanted = f"{named!r} of {settings}" if named else f"any of {', '.join(cls.EOS_NAMES)}"
         raise DataError(
-            f"{path}: no token to end documents with: the vocabulary lacks {wanted}; "
+            f"--data.tokenizer={path}: no token to end documents with: the vocabulary lacks {wanted}; "
             f'name one in {settings}, {{"eos_token": "..."}}'
         )
 
