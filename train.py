@@ -23,7 +23,7 @@ from tmoe.accounting import count_parameters, flops_per_token, peak_flops, requi
 from tmoe.balance import Totals
 from tmoe.checkpoint import Checkpoints
 from tmoe.cli import parse
-from tmoe.config import Config
+from tmoe.config import Config, require
 from tmoe.data import Batch, Loader, open_data, unigram_entropy
 from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
@@ -63,7 +63,7 @@ class Trainer:
         self.data, self.val_data = run.together(
             lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
         )
-        self.entropy = run.together(lambda: unigram_entropy(self.val_data) if cfg.data.tokenizer == "bytes" else None)
+        self.entropy = run.together(lambda: unigram_entropy(self.val_data))
         with run.refusing():  # a dispatcher that was asked for and does not work here
             self.model = build_model(cfg, self.mesh, run.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
@@ -78,10 +78,9 @@ class Trainer:
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        flops = flops_per_token(cfg.model, cfg.train.seq)
-        facts = dict(data=self.data.describe(), unigram_entropy=self.entropy)
-        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), facts=facts)
-        ours |= dict(flops_per_token=flops, peak=peak, start_step=self.step, held=held)
+        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), held=held)
+        ours |= dict(flops_per_token=flops_per_token(cfg.model, cfg.train.seq), peak=peak, start_step=self.step)
+        ours |= dict(facts=dict(data=self.data.describe(), unigram_entropy=self.entropy))
         self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with
         self.announce()
 
@@ -115,7 +114,7 @@ class Trainer:
                 if unread is not None:  # the step before; the GPU has this one to work on meanwhile
                     self.log(*unread)
                 router = model.balancer.read_log() if self.metrics.due(step) else None
-                unread = step, OnItsWay((loss, norm, finite, self.share, router)), lr, self.tokens
+                unread = step, OnItsWay((loss, norm, finite, self.mean, router)), lr, self.tokens
                 if save or validate or run.device.type == "cpu":
                     self.log(*unread)  # before the checkpoint: who resumes from it does not log this step again
                     unread = None
@@ -133,21 +132,19 @@ class Trainer:
 
     def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
         """Gradients of the step's loss, summed over ranks with the last micro-batch; returns the global batch's mean cross-entropy."""
-        model, device = self.model, self.run.device
+        model, loss, isolate = self.model, torch.zeros((), device=self.run.device), self.cfg.train.isolate_documents
         model.balancer.start_step()
-        loss = self.share = torch.zeros((), device=device)  # this rank's part of it
-        for i, micro in enumerate(zip(*batch, strict=True)):
-            tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
+        for i, (tokens_BS, targets_BS, documents_BS) in enumerate(batch.micros(self.run.device, isolate)):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
-            documents_BS = documents_BS if self.cfg.train.isolate_documents else None
             model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
             loss += model.cross_entropy
+        self.mean = loss * totals.targets / max((batch.targets_ABS != IGNORE).sum().item(), 1)  # of this rank's own
         return model.balancer.all_reduce(loss)
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
         targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
-        sequences = batch.tokens_ABS.shape[0] * batch.tokens_ABS.shape[1] * self.run.world
+        sequences = batch.tokens_ABS[..., 0].numel() * self.run.world
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
@@ -161,12 +158,11 @@ class Trainer:
             for i in range(cfg.train.eval_batches):
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break
-                batch = self.val_data.batch(i, **{**self.shape(), "accumulate": 1})
-                tokens, labels, documents = (t[0].to(self.run.device) for t in batch)
-                documents = documents if cfg.train.isolate_documents else None
-                model(tokens, labels, documents_BS=documents, totals=Totals(one, one, one))
-                total += model.cross_entropy
+                batch = self.val_data.batch(i, **self.shape())
                 targets += (batch.targets_ABS != IGNORE).sum().item()
+                for tokens_BS, targets_BS, documents_BS in batch.micros(self.run.device, cfg.train.isolate_documents):
+                    model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
+                    total += model.cross_entropy
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
         self.graphs.passed("validate")
@@ -174,11 +170,12 @@ class Trainer:
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards and writes down a step, once its numbers are here."""
-        loss, norm, finite, share, router = numbers.read()
-        if self.guard.check(bool(finite), step, loss.item()):
-            self.run.blame(step, share.item(), self.data.indices(step, **self.shape()))
+        loss, norm, finite, mean, router = numbers.read()
+        if self.guard.strange(bool(finite), loss.item()):
+            self.run.blame(step, loss.item(), norm.item(), mean.item(), self.data.indices(step, **self.shape()))
         counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended)
         self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
+        self.guard.give_up(step)
 
     def save(self) -> None:
         """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN end the run instead."""
@@ -204,30 +201,33 @@ class Trainer:
                     runtime.set_rng_states(rng, run.device)
             elif cfg.init:
                 hf.load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
+                if self.ema:
+                    self.ema.restart()
+            elif cfg.eval_only:
+                found_nothing = f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none"
+                require(cfg.resume != "auto", found_nothing)
         run.together(lambda: require_finite(self.tensors(("model",))))
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, torch.Tensor]:
         """Name to tensor of what a checkpoint holds."""
         model = dict(self.model.named_parameters())
-        parts = dict(model=self.model.state_dict(), optim=optimizer_tensors(self.optimizer, model))
-        if self.ema:
-            parts["ema"] = self.ema.tensors()
-        return {f"{part}.{name}": t for part in wanted for name, t in parts.get(part, {}).items()}
+        ema = self.ema.tensors() if self.ema else {}
+        parts = dict(model=self.model.state_dict(), optim=optimizer_tensors(self.optimizer, model), ema=ema)
+        return {f"{part}.{name}": t for part in wanted for name, t in parts[part].items()}
 
     def announce(self) -> None:
         cfg, note, mesh = self.cfg, self.metrics.note, self.mesh
         counts = count_parameters(cfg.model)
-        sizes = f"mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}"
-        note(f"{counts.total:,} parameters, {counts.active:,} active; {sizes}")
+        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}")
         note(f"training data: {self.data.describe()}")
-        if self.entropy:
+        if self.entropy is not None:
             note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 
     def shape(self) -> dict[str, int]:
-        train, run = self.cfg.train, self.run
-        return dict(batch=train.batch, accumulate=train.accumulate, rank=run.rank, world=run.world)
+        train = self.cfg.train
+        return dict(batch=train.batch, accumulate=train.accumulate, rank=self.run.rank, world=self.run.world)
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:

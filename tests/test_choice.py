@@ -5,6 +5,7 @@ next: ../tmoe/router.py
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +125,21 @@ def test_sigmoid_scores_are_shares_in_the_balancing_loss():
     cfg = MoEConfig(experts=6, top_k=2, balance_coeff=1.0, z_coeff=0.0, score="sigmoid")
     loss = Balancer(cfg).loss(type(load)(*(t[None] for t in load)), None)
     assert loss.item() == pytest.approx(reference_loss(shares.log().float(), ids).item(), rel=1e-5)
+
+
+def test_counts_stay_exact_beyond_what_fp32_counts():
+    cfg = MoEConfig(experts=3, top_k=1)
+    routing = Routing(torch.ones(4097, 1), torch.full((4097, 1), 1, dtype=torch.int32), torch.zeros(4097, 3))
+    load, balancer = measure(routing, 1, None), Balancer(cfg)
+    for _ in range(4200):  # 17.2 million pairs: 2^24 is 16.8
+        balancer.record(type(load)(*(t[None] for t in load)))
+    assert balancer.read_log().counts_LE.tolist() == [[0, 4200 * 4097, 0]]
+
+
+def test_an_expert_that_is_switched_off_leaves_the_entropy_a_number():
+    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
+    load = measure(Routing(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), logits), 1, None)
+    assert load.entropy_B.item() == pytest.approx(np.log(2))
 
 
 def small(**kw) -> ModelConfig:

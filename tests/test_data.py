@@ -155,7 +155,10 @@ def test_unigram_entropy_by_hand(tmp_path: Path):
     held = dict(zip("ab", held_out(["a.txt", "b.txt"], 0.05), strict=True))
     letters = [b"ab" * 500, b"c" * 1000][0 if not held["a"] else 1] + b"\0"
     shares = np.array(list(Counter(letters).values())) / len(letters)
-    assert unigram_entropy(data(tmp_path)) == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
+    mine = data(tmp_path)
+    assert unigram_entropy(mine) == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
+    mine.fingerprint = "sha256:abc"
+    assert unigram_entropy(mine) is None, "tokens that are no bytes"
 
 
 # ---- sources and splits ---------------------------------------------------------------------------------------------

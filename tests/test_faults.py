@@ -316,6 +316,10 @@ def test_21_the_end_by_skipped_steps_is_one_line(tmp_path, gloo):
     assert code == other == 2 and "Traceback" not in said + quiet and "error" not in quiet
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: step 1: loss or gradient norm was not finite 2 times in a row (--optim.max-skips=2)")
+    assert [line["skipped"] for line in lines(tmp_path / "run")] == [1, 2], (
+        "the step that ends the run is told of as well"
+    )
+    assert "step 1: loss " in said
 
 
 def spiking(rank: int, world: int, argv: list[str]) -> None:
@@ -341,9 +345,9 @@ def test_22_loss_spike(tmp_path):
         ends = launch(2, spiking, argv)
         assert [end.code for end in ends] == [0, 0], ends[0].said
         said.append([line for line in ends[0].said.splitlines() if line.startswith("step ")])
-        assert "of which rank" not in ends[1].said
+        assert "highest on rank" not in ends[1].said
     assert len(said[0]) == 1 and said[0] == said[1]
-    assert said[0][0].startswith("step 10: loss ") and "of which rank 1 has " in said[0][0]
+    assert said[0][0].startswith("step 10: loss ") and "highest on rank 1 with " in said[0][0]
     assert said[0][0].endswith(": samples [42, 43]")  # two ranks of two sequences: step 10 begins at sample 40
     assert numbers(out, 9) == numbers(tmp_path / "a", 9)
     log = lines(tmp_path / "a")

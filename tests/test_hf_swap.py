@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_tiny import LOCAL_MOE, MODELS, SIZES, SPARSE, assert_bits, far, make, tensors_of
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
@@ -187,3 +188,32 @@ def test_swap_refuses_what_it_does_not_compute():
     with pytest.raises(ConfigError, match="2 blocks of this mixtral have tmoe's experts already; swap a model once"):
         swap_experts(model)
     assert all(before[name] is p for name, p in model.named_parameters())
+
+
+def out_of_order(rank: int, world: int) -> list[str]:
+    mesh, whole_mesh, said = build_mesh(ep=world), build_mesh(ep=1), []
+    wrong = [
+        lambda model: swap_experts(parallelize(model, whole_mesh), mesh),
+        lambda model: swap_experts(fully_shard(model)),
+        lambda model: swap_experts(model, world),
+        lambda model: parallelize(swap_experts(model), mesh),
+        lambda model: parallelize(swap_experts(model, whole_mesh), mesh),
+        lambda model: parallelize(swap_experts(model, mesh), whole_mesh),
+    ]
+    for way in wrong:
+        with pytest.raises(ValueError) as error:
+            way(make("mixtral"))
+        said.append(str(error.value))
+    return said
+
+
+def test_another_order_or_mesh_is_refused(gloo):
+    """Sharded experts computed as if they were whole, or never summed over the ranks that share them, are wrong in silence."""
+    for said in gloo(2, out_of_order):
+        assert all("mlp.experts is sharded already; swap before parallelize or fully_shard" in s for s in said[:2])
+        assert "swap_experts: mesh=2; must be a Mesh" in said[2]
+        assert (
+            "mlp.experts: got whole, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2" in said[3]
+        )
+        assert "got spread over ep=1, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2" in said[4]
+        assert "got spread over ep=2, valid is spread by swap_experts(model, mesh) with the same mesh, ep=1" in said[5]

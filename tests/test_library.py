@@ -399,3 +399,24 @@ def test_a_choice_bias_is_fp32_whatever_the_default_type():
         router.update_bias(torch.ones(1))
     with pytest.raises(ValueError, match="choice_bias: got False, valid is True"):
         tmoe.MoE(16, tmoe.MoEConfig(experts=4, top_k=2, ffn_dim=8)).router.update_bias(torch.ones(4))
+
+
+def test_experts_that_are_not_whole_or_no_parameters_are_refused(gloo):
+    moe = tmoe.MoE(D, CFG)
+    half = CFG.experts // 2
+    for name in ("gate_up", "down"):  # as sharding by hand leaves them
+        setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name).detach()[:half]))
+    with pytest.raises(
+        ValueError, match=f"experts: got {half} of them on this rank, valid is all {CFG.experts}, or spread"
+    ):
+        moe(torch.randn(3, D))
+    for said in gloo(2, parametrized):
+        assert "parallelize: 0.experts: got parameters down, valid is gate_up and down (parametrize later)" in said
+
+
+def parametrized(rank: int, world: int) -> str:
+    model = nn.Sequential(tmoe.MoE(D, CFG))
+    nn.utils.parametrize.register_parametrization(model[0].experts, "gate_up", nn.Identity())
+    with pytest.raises(ValueError) as error:
+        tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=world))
+    return str(error.value)

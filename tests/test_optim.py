@@ -189,12 +189,14 @@ def test_skipped_step_leaves_no_trace(gloo):
 def test_skip_guard_counts_resumes_and_ends_the_run():
     guard = SkipGuard(3)
     for step, finite in enumerate([False, False, True, False, False]):
-        guard.check(finite, step, 1.0)
+        assert guard.strange(finite, 1.0) is not finite
+        guard.give_up(step)
     other = SkipGuard(3)
     other.load_state_dict(guard.state_dict())
     assert (other.total, other.in_a_row) == (4, 2)
     with pytest.raises(RuntimeError, match=r"step 5: .*3 times in a row .*--optim\.max-skips=3"):
-        other.check(False, 5, float("nan"))
+        assert other.strange(False, float("nan"))
+        other.give_up(5)
 
 
 def factors(**settings):

@@ -246,6 +246,9 @@ def test_init_takes_weights_only(gloo, tmp_path):
             assert torch.equal(tensor, first[name]), name
         else:
             assert not tensor.any(), name
+    averaged = gloo(1, load, [*flags, "--out", str(tmp_path / "c"), "--init", step8, "--optim.ema", "0.9"])[0]
+    starts = {name: tensor for name, tensor in averaged.items() if name.startswith("ema.")}
+    assert starts and all(torch.equal(t, first[name.replace("ema.", "model.")]) for name, t in starts.items())
 
 
 def test_resuming_with_other_settings_says_which(gloo, tmp_path):
@@ -282,6 +285,19 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"validation loss {lines(tmp_path)[-1]['val_loss']:.4f}" in done.stdout + done.stderr
+    code, said = gloo(1, begin, [*flags, "--out", str(tmp_path / "none"), "--eval-only"])[0]
+    assert code == 2 and re.search(r"--eval-only: no checkpoint in --out=.*none; name --init, or --resume none", said)
+
+
+def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
+    """Of equal global batches: as many sequences, and the same ones."""
+    losses = []
+    for world, batch, accumulate in ((1, 4, 1), (2, 1, 2), (2, 2, 1)):
+        out = tmp_path / f"{world}-{batch}"
+        sizes = ["--train.batch", str(batch), "--train.accumulate", str(accumulate), "--train.dtype", "fp32"]
+        gloo(world, run, [*SMALL, *sizes, "--steps", "2", "--out", str(out)], timeout=120)
+        losses.append(lines(out)[-1]["val_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
     # a comparison for each of the K choices: one_hot and scatter_add allocate [T, K, E] or add in random order
     experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
     chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
-    entropy_T = lse_T.detach() - (probs_TE.detach() * logits_TE.detach()).sum(-1)
+    logs_TE, shares_TE = logits_TE.detach(), probs_TE.detach()
+    entropy_T = lse_T.detach() - (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(-1)  # -inf: an expert switched off
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
 
     def per_sequence(v_T: Tensor) -> Tensor:
@@ -125,6 +126,7 @@ class Balancer:
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
         new = RouterLog(counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y)
+        new = RouterLog(*(v.double() for v in new))  # a step's counts may pass 2^24, where fp32 no longer counts
         self.log = new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
 
     def update_bias(self, routers: Iterable[Router], taken: Tensor | None = None) -> None:

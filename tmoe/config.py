@@ -319,7 +319,7 @@ class TrainConfig:
     eval_every: int = 0
     """steps between validations; 0: only after the last step"""
     eval_batches: int = 8
-    """validation micro-batches a rank"""
+    """batches in a validation, each of as many sequences as a step has"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every")

@@ -53,6 +53,14 @@ class Batch(NamedTuple):
     documents_ABS: torch.Tensor
     """number of the document within the row, from 0; an eos belongs to the document that it ends"""
 
+    def micros(
+        self, device: torch.device, documents: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Each micro-batch's three tensors [B, S] on the device; None in place of the documents if they are not wanted."""
+        for micro in zip(*self, strict=True):
+            tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
+            yield tokens_BS, targets_BS, documents_BS if documents else None
+
 
 def permute(index: int, n: int, key: str) -> int:
     """Image of `index` under a pseudo-random permutation of range(n) chosen by `key`; O(1) memory, about 10 us.
@@ -181,11 +189,13 @@ class Dataset:
         return f"{self.tokens:,} tokens, {self.samples:,} samples of {self.seq} an epoch: {', '.join(shares)}"
 
 
-def unigram_entropy(dataset: Dataset) -> float:
-    """Entropy of the mixture's token frequencies, nats a token: the loss of the best model that ignores context.
+def unigram_entropy(dataset: Dataset) -> float | None:
+    """Entropy of the mixture's byte frequencies, nats a byte: the loss of the best model that ignores context.
 
-    Reads every token once; meant for byte data in memory.
+    Reads every token once. None for data of other tokens than bytes, or so much of it that the reading would be felt.
     """
+    if dataset.fingerprint != "bytes" or dataset.tokens > 2**30:
+        return None
     total = sum(dataset.weights)
     shares = np.zeros(dataset.vocab)
     for source, weight in zip(dataset.sources, dataset.weights, strict=True):

@@ -68,7 +68,7 @@ class SwappedExperts(Experts):
         with torch.autocast(kind, enabled=False):  # cast here once, as autocast does at F.linear; the op takes one type
             gate_up, down, *biases = (self._weight(name, dtype) for name in (*WEIGHTS, *BIASES))
             weights = LocalExperts(gate_up, down, biases[0], biases[1], self.swap.activation)
-            weights_TK = top_k_weights.float()
+            weights_TK = top_k_weights.to(torch.promote_types(dtype, torch.float32))
             routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)  # no dispatcher reads the logits
             rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
             return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
@@ -88,9 +88,12 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
 
     mesh: spread the experts over its ep axis; every rank must hold the same weights, and every rank takes part in every forward and
     backward with a batch of its own. `tmoe.parallel.parallelize(model, mesh)` then shards the rest and sums gradients over the ranks,
-    so divide each rank's loss by the global count. Raises ConfigError: no table entry, no such block, an activation other than
-    the op's, or ep does not divide the experts; the model is unchanged then.
+    so divide each rank's loss by the global count. Raises ConfigError: no table entry, no such block, experts that are sharded already,
+    an activation other than the op's, no Mesh, or ep does not divide the experts; the model is unchanged then. Forward hooks on
+    transformers' own experts modules go with these.
     """
+    if not isinstance(mesh, Mesh | None):
+        raise ConfigError(f"swap_experts: mesh={mesh!r}; must be a Mesh (tmoe.parallel.build_mesh), or None")
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in SWAPPABLE:
         raise ConfigError(f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}")
@@ -102,6 +105,8 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         raise ConfigError(
             f"swap_experts: no module *.{swap.place} in this {kind} holds gate_up_proj and down_proj (and biases)"
         )
+    if spread := [n for n, m in found.items() if any(isinstance(p, DTensor) for p in m.parameters())]:
+        raise ConfigError(f"swap_experts: {spread[0]} is sharded already; swap before parallelize or fully_shard")
     if model.config.hidden_act != "silu":
         raise ConfigError(f"swap_experts: hidden_act={model.config.hidden_act!r}; the fused op computes silu")
     for theirs in found.values() if swap.activation == "clamped" else ():

@@ -107,6 +107,9 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
         """The layer proper, given this rank's experts: y [T, D], and the load per sequence."""
+        if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
+            valid = f"all {self.router.cfg.experts}, or spread by parallelize"
+            require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         if padding_T is not None:  # NaN there, as attention to nothing makes it, would be in every gradient

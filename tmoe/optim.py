@@ -228,6 +228,10 @@ class Ema:
         self._parameters = dict(named_parameters)
         self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
 
+    def restart(self) -> None:
+        """The averages are copies of the weights once more: after loading those from elsewhere."""
+        _copy(_locals(self._averages), _locals(self._parameters))
+
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
         """average = decay * average + (1 - decay) * weight; once after each step. taken: 0 leaves the averages as they are."""
@@ -287,20 +291,22 @@ class SkipGuard:
         self.total = 0
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
 
-    def check(self, finite: bool, step: int, loss: float) -> bool:
-        """Whether someone should look at the step: its loss is a spike, or it was skipped. Every rank passes the same values.
-        Raises TooMany once max_skips steps in a row were not finite."""
+    def strange(self, finite: bool, loss: float) -> bool:
+        """Counts a step; whether someone should look at it: its loss is a spike, or it was skipped. Every rank passes the same values."""
         spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
         if math.isfinite(loss):  # the window outlives a NaN
             self.losses.append(loss)
         self.in_a_row = 0 if finite else self.in_a_row + 1
         self.total += not finite
+        return spike or not finite
+
+    def give_up(self, step: int) -> None:
+        """Raises TooMany once max_skips steps in a row, of which `step` is the last, were not finite."""
         if self.in_a_row >= self.max_skips:
             raise self.TooMany(
                 f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "
                 f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or other data"
             )
-        return spike or not finite
 
     def state_dict(self) -> dict[str, Any]:
         return dict(in_a_row=self.in_a_row, total=self.total, losses=list(self.losses))

@@ -127,14 +127,16 @@ class Runtime:
 
         return self.together(take)
 
-    def blame(self, step: int, share: float, samples: list[int]) -> None:
-        """Says on rank 0 whose share of a strange loss is the largest, or not finite, and which samples it holds."""
+    def blame(self, step: int, loss: float, norm: float, mean: float, samples: list[int]) -> None:
+        """Says on rank 0 why a step is strange: the gradient norm alone is not finite; or the loss, and then which rank's tokens have the
+        highest mean loss, or one that is not finite, and in which samples they are."""
         told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, (share, samples), group=self.control)
+        dist.all_gather_object(told, (mean, samples), group=self.control)
         rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
-        if self.rank == 0:
-            total = sum(share for share, _ in told)
-            log.warning("step %d: loss %.4g, of which rank %d has %.4g: samples %s", step, total, rank, *told[rank])
+        if self.rank == 0 and math.isfinite(loss) and not math.isfinite(norm):
+            log.warning("step %d: gradient norm %g, with a loss of %.4g", step, norm, loss)
+        elif self.rank == 0:
+            log.warning("step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank])
 
     def close(self) -> None:
         dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it

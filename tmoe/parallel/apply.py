@@ -43,7 +43,8 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
     whole_forwards: every forward of a Transformer runs all blocks, a backward begins at its end, and micro-batches that do not sync are
     told to the model itself. FSDP2 then gathers small neighbours together, with one hook in front of the first and one behind the last,
     and experts that dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered.py). Without the promise
-    others than asked for would be found gathered, or not, and gradients unreduced.
+    others than asked for would be found gathered, or not, and gradients unreduced. Of somebody's own model FSDP2 finds what the forward
+    returns in tuples, lists, dicts and dataclasses: a backward that begins at anything else leaves gradients unreduced.
     Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
     for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, Mesh), ("cfg", cfg or Config(), Config)):
@@ -56,6 +57,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts")
     require_untied(model)
+    require_whole(model, mesh)
     for moe in layers:
         require_divisible(moe, mesh)
     for moe in layers:
@@ -97,6 +99,24 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+
+
+def require_whole(model: nn.Module, mesh: Mesh) -> None:
+    """A MoE's experts are parameters of their own; experts outside of one, as swap_experts leaves them, lie on this mesh already."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    for layer, moe in layers.items():
+        mine = {name for name, _ in moe.experts.named_parameters(recurse=False)}
+        what = f"parameters {', '.join(sorted(mine)) or 'none'}"
+        require(
+            {"gate_up", "down"} <= mine, f"parallelize: {layer}.experts", what, "gate_up and down (parametrize later)"
+        )
+    ours = {moe.experts for moe in layers.values()}
+    for name, experts in model.named_modules():
+        if isinstance(experts, Experts) and experts not in ours:
+            sizes = {p.device_mesh.size() if isinstance(p, DTensor) else None for p in experts.parameters()}
+            got = "whole" if None in sizes else f"spread over ep={', '.join(map(str, sizes))}"
+            valid = f"spread by swap_experts(model, mesh) with the same mesh, ep={mesh.ep.size()}"
+            require(sizes == {mesh.ep.size()}, f"parallelize: {name}", got, valid)
 
 
 def require_untied(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 FSDP2 casts a shard, gathers it and splits what came, forward and backward again; a gradient it casts, cuts, and reduces in fp32. Here
 
     after a step    a rank's part of the copy, into which the optimizer has written, goes to the others: no cast, no buffer, no split
+                    (a part that nobody has written, as on a CPU and in fp32, is cast and goes with every forward)
     backward        a part of a gradient goes to its owner in the compute type, as it was computed; the owner adds the parts up in fp32
 
 which is half of FSDP2's bytes between ranks, a fifth of its copies in memory where two share, and the same sum. It costs the memory of
