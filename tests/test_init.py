@@ -204,7 +204,8 @@ def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
         found.append(error.code)
     runtime.LINGERS = 30.0
     found.append(before == {path.name: path.read_bytes() for path in out.glob("*.json*")})
-    found.append(train.Trainer(replace(cfg, eval_only=True), runtime.start(cfg.seed)).step)  # which writes nothing
+    reading = replace(cfg, eval_only=True, resume="none")  # which writes nothing
+    found.append(train.Trainer(reading, runtime.start(cfg.seed)).step)
     if rank == 0:
         threading.Timer(1, lambda: child.communicate(b"save\n")).start()
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))

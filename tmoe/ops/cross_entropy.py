@@ -78,5 +78,5 @@ def trace(V, D, ignore, dtype):
     logits, targets = torch.empty(1, V, dtype=dtype, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
     for grad in (True, False):
         cross_entropy_(logits, targets, ignore, grad)
-    for shape, of in (((V, D), torch.float32), ((1, 16 * D), dtype)):  # of the head; of the hidden states
-        scaled(torch.empty(shape, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
+    for of in dict.fromkeys((torch.float32, dtype)):  # the head's, and the hidden states'
+        scaled(torch.empty(V, D, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
