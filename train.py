@@ -67,11 +67,11 @@ class Trainer:
         with run.refusing():  # a dispatcher that was asked for and does not work here
             self.model = build_model(cfg, self.mesh, run.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
-        init_state(self.optimizer)
+        if not cfg.eval_only:
+            init_state(self.optimizer)
         self.optimizer.keeps_fresh = True  # here nobody else writes weights but Ema, which says so
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
-        self.guard = SkipGuard(cfg.optim.max_skips)
-        self.graphs = runtime.Graphs()
+        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), runtime.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
         info, mode = dict(config=asdict(cfg), versions=versions()), "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
@@ -191,7 +191,7 @@ class Trainer:
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
                 self.changes = run.together(lambda: hf.require_same_run(path, cfg))
-                state, rng = self.checkpoints.load(path, self.tensors())
+                state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
                 # in samples: the saved steps may have had more of them, or fewer

@@ -310,6 +310,10 @@ def test_what_no_rank_can_hold_is_refused():
     large = dataclasses.replace(cfg, train=TrainConfig(batch=4096, seq=4096))
     with pytest.raises(ConfigError, match=r"for half of a step; use more ranks"):
         require_room(large, 1, 8, 141 * GiB)
+    reading = dataclasses.replace(large, eval_only=True)
+    require_room(reading, 1, 8, parts["parameters"])
+    with pytest.raises(ConfigError, match=r"for parameters; use more ranks"):
+        require_room(reading, 1, 8, parts["parameters"] // 4)
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"validation loss {lines(tmp_path)[-1]['val_loss']:.4f}" in done.stdout + done.stderr
+    assert all(name.startswith("model.") for name in gloo(1, load, [*flags, "--eval-only"])[0]), "no moments"
     code, said = gloo(1, begin, [*flags, "--out", str(tmp_path / "none"), "--eval-only"])[0]
     assert code == 2 and re.search(r"--eval-only: no checkpoint in --out=.*none; name --init, or --resume none", said)
 

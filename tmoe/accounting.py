@@ -197,10 +197,12 @@ def peak_bytes(memory: dict[str, int]) -> int:
 
 def require_room(cfg: Config, dp: int, ep: int, room: int) -> None:
     """ConfigError where a rank of `room` bytes cannot hold its part: its parameters, gradients and moments, which every step has at one
-    time, or half of what `peak_bytes` estimates. Between that and the room the run is tried: the estimate is for balanced routing."""
+    time, or half of what `peak_bytes` estimates; with eval_only its parameters. Between that and the room the run is tried: the
+    estimate is for balanced routing."""
     parts = memory_per_rank(cfg, dp, ep)
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
     need = max((state, "parameters, gradients and moments"), (peak_bytes(parts) // 2, "half of a step"))
+    need = (parts["parameters"], "parameters") if cfg.eval_only else need
     require(
         need[0] <= room,
         f"--parallel.dp={dp} --parallel.ep={ep}: a rank has {room / 2**30:.1f} GiB of memory and needs {need[0] / 2**30:.1f} for {need[1]}; "

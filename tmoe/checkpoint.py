@@ -225,11 +225,11 @@ class Checkpoints:
 
     @torch.no_grad()
     def load(
-        self, path: Path, tensors: dict[str, Tensor | DTensor], only: str | None = None
+        self, path: Path, tensors: dict[str, Tensor | DTensor], only: str | tuple[str, ...] | None = None
     ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Fill `tensors` in place from the step folder `path`, whatever mesh and world it was saved on.
 
-        only: consider the saved tensors whose name starts so, e.g. "model.". Returns (state, rng); rng is this rank's saved generator
+        only: consider the saved tensors whose name starts so (or with one of these), e.g. "model.". Returns (state, rng); rng is this rank's saved generator
         states, or None if the world size differs, `only` is given, or none were saved. Raises, before any tensor changes:
         CheckpointError if a byte of the folder is damaged, MismatchError listing every tensor that is missing, not asked for, or of
         other shape or dtype.
@@ -250,7 +250,9 @@ class Checkpoints:
         self._dcp(f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner)
         return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()} if rng else None
 
-    def _compare(self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | None) -> None:
+    def _compare(
+        self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None
+    ) -> None:
         saved = {n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")}
         votes = self._together(f"loading {path}", lambda: (list(tensors), _differences(saved, tensors)))
         asked = {name for names, _ in votes for name in names}  # of all ranks: pipeline stages hold different tensors
