@@ -194,8 +194,8 @@ class Trainer:
                 state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
-                # in samples: the saved steps may have had more of them, or fewer
-                a_step = cfg.train.batch * cfg.train.accumulate * run.world
+                self.checkpoints.info["config"]["init"] = hf.started_from(path)  # whatever --init says now
+                a_step = cfg.train.batch * cfg.train.accumulate * run.world  # samples; saved steps may have had others
                 self.data.ahead = self.tokens // cfg.train.seq - self.step * a_step
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)

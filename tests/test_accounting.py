@@ -367,9 +367,9 @@ def test_memory_states_worked_by_hand():
     assert memory["accumulated"] == 0
 
 
-@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (3, 1), (4, 1), (2, 2), (4, 3), (2, 6)])
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (2, 2), (5, 2), (4, 3), (2, 6)])
 def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
-    """6 experts: cut evenly over dp, by rows of their matrices where dp does not divide them, or to a single one each."""
+    """6 experts: cut evenly over dp, by rows of their matrices where dp divides those alone, else unevenly."""
     cfg = Config(model=ODD, compile=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
     try:

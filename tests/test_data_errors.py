@@ -134,8 +134,21 @@ def test_bad_source(spec: str, message: str):
 def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
     with pytest.raises(DataError, match=rf"{shards}: has no weight"):
         data(f"{texts}:1", shards)
-    with pytest.raises(DataError, match=r"tokenizer bytes, not sha256:"):
+    with pytest.raises(DataError, match=r"tokenizer bytes, eos 0, not sha256:"):
         data(shards, tokenizer=str(bpe), vocab=300)
+    chat = tmp_path / "chat"
+    chat.mkdir()
+    (chat / "tokenizer.json").write_bytes(bpe.read_bytes())
+    other = next(
+        t for t, i in json.loads(bpe.read_text())["model"]["vocab"].items() if i != load_tokenizer(str(bpe)).eos
+    )
+    (chat / "tokenizer_config.json").write_text(json.dumps({"eos_token": other}))
+    for name, tokenizer in (("base", bpe), ("chat", chat / "tokenizer.json")):
+        convert((str(texts),), out=tmp_path / f"{name}-shards", tokenizer=str(tokenizer))
+    with pytest.raises(DataError, match=r"chat-shards: made with .*, eos \d+, not .*, eos \d+; .* end documents alike"):
+        data(tmp_path / "base-shards", tmp_path / "chat-shards", vocab=300)
+    with pytest.raises(DataError, match=r"base-shards: made with .* end documents alike"):
+        data(tmp_path / "base-shards", tokenizer=str(chat / "tokenizer.json"), vocab=300)
     with pytest.raises(DataError, match=r"ids up to 255: --model\.vocab=128 is too small"):
         data(texts, vocab=128)
     with pytest.raises(DataError, match=r"\d+ tokens in its val split, one sample needs 50001"):

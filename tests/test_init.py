@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import train
 from tmoe import hf, offline, runtime
 from tmoe.cli import parse
-from tmoe.hf_config import read_config
+from tmoe.hf_config import build_config, read_config
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 
@@ -173,6 +173,45 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
             want = model(tokens).logits
         assert (ours - want).norm() <= 1e-5 * want.norm(), folder
     assert (after - before).norm() > 1e-3 * before.norm(), "the steps changed nothing"
+    with pytest.raises(ValueError, match=r"lies inside .*step-2, and would go when that step goes"):
+        hf.export_hf(step, step / "hf")
+
+
+def test_the_original_is_what_a_run_began_from(gloo, tmp_path, flags, monkeypatch):
+    """However it was started since: the export of a later step has the original's files, that of new weights nobody's."""
+    monkeypatch.setitem(SIZES, "vocab_size", 257)
+    hf_dir = saved(tmp_path / "hf", "qwen3_moe", files=2)
+    sizes = json.dumps(asdict(read_config(json.loads((hf_dir / "config.json").read_text()))))
+    for name, first, then in (("tuned", [str(hf_dir)], []), ("new", [], [str(hf_dir)])):
+        out = tmp_path / name
+        for steps, init in ((1, first), (2, then)):
+            argv = [*flags, "--out", str(out), "--train.batch", "2", "--steps", str(steps)]
+            gloo(1, train_sized, [*argv, *(["--init", *init] if init else [])], sizes)
+        hf.export_hf(out / "checkpoints/step-2", tmp_path / f"{name}-back")
+        assert (others_of(tmp_path / f"{name}-back") == others_of(hf_dir)) == (name == "tuned")
+    step = tmp_path / "new/checkpoints/step-2"
+    again = [
+        *flags,
+        "--out",
+        str(tmp_path / "new"),
+        "--train.batch",
+        "2",
+        "--steps",
+        "2",
+        "--resume",
+        "none",
+        "--init",
+        str(step),
+    ]
+    gloo(1, train_sized, again, sizes)  # saves over what it began from
+    hf.export_hf(step, tmp_path / "itself")
+
+
+def train_sized(rank: int, world: int, argv: list[str], model: str) -> None:
+    cfg = replace(parse(argv, "", rank=rank, world=world), model=build_config(json.loads(model)))
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    with trainer.metrics:
+        trainer.train()
 
 
 # ---- a run that begins while another is still there ----

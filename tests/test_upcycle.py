@@ -207,6 +207,13 @@ def test_bad_combinations(tmp_path, flags, words):
     assert {p.name for p in tmp_path.iterdir()} == {"step-5"}
 
 
+def test_blocks_that_were_named_dense_become_moe_as_well(tmp_path):
+    sparse = MoEConfig(experts=2, ffn_dim=4)  # which no block has
+    save(tmp_path, replace(LLAMA, dense_layers=0, dense_blocks=(0, 1, 2), moe=sparse))
+    after = upcycle.plan_upcycle(tmp_path / "step-5", experts=4, top_k=2).manifest.info["config"]["model"]
+    assert after["dense_blocks"] == () and after["dense_layers"] == 0 and after["moe"]["experts"] == 4
+
+
 def lie(step: Path, **changes) -> None:
     manifest = replace(read_manifest(step), **changes)
     (step / files.NAME).unlink()

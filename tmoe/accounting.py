@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
 from tmoe.parallel.dispatch import pairs_bound
-from tmoe.parallel.mesh import keeps_whole, units
+from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.symm import hides
 
 Shape = tuple[int, ...]
@@ -220,9 +220,10 @@ def sharded(shapes: list[Shape], ranks: int) -> int:
 
 
 def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
-    """Elements on the fullest rank: L = E/ep experts, cut over dp by expert if that comes out even, else by row."""
+    """Elements on the fullest rank: L = E/ep experts, cut over dp along mesh.py's shard_dim."""
     local = [(rows // ep, *rest) for rows, *rest in shapes]
-    return sum(sharded([(L, M, *N)] if L % dp == 0 else [(M, L, *N)], dp) for L, M, *N in local)
+    by_row = shard_dim(local, dp) == 1
+    return sum(sharded([(M, L, *N) if by_row else (L, M, *N)], dp) for L, M, *N in local)
 
 
 def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> int:

@@ -64,7 +64,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
-    if not cfg.dry_run:
+    if not (cfg.dry_run or cfg.eval_only):  # which write nothing
         for place in (cfg.out, f"{cfg.out}/checkpoints", *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else [])):
             require_writable(cfg.out, place)
         for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():

@@ -221,15 +221,15 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
         raise DataError(f"--data.path: {error}") from None
-    expected = corpora[0].fingerprint if cfg.tokenizer == "bytes" else tokenizer.fingerprint
+    first = corpora[0] if cfg.tokenizer == "bytes" else tokenizer
     for corpus in corpora:
-        if corpus.fingerprint != expected:
+        if (corpus.fingerprint, corpus.eos) != (first.fingerprint, first.eos):
             raise DataError(
-                f"{corpus.name}: made with tokenizer {corpus.fingerprint}, not {expected}; "
-                "sources that are mixed, and --data.tokenizer if given, must be of one tokenizer"
+                f"{corpus.name}: made with tokenizer {corpus.fingerprint}, eos {corpus.eos}, not {first.fingerprint}, eos {first.eos}; "
+                "sources that are mixed, and --data.tokenizer if given, must be of one tokenizer and end documents alike"
             )
     weights = weights or [source.samples for source in sources]
-    return Dataset(sources, weights, eos=corpora[0].eos, fingerprint=expected, seed=cfg.seed)
+    return Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
 
 
 def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:

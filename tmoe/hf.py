@@ -243,6 +243,12 @@ def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
     return [f"--{name}={new} (was {old})" for name, old, new in changed] + unread + left
 
 
+def started_from(step_dir: Path) -> str:
+    """The --init of the run that a step folder belongs to, which `export` takes for the original; "" for new weights."""
+    config = read_manifest(step_dir).info.get("config")
+    return str(config.get("init") or "") if isinstance(config, dict) else ""
+
+
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
     folder = Folder(hf_dir)
     arch, theirs = architecture(folder.config), read_config(folder.config)

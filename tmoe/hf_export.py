@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
@@ -42,7 +43,7 @@ from tmoe.hf_rules import FP32, HF, Piece, ahead, divide, model_shapes, their_sh
 from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.layout import Box
 from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
-from tmoe.rewrite import keeping, read_boxes, require_absent
+from tmoe.rewrite import keeping, read_boxes, require_absent, require_outside
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
 SHORT = dict(bf16="BF16", fp32="F32")
@@ -81,6 +82,7 @@ def export_hf(
     """
     require_absent(hf_dir)
     step = folders.resolve(step_dir)
+    require_outside(hf_dir, [step])
     manifest = read_manifest(step)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
@@ -116,8 +118,11 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
         return _origin_of_step(step, manifest)
     config = manifest.info.get("config")
     settings = config if isinstance(config, dict) else {}
-    if init := settings.get("init"):
-        start = Path(init)
+    start = Path(settings.get("init") or "")
+    gone = (
+        not start.exists() or start.resolve() == step.resolve()
+    )  # of a step that went, or saved over what it began from
+    if start.name and not (gone and re.fullmatch(r"step-\d+", start.name) and isinstance(settings.get("model"), dict)):
         if is_folder(start):
             return _origin_of_folder(Folder(start))
         if not start.exists():

@@ -35,7 +35,7 @@ from tmoe import folders, inspection
 from tmoe import manifest as files
 from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
-from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, rewrite
+from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, require_outside, rewrite
 from tmoe.shards import RNG
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
@@ -305,8 +305,7 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
 
 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
-    if inside := [src for src in sources if src.resolve() in dst.resolve().parents]:
-        raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
+    require_outside(dst, sources)
     needed, free = check_space(plan, dst)
     ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
     size = sum(output.nbytes for output in plan.outputs)

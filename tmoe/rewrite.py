@@ -21,7 +21,7 @@ import re
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -121,6 +121,12 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
 def require_absent(dst: Path) -> None:
     if dst.exists() or dst.is_symlink():
         raise CheckpointError(f"{dst}: exists already; name a new folder")
+
+
+def require_outside(dst: Path, sources: Sequence[Path]) -> None:
+    """ValueError if dst lies in one of the step folders that it is made from."""
+    if inside := [src for src in sources if src.resolve() in dst.resolve().parents]:
+        raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
 
 
 def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:

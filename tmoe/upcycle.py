@@ -125,10 +125,9 @@ def plan_upcycle(
     require(top_k <= experts, f"--top-k={top_k}: must be at most --experts={experts}")
     width = before.ffn_dim // granularity
     moe = MoEConfig(experts=experts, top_k=top_k, ffn_dim=width, renormalize=renormalize)
-    after = replace(before, moe=moe, dense_layers=dense_layers, moe_every=moe_every)
-    require(
-        dense_layers < after.layers, f"--dense-layers={dense_layers}: none of the {after.layers} blocks would be an MoE"
-    )
+    after = replace(before, moe=moe, dense_layers=dense_layers, moe_every=moe_every, dense_blocks=())
+    none = f"--dense-layers={dense_layers}: none of the {after.layers} blocks would be an MoE"
+    require(any(map(after.is_moe, range(after.layers))), none)
     weights = {name.removeprefix(MODEL): e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     refuse(f"{dense} does not hold its dense model", _unfit(weights, model_shapes(before)))
     carried = {name: e for name, e in manifest.tensors.items() if name.startswith(FILE)}
