@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tmoe import attend as attend_module
 from tmoe.attend import attend, block_mask, document_mask
@@ -330,3 +331,11 @@ def test_qk_norm_equals_hugging_faces(kind):
     c = torch.randn_like(y)
     grads = (torch.autograd.grad((a * c).sum(), b)[0] for a, b in ((y, x_ours), (want, x_theirs)))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tracer_leaves_no_table_behind():
+    """What torch.export or a fake mode makes of cos and sin is of no use to the next call."""
+    with FakeTensorMode():
+        rope_table(RopeConfig(), 8, 77, CPU)
+    cos, _ = rope_table(RopeConfig(), 8, 77, CPU)
+    assert type(cos) is torch.Tensor and rope_table(RopeConfig(), 8, 77, CPU)[0] is cos

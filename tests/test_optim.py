@@ -289,3 +289,9 @@ def test_fused_on_a_gpu_with_explicit_state():
         runs.append({name: p.detach().cpu() for name, p in params.items()})
     for name in runs[0]:
         torch.testing.assert_close(runs[0][name], runs[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_closure_is_refused():
+    optimizer = build_optimizer([("w", torch.nn.Parameter(torch.ones(2)))], OptimConfig(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="got a closure"):
+        optimizer.step(lambda: torch.ones(()))

@@ -19,7 +19,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023, "NTK by parts"). In fp32 and in the
     order of transformers' operations, to the last bit: a rounded frequency is what published weights were trained with.
     """
-    period = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # positions per radian
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")  # whatever the default: fp32's last bit
+    period = rope.theta ** (pairs / head_dim)  # positions per radian
     freq = 1.0 / period
     if rope.scaling == "none":
         return freq, 1.0
@@ -38,7 +39,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+    keep = 1 - ((pairs / 2 - low) / (high - low or 0.001)).clamp(0, 1)
     factor = rope.attention_factor
     if factor is None and rope.mscale and rope.mscale_all_dim:
         factor = yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
@@ -52,17 +53,25 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)  # the cache outlives the caller's mode, and autograd refuses inference tensors
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [S, C] in fp32, kept for the next call; not what a tracer (torch.export's) or a mode makes, which may be no tensors."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
+
+
+def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [S, C] in fp32; the two halves of C repeat (pairs are (i, i + C/2), as in Hugging Face's models).
 
     The angle is fp32's product, as theirs: an exact one differs by 6e-8 of itself, and logits 6,000 tokens in by 3e-5.
     """
     freq, factor = rope_frequencies(rope, head_dim)
-    angle = torch.outer(torch.arange(seq, dtype=torch.float32), freq)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float32, device="cpu"), freq)
     angle = torch.cat([angle, angle], -1)
     return (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
+
+
+# the cache outlives the caller's mode, and autograd refuses inference tensors
+kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(make_rope_table))
 
 
 def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        if closure is not None:
+            raise ValueError("AdamW.step: got a closure, valid is None: compute loss and gradients before")
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if all(p.is_cuda and p.dtype == torch.float32 for p in params):
             self._step_in_one_pass()

@@ -86,12 +86,13 @@ def _(x_TD, ids_RK, order_S, splits_2P, group):
 
 @torch.library.custom_op("tmoe::pull", mutates_args=())
 def pull(rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str) -> Tensor:
-    """Rows back to where push took them from, added up over ranks in rank order in fp32: x_TD, T = tokens."""
+    """Rows back to where push took them from, added up over ranks in rank order in fp32 (fp64 as it is): x_TD, T = tokens."""
     send, receive = splits_2P.tolist()
     rows_SD = _all_to_all(rows_RD, receive, send, group)
-    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=torch.float32)
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
     for to_p, rows_p in zip(order_S.split(send), rows_SD.split(send), strict=True):
-        out_TD.index_add_(0, to_p, rows_p.float())  # a token occurs once for each rank: no two adds race
+        out_TD.index_add_(0, to_p, rows_p.to(dtype))  # a token occurs once for each rank: no two adds race
     return out_TD.to(rows_RD.dtype)
 
 
@@ -136,9 +137,11 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
     end = time.monotonic() + store.timeout.total_seconds()
     while not store.check(keys):
         if ahead():
+            store.delete_key(keys[group.rank()])  # or who comes later would read it in another call
             return None
         if time.monotonic() > end:
             missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
+            store.delete_key(keys[group.rank()])
             raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
         time.sleep(0.01)
     words = [json.loads(store.get(k)) for k in keys]

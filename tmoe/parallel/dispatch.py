@@ -94,9 +94,10 @@ class LocalDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """`torch.distributed` all-to-all with split sizes (gloo, NCCL, RCCL): the portable reference. One host sync a layer."""
 
-    def __init__(self, group: dist.ProcessGroup, local_experts: int):
+    def __init__(self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0):
+        """tokens: most that a rank has, if known; a rank with fewer may get many from its peers."""
         self.group, self.ranks = group.group_name, group.size()
-        self.local_experts = local_experts
+        self.local_experts, self.tokens = local_experts, tokens
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
         ids_RK, order_S, splits_2P = collectives.plan(routing.ids_TK, self.local_experts, self.group)
@@ -104,7 +105,7 @@ class AllToAllDispatcher(Dispatcher):
             collectives.push(t, ids_RK, order_S, splits_2P, self.group) for t in (x_TD, routing.weights_TK)
         )
         T, K = routing.ids_TK.shape
-        pairs = pairs_bound(T, K, self.ranks, self.local_experts)
+        pairs = pairs_bound(max(self.tokens, T), K, self.ranks, self.local_experts)
         return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, T)
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
@@ -172,7 +173,7 @@ def dispatcher_for(
     Raises ValueError where symm is asked for, or fp8 on the wire, which only symm has, and it cannot work.
     """
     if dist.get_backend(group) == "fake":  # a dry run moves nothing
-        return AllToAllDispatcher(group, local_experts)
+        return AllToAllDispatcher(group, local_experts, tokens)
     if dispatch == "nccl":
         obstacle = "--parallel.dispatch=nccl"
     else:
@@ -187,4 +188,4 @@ def dispatcher_for(
         raise ValueError(f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same")
     if dispatch == "symm":
         raise ValueError(f"--parallel.dispatch=symm: {obstacle}; use auto or nccl")
-    return AllToAllDispatcher(group, local_experts)
+    return AllToAllDispatcher(group, local_experts, tokens)
