@@ -43,7 +43,8 @@ class Plan(NamedTuple):
 def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | None:
     """Routed pairs to allocate for at once: half as many again as arrive under balance, at most all that can arrive.
 
-    Memory follows this, not the worst case; what exceeds it costs time (further rounds), never correctness. None: ep=1.
+    Memory follows this, not the worst case; what exceeds it costs time (further rounds), never correctness: on a rank with few tokens of
+    its own, whose peers have many, much time. None: ep=1.
     """
     most = tokens * ep * min(top_k, local_experts)
     return None if ep == 1 else 128 * max(1, -(-min(tokens * top_k * 3 // 2, most) // 128))  # whole tiles
@@ -94,10 +95,9 @@ class LocalDispatcher(Dispatcher):
 class AllToAllDispatcher(Dispatcher):
     """`torch.distributed` all-to-all with split sizes (gloo, NCCL, RCCL): the portable reference. One host sync a layer."""
 
-    def __init__(self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0):
-        """tokens: most that a rank has, if known; a rank with fewer may get many from its peers."""
+    def __init__(self, group: dist.ProcessGroup, local_experts: int):
         self.group, self.ranks = group.group_name, group.size()
-        self.local_experts, self.tokens = local_experts, tokens
+        self.local_experts = local_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
         ids_RK, order_S, splits_2P = collectives.plan(routing.ids_TK, self.local_experts, self.group)
@@ -105,7 +105,7 @@ class AllToAllDispatcher(Dispatcher):
             collectives.push(t, ids_RK, order_S, splits_2P, self.group) for t in (x_TD, routing.weights_TK)
         )
         T, K = routing.ids_TK.shape
-        pairs = pairs_bound(max(self.tokens, T), K, self.ranks, self.local_experts)
+        pairs = pairs_bound(T, K, self.ranks, self.local_experts)
         return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, T)
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
@@ -173,7 +173,7 @@ def dispatcher_for(
     Raises ValueError where symm is asked for, or fp8 on the wire, which only symm has, and it cannot work.
     """
     if dist.get_backend(group) == "fake":  # a dry run moves nothing
-        return AllToAllDispatcher(group, local_experts, tokens)
+        return AllToAllDispatcher(group, local_experts)
     if dispatch == "nccl":
         obstacle = "--parallel.dispatch=nccl"
     else:
@@ -188,4 +188,4 @@ def dispatcher_for(
         raise ValueError(f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same")
     if dispatch == "symm":
         raise ValueError(f"--parallel.dispatch=symm: {obstacle}; use auto or nccl")
-    return AllToAllDispatcher(group, local_experts, tokens)
+    return AllToAllDispatcher(group, local_experts)
