@@ -5,6 +5,7 @@ next: test_launch.py
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tmoe import ops
 from tmoe.ops import reference, table
@@ -183,7 +184,7 @@ def test_compiled_equals_eager(how):
 def test_routing_does_not_recompile():
     """Neither forward nor backward, whatever is empty, and both equal eager bit for bit."""
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     fn = torch.compile(ops.moe_mlp, backend=counter, fullgraph=True)
     x, gate_up, down, weights, _ = layer(16, 8, 8, 4, 2)
     for low, high in [(-1, 4), (0, 4), (2, 3), (-1, 0), (-1, 2)]:

@@ -7,6 +7,9 @@ are stored, by whichever programs had them. The consumers do the epilogues thems
 
 Tiles are drawn from a counter, all of up before any of down: whoever holds a down tile knows that every up tile that it may wait for is
 held by a program that runs. So a kernel on another stream (NCCL's, beside compute) may keep multiprocessors for as long as it likes.
+
+Weights that are on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128 KB a multiprocessor are 4 us
+at the speed of memory. Two stages are enough to keep it busy; with a ring of four the others hold what has come (docs/kernels.md, eleventh).
 """
 
 from triton.experimental import gluon
@@ -22,7 +25,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from tmoe.ops.kernels import activate, slices, tile_at
+from tmoe.ops.kernels import activate, slices
+
+
+@gluon.jit
+def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
+    """Tile t's expert e, the expert's rows lo..hi, the tile's first row and its column block.
+
+    Expert by expert, and within one rows run fastest: what several row tiles multiply with comes from memory once.
+    """
+    m = t // num_n
+    e = gl.load(tiles + 4 + m)
+    lo = gl.load(offsets + e)
+    hi = gl.load(offsets + e + 1)
+    before = (gl.load(tiles + 4 + capacity + m) - lo) // BM
+    height = gl.cdiv(hi - lo, BM)
+    u = t - (m - before) * num_n
+    return e, lo, hi, lo + u % height * BM, u // height
 
 
 @gluon.jit
@@ -45,38 +64,57 @@ def hear(i, drawn, told, heard, Q: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(
-    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
-    drawn, told, heard,
-    BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, Q: gl.constexpr,
-):  # fmt: skip
-    """The weights' loader: draws tiles, one ahead; nothing but the ring's room holds it up.
+def room(it, full, empty, S: gl.constexpr, FLIGHT: gl.constexpr):
+    """The place in the ring of step `it`, once it is free and step it - FLIGHT has come."""
+    if FLIGHT < S:
+        before = it + S - FLIGHT  # never negative; one phase on
+        mbarrier.wait(full.index(before % S), (before // S & 1) ^ 1, pred=it >= FLIGHT)
+    mbarrier.wait(empty.index(it % S), (it // S & 1) ^ 1)
+    return it % S
 
-    Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
+
+@gluon.jit
+def load_weights(
+    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full, empty,
+    drawn, told, heard, guessed,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr, Q: gl.constexpr,
+):  # fmt: skip
+    """The weights' loader: draws tiles, one ahead; the ring's room holds it up, and that only FLIGHT stages may be on their way.
+
+    While routing still runs it asks for the first steps of the tile that is this program's where every expert has one row tile: they
+    are thrown away, but somebody is going to ask for them again, and L2 has them then. Two steps asked for at once, and L2 fetching
+    256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
     """
+    if FLIGHT < S:
+        p = gl.program_id(0)
+        mbarrier.expect(guessed, FLIGHT * BN * BL * 2)
+        for j in gl.static_range(FLIGHT):
+            at = [2 * (p // num_up), p % num_up * (BN // 2), j * BL]  # zeros where there is no such expert
+            tma.async_copy_global_to_shared(gate_up, at, guessed, bufs.index(j))
+    gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
     it = 0
     i = 1
     t = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
     publish(t, 0, drawn, told, heard, Q)
+    if FLIGHT < S:
+        mbarrier.wait(guessed, 0)
     while t < total:
         following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
         publish(following, i, drawn, told, heard, Q)
         i += 1
         if t < ups:
-            e, _, _, _, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            e, _, _, _, pn = place_of(t, tiles, capacity, offsets, num_up, BM)
             for k in range(up_steps):
-                s = it % S
-                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
                 tma.async_copy_global_to_shared(gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s))
                 it += 1
         else:
-            e, _, _, _, pn = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            e, _, _, _, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
             for k in range(down_steps):
-                s = it % S
-                mbarrier.wait(empty.index(s), (it // S & 1) ^ 1)
+                s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
                 tile = bufs.index(s).reshape([1, BN, BL])
                 tma.async_copy_global_to_shared(down, [e, pn * BN, k * BL], full.index(s), tile)
@@ -118,12 +156,13 @@ def feed(
 
 @gluon.jit
 def load_rows(
-    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP, bufs, full, empty,
+    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, bufs, full, empty,
     drawn, told, heard,
     BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
+    gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
     it = 0
@@ -131,11 +170,11 @@ def load_rows(
     t = hear(i, drawn, told, heard, Q, WARPS)
     while t < total:
         if t < ups:
-            _, _, hi, row, _ = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            _, _, hi, row, _ = place_of(t, tiles, capacity, offsets, num_up, BM)
             at = rows_at(order, row, hi, D, BM, CHUNK, K, LAYOUT)
             it = feed(x, at, hi - row, up_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
         else:
-            e, lo, hi, row, _ = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            e, lo, hi, row, _ = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
             wanted = gl.cdiv(hi - lo, BM) * num_up
             while gl.load(ready + e, volatile=True) < wanted:
                 pass
@@ -189,7 +228,7 @@ def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consume(
-    bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+    bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
     a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, ACT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
@@ -199,6 +238,7 @@ def consume(
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
+    gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
     ia = 0
@@ -207,7 +247,7 @@ def consume(
     t = hear(i, drawn, told, heard, Q, WARPS)
     while t < total:
         if t < ups:
-            e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_up, GROUP)
+            e, _, hi, row, pn = place_of(t, tiles, capacity, offsets, num_up, BM)
             acc, ia, ib = multiply(
                 up_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
             )
@@ -230,7 +270,7 @@ def consume(
             gl.thread_barrier()  # all threads have stored
             gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
         else:
-            _, _, hi, row, pn = tile_at(t - ups, tiles, capacity, offsets, num_down, GROUP)
+            _, _, hi, row, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
             acc, ia, ib = multiply(
                 down_steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, BM, BN, BL, SA, SB, MMA
             )
@@ -241,16 +281,17 @@ def consume(
         t = hear(i, drawn, told, heard, Q, WARPS)
 
 
-@gluon.jit(do_not_specialize=["capacity", "GROUP"])
+@gluon.jit(do_not_specialize=["capacity"])
 def few_rows(
-    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, K: gl.constexpr,
-    ACT: gl.constexpr,
+    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, FLIGHT: gl.constexpr,
+    K: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
 
     gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and counter [1], int32, must be zero.
-    SA, SB: stages of the rings of rows and of weights.
+    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. Each kind of warps waits for the kernels
+    before this one by itself (gdc_wait), so that the weights' loader may ask for something before.
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
@@ -266,6 +307,8 @@ def few_rows(
     drawn = gl.allocate_shared_memory(gl.int32, [Q, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told = gl.allocate_shared_memory(gl.int64, [Q, 1], mbarrier.MBarrierLayout())
     heard = gl.allocate_shared_memory(gl.int64, [Q, 1], mbarrier.MBarrierLayout())
+    guessed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(guessed.index(0), count=1)
     for i in gl.static_range(Q):
         mbarrier.init(told.index(i), count=1)
         mbarrier.init(heard.index(i), count=2)
@@ -276,12 +319,11 @@ def few_rows(
         mbarrier.init(b_full.index(i), count=1)
         mbarrier.init(b_empty.index(i), count=1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
-    gdc_wait()
     gl.warp_specialize([
-        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
                    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),
-        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, GROUP,
-                        b_bufs, b_full, b_empty, drawn, told, heard, BN, BL, SB, Q)),
-        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, GROUP,
+        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps,
+                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB, FLIGHT, Q)),
+        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
                      a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q, GATHER)),
     ], [1, GATHER], [24, 96])  # fmt: skip

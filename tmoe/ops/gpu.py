@@ -185,7 +185,7 @@ class Layer:
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
             self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
             bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
-            cdiv(self.D, BL), cdiv(self.F, BL), cfg.GROUP, cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, self.K,
+            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, cfg.flight, self.K,
             self.activation, num_warps=cfg.BM // 16, **early(self.x.device),
         )  # fmt: skip
         return y

@@ -108,7 +108,7 @@ def _facts(index):
 def early(device):
     """Options of a launch whose programs may take their places while the kernel before it still runs (programmatic dependent launch).
 
-    Such a kernel waits by gdc_wait before it touches memory at all: then everything before it on the stream has ended. Empty where a
+    Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream has ended. Empty where a
     GPU cannot do it, and on a CPU (triton's interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}

@@ -11,7 +11,7 @@ the blocks of each expert, stable rank of each slot inside its block. One does, 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.launch import cdiv, early, empty, launch
 
@@ -214,6 +214,7 @@ def place_few(
     """
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()  # few.py's programs, which ask for weights while they wait
     N = units * UNIT
     p = tl.program_id(0)
     ee = tl.arange(0, BINS)
