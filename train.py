@@ -73,7 +73,8 @@ class Trainer:
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
         self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), runtime.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
-        info, mode = dict(config=asdict(cfg), versions=versions()), "sync" if cfg.checkpoint.mode == "sync" else "async"
+        info = dict(config=asdict(cfg), versions=versions(), data=self.data.describe())
+        mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
@@ -190,13 +191,12 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                self.changes = run.together(lambda: hf.require_same_run(path, cfg))
+                self.changes = run.together(lambda: hf.require_same_run(path, cfg, self.data.describe(), run.world))
                 state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
                 self.checkpoints.info["config"]["init"] = hf.started_from(path)  # whatever --init says now
-                a_step = cfg.train.batch * cfg.train.accumulate * run.world  # samples; saved steps may have had others
-                self.data.ahead = self.tokens // cfg.train.seq - self.step * a_step
+                self.data.go_on(self.step, self.tokens, **self.shape())
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)
             elif cfg.init:

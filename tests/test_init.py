@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_tiny import SIZES, others_of, saved, tensors_of
-from test_train import SMALL, whole
+from test_train import SMALL, changes, whole
 from transformers import AutoModelForCausalLM
 
 import train
@@ -256,3 +256,19 @@ def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_pat
     argv = [*flags, "--out", str(tmp_path / "a")]
     gloo(1, train_two_steps, argv)
     assert gloo(2, overlapping, [*argv, "--parallel.ep", "2"], tmp_path / "a") == [[2, True, 0, 2, 2]] * 2
+
+
+def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
+    """Steps of another size, other data behind the same path; not what is the same under another layout."""
+    text = tmp_path / "words.txt"
+    text.write_text("".join(f"line {i} of some text\n" for i in range(2000)))
+    flags = [*FLAGS, "--out", str(tmp_path / "run"), "--data.path", str(text), "--optim.warmup", "1", "--steps"]
+    gloo(1, train_two_steps, [*flags, "2", "--train.batch", "2"])
+    assert gloo(2, changes, [*flags, "4", "--train.batch", "1"]) == [["--steps=4 (was 2)"]] * 2
+    larger = gloo(1, changes, [*flags, "4", "--train.batch", "3"])[0]
+    assert larger == ["--steps=4 (was 2)", "96 tokens a step (were 64 on average)"]
+    text.write_text("".join(f"line {i} of some text\n" for i in range(2500)))
+    *_, said = gloo(1, changes, [*flags, "4", "--train.batch", "2"])[0]
+    assert said.startswith("the data has changed, so it is shuffled anew: ") and said.count(str(text)) == 2
+    seed = gloo(1, changes, [*flags, "4", "--train.batch", "2", "--data.seed", "7"])[0]
+    assert seed == ["--data.seed=7 (was 0)", "--steps=4 (was 2)"]

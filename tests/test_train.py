@@ -275,7 +275,7 @@ def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
     said = f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; name more to go on"
     assert gloo(1, changes, [*flags, "--steps", str(steps)])[0] == [said]
     assert gloo(1, changes, [*flags, "--steps", str(steps), "--eval-only"])[0] == []
-    assert gloo(1, changes, [*flags, "--steps", "3"])[0] == []
+    assert gloo(1, changes, [*flags, "--steps", "3"])[0] == ["--steps=3 (was 2)"]
 
 
 def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):

@@ -167,6 +167,10 @@ class Dataset:
         epoch, position = divmod(nth, source.samples)
         return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
 
+    def go_on(self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> None:
+        """Behind `step` steps that took `tokens` tokens in all, of whatever size each: no sample twice, none left out."""
+        self.ahead = tokens // self.seq - step * batch * accumulate * world
+
     def indices(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> list[int]:
         """One rank's part of a step: global samples ahead + (step * accumulate + a) * world * batch + rank * batch + b.
 

@@ -209,10 +209,10 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
         )
 
 
-def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
+def require_same_run(step_dir: Path, cfg: Config, data: str, world: int) -> list[str]:
     """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds. Returns
-    what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, the optimizer; and that no step
-    is left to do."""
+    what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, a step's size, the optimizer; and
+    that no step is left to do. data: `Dataset.describe()` of this run's; world: its processes."""
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
     held = {name.partition(".")[0] for name in manifest.tensors}
@@ -228,19 +228,23 @@ def require_same_run(step_dir: Path, cfg: Config) -> list[str]:
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
     was, now = manifest.info.get("config", {}), json.loads(json.dumps(asdict(cfg), default=str))
     groups: dict[str, list[str]] = dict(data=list(now["data"]), optim=list(now["optim"]), train=["seq", "dtype"])
-    idle = not cfg.eval_only and counts[0] >= cfg.steps
-    left = (
-        [f"nothing to do: --steps={cfg.steps}, and {step_dir} has {counts[0]} of them; name more to go on"]
-        if idle
-        else []
-    )
+    (step, tokens), goes_on = counts, not cfg.eval_only and counts[0] < cfg.steps
+    idle = f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
+    left = [] if goes_on or cfg.eval_only else [idle]
     if not isinstance(was, dict) or not all(isinstance(was.get(g, {}), dict) for g in groups):
         return left  # nobody's settings of a run
     pairs = [(f"{g}.{name}", was.get(g, {}).get(name), now[g][name]) for g, names in groups.items() for name in names]
-    pairs.append(("seed", was.get("seed"), now["seed"]))
+    pairs += [(name, was.get(name), now[name]) for name in ("seed", *["steps"] * goes_on)]  # rates follow the steps
     changed = [(name.replace("_", "-"), old, new) for name, old, new in pairs if old is not None and old != new]
+    noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
+    a_step = cfg.train.batch * cfg.train.accumulate * world * cfg.train.seq
+    if goes_on and step and tokens != step * a_step:
+        noted.append(f"{a_step:,} tokens a step (were {tokens / step:,.0f} on average)")
+    told = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
+    if not told and (before := manifest.info.get("data", data)) != data:
+        noted.append(f"the data has changed, so it is shuffled anew: {data} (was {before})")
     unread = [f"--init={cfg.init}: not read, for {step_dir} goes on"] if cfg.init else []
-    return [f"--{name}={new} (was {old})" for name, old, new in changed] + unread + left
+    return noted + unread + left
 
 
 def started_from(step_dir: Path) -> str:

@@ -77,18 +77,19 @@ def room(it, full, empty, S: gl.constexpr, FLIGHT: gl.constexpr):
 def load_weights(
     gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full, empty,
     drawn, told, heard, guessed,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr, Q: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr, GUESS: gl.constexpr,
+    Q: gl.constexpr,
 ):  # fmt: skip
     """The weights' loader: draws tiles, one ahead; the ring's room holds it up, and that only FLIGHT stages may be on their way.
 
-    While routing still runs it asks for the first steps of the tile that is this program's where every expert has one row tile: they
-    are thrown away, but somebody is going to ask for them again, and L2 has them then. Two steps asked for at once, and L2 fetching
-    256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
+    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every expert has one row tile:
+    they are thrown away, but somebody is going to ask for them again, and L2 has them then. Two steps asked for at once, and L2
+    fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
     """
-    if FLIGHT < S:
+    if GUESS > 0:
         p = gl.program_id(0)
-        mbarrier.expect(guessed, FLIGHT * BN * BL * 2)
-        for j in gl.static_range(FLIGHT):
+        mbarrier.expect(guessed, GUESS * BN * BL * 2)
+        for j in gl.static_range(GUESS):
             at = [2 * (p // num_up), p % num_up * (BN // 2), j * BL]  # zeros where there is no such expert
             tma.async_copy_global_to_shared(gate_up, at, guessed, bufs.index(j))
     gdc_wait()
@@ -98,7 +99,7 @@ def load_weights(
     i = 1
     t = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
     publish(t, 0, drawn, told, heard, Q)
-    if FLIGHT < S:
+    if GUESS > 0:
         mbarrier.wait(guessed, 0)
     while t < total:
         following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
@@ -285,13 +286,13 @@ def consume(
 def few_rows(
     x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, FLIGHT: gl.constexpr,
-    K: gl.constexpr, ACT: gl.constexpr,
+    GUESS: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
 
     gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and counter [1], int32, must be zero.
-    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. Each kind of warps waits for the kernels
-    before this one by itself (gdc_wait), so that the weights' loader may ask for something before.
+    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at most SB): see load_weights; not 0
+    only where routing lets this kernel in as it begins. Each kind of warps waits for the kernels before by itself (gdc_wait) for its sake.
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
@@ -318,12 +319,13 @@ def few_rows(
     for i in gl.static_range(SB):
         mbarrier.init(b_full.index(i), count=1)
         mbarrier.init(b_empty.index(i), count=1)
+    fence_async_shared()  # a guess may come back at once
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
     gl.warp_specialize([
         (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
                    a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),
         (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps,
-                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB, FLIGHT, Q)),
+                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB, FLIGHT, GUESS, Q)),
         (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
                      a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q, GATHER)),
     ], [1, GATHER], [24, 96])  # fmt: skip

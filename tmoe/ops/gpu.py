@@ -13,7 +13,7 @@ from tmoe.ops import hopper, kernels
 from tmoe.ops.check import require
 from tmoe.ops.few import few_rows
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
-from tmoe.ops.routing import Metadata, group, power_of_2, route
+from tmoe.ops.routing import FEW, Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
 
 # Of programs in a launch. One is best where products have the GPU for themselves. A program that finds its multiprocessor taken, by a
@@ -181,11 +181,15 @@ class Layer:
         BN, BL = 256, 64
         act, y = self.empty(self.N, self.F), self.empty(self.N, self.D)
         num_up, num_down = cdiv(self.F, BN // 2), cdiv(self.D, BN)
+        let_in = (
+            0 < self.meta.N <= FEW
+        )  # by routing, as it begins: not by a later window's tables, nor where slots are many
+        guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
             self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
             bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
-            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, cfg.flight, self.K,
+            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, cfg.flight, guess, self.K,
             self.activation, num_warps=cfg.BM // 16, **early(self.x.device),
         )  # fmt: skip
         return y

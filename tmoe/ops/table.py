@@ -73,8 +73,8 @@ def few(arch, rows_per_expert, tma):
     """The cut of few.py's kernel, or None where experts have too many rows for it to pay, or it cannot run.
 
     One launch against two, forward of a layer alone on an H200, means over shapes: 0.98 of the time at 4 to 32 rows an expert, 0.97 at
-    64, 0.98 at 96, 0.90 at 128, 0.94 at 192. Two stages on their way in place of four: 0.98 at 64; 0.99 at 32 where tokens spread evenly,
-    1.01 where half of the experts have none; 1.00 at 128, 1.01 at 4.
+    64, 0.98 at 96, 0.90 at 128, 0.94 at 192. Two stages on their way in place of four, and a guess: 0.98 at 64, with a fifth stage of rows;
+    at 32 1.00 where tokens spread evenly, 1.02 where half of the experts have none; 1.00 at 128, 1.01 at 4.
     """
     if arch != "cuda:90" or not tma or rows_per_expert > 192:
         return None
