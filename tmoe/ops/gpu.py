@@ -181,9 +181,8 @@ class Layer:
         BN, BL = 256, 64
         act, y = self.empty(self.N, self.F), self.empty(self.N, self.D)
         num_up, num_down = cdiv(self.F, BN // 2), cdiv(self.D, BN)
-        let_in = (
-            0 < self.meta.N <= FEW
-        )  # by routing, as it begins: not by a later window's tables, nor where slots are many
+        # routing lets this launch in as it begins, unless slots are many or this is a later window
+        let_in = 0 < self.meta.N <= FEW
         guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
