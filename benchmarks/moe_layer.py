@@ -55,10 +55,8 @@ SONIC = {  # SonicMoE 0.1.2, another run, H200, 2026-11-21: forward + backward m
     "qwen3": (13.79, 0.81), "olmoe": (17.46, 0.83), "mixtral": (55.23, 0.93), "deepseek": (18.24, 0.84),
     "fine": (37.06, 0.80), "narrow": (3.13, 0.72), "pilot": (3.31, 0.77),
 }  # fmt: skip
-PEAK_FLOPS, PEAK_BYTES = (
-    790e12,
-    4.3e12,
-)  # measured on an H200: 8192^3 bf16 product in a short burst; copy, read plus write
+# measured on an H200: 8192^3 bf16 product in a short burst; copy, read plus write
+PEAK_FLOPS, PEAK_BYTES = 790e12, 4.3e12
 
 CYCLES_PER_MS = 2_000_000  # of an H200's clock
 

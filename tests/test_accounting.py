@@ -343,9 +343,8 @@ def test_rows_received_match_a_simulation():
     T, K, E, ep = 20_000, 4, 64, 8
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
     hit = torch.zeros(T, ep, dtype=torch.bool).scatter_(1, ids // (E // ep), True)
-    assert rows_received(T, K, ep) == pytest.approx(
-        hit.sum().item(), rel=0.03
-    )  # the T tokens of each of ep ranks, over ep
+    # the T tokens of each of ep ranks, over ep
+    assert rows_received(T, K, ep) == pytest.approx(hit.sum().item(), rel=0.03)
     assert rows_received(T, K, 1) == T
 
 

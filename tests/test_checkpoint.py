@@ -55,12 +55,13 @@ def test_manifest_says_what_is_in_the_folder(gloo, tmp_path):
     experts = manifest.tensors["model.experts.gate_up"]
     assert (experts.shape, experts.dtype) == ((6, 4, 3), "float32")
     assert experts.placement == "dp=2: _StridedShard(dim=0, sf=2), ep=2: Shard(dim=0)"
+    # three experts a rank of ep, split 2 + 1 over dp
     assert sorted(c.offset[0] for c in experts.chunks) == [
         0,
         2,
         3,
         5,
-    ]  # three experts a rank of ep, split 2 + 1 over dp
+    ]
     assert manifest.tensors["optim.step"].placement == "replicated"
     assert manifest.tensors["rng.2.cpu"].placement == "rank 2"
     on_disk = {p.name: p.stat().st_size for p in (tmp_path / "step-3").iterdir() if p.name != files.NAME}

@@ -61,9 +61,8 @@ def test_a_tied_head_of_its_own_is_refused(tmp_path):
     save_file(tensors | {"lm_head.weight": torch.randn(31, 16)}, hf_dir / "model.safetensors", {"format": "pt"})
     with pytest.raises(MismatchError, match=r"differs from model\.embed_tokens"):
         import_hf(hf_dir, tmp_path / "step")
-    model = Transformer(
-        read_config(Folder(hf_dir).config)
-    )  # nothing has to go back from a direct start: as transformers does
+    # nothing has to go back from a direct start: as transformers does
+    model = Transformer(read_config(Folder(hf_dir).config))
     load_hf(hf_dir, model.named_parameters(), model.cfg)
     assert torch.equal(model.embedding.weight, tensors["model.embed_tokens.weight"])
 

@@ -73,13 +73,14 @@ def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, ki
             except SystemExit as error:
                 print("offline:", error)
         Checkpoints(Path(sys.argv[1]), keep=0, mode="sync", info={}).find("auto")"""
+    # a process: what hangs in a thread ends with it
     command = [
         sys.executable,
         "-c",
         source,
         str(step.parent),
         repr(calls),
-    ]  # a process: what hangs in a thread ends with it
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     says = f"{name}: no regular file"
     assert done.stdout.count(says) >= (2 if name != "empty" else 1) and says in done.stderr, done.stdout + done.stderr

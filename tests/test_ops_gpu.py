@@ -296,9 +296,8 @@ def test_every_tuned_configuration(entry, monkeypatch):
     assert all(ours <= 1.5 * theirs for ours, theirs in zip(got, plain, strict=True)), (got, plain)
 
 
-@pytest.mark.parametrize(
-    "shape", [s for s in SHAPES if s[0] > 200], ids=str
-)  # a gate at the clamp may fall on either side
+# a gate at the clamp may fall on either side
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 200], ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "clamped"])
 def test_bias_and_activation(shape, activation):
     x, gate_up, down, weights, ids, dy = layer(*shape)

@@ -140,9 +140,8 @@ def check_exchange(kind, tokens, D, K, L, dtype):
             on_q = (ids[p] >= 0) & (ids[p] // L == q)
             want = torch.where(on_q.any(1, keepdim=True), want + ranks.of["y"][q][slot].float(), want)
             want_dw = torch.where(on_q, ranks.of["d_weights"][q][slot], want_dw)
-        torch.testing.assert_close(
-            y, want.to(dtype), rtol=0 if dtype == torch.float32 else 1e-2, atol=0
-        )  # it truncates
+        rtol = 0 if dtype == torch.float32 else 1e-2  # it truncates
+        torch.testing.assert_close(y, want.to(dtype), rtol=rtol, atol=0)
         assert torch.equal(dw, want_dw)
 
 
@@ -204,9 +203,8 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
         exchange.pull(y, None, ids, at["y"], at["d_weights"], at["state"], *where)
         failed[rank] |= not torch.allclose(y, x * (i + 1) * copies[:, None])
         if i % 3 == 0:
-            ranks["x"][rank].fill_(
-                float("nan")
-            )  # as a backward that still reads x; the others must not have pushed yet
+            # as a backward that still reads x; the others must not have pushed yet
+            ranks["x"][rank].fill_(float("nan"))
             exchange.meet(at["state"], rank)
     cells = ranks["state"][rank][0, : world + 1].clone()
     cells[world] = ranks["state"][rank][0, exchange.MET.value]

@@ -114,9 +114,8 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     for arch in ARCHITECTURES:
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
-        hf |= dict.fromkeys(
-            ("bos_token_id", "eos_token_id", "pad_token_id")
-        )  # the classes' defaults are others' tokens
+        # the classes' defaults are others' tokens
+        hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= arch.theirs | write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
         hf |= arch.write(cfg)
         try:

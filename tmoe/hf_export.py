@@ -119,9 +119,8 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
     config = manifest.info.get("config")
     settings = config if isinstance(config, dict) else {}
     start = Path(settings.get("init") or "")
-    gone = (
-        not start.exists() or start.resolve() == step.resolve()
-    )  # of a step that went, or saved over what it began from
+    # of a step that went, or saved over what it began from
+    gone = not start.exists() or start.resolve() == step.resolve()
     if start.name and not (gone and re.fullmatch(r"step-\d+", start.name) and isinstance(settings.get("model"), dict)):
         if is_folder(start):
             return _origin_of_folder(Folder(start))

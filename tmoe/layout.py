@@ -17,9 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 
 from tmoe.config import MOST
 from tmoe.parallel.mesh import shard_dim
 
-EXPERTS = re.compile(
-    r"(.*\.)?experts\.[^.]+"
-)  # parameters of tmoe.experts.Experts and what the optimizer keeps for them
+# parameters of tmoe.experts.Experts and what the optimizer keeps for them
+EXPERTS = re.compile(r"(.*\.)?experts\.[^.]+")
 BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")  # every rank holds it whole, in fp32 whatever the weights are
 
 

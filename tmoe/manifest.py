@@ -35,9 +35,8 @@ READERS = 8  # files hashed at once; sha256 releases the GIL
 _HEAD = b'{\n"sha256": "'
 _BLANK = b"0" * 64
 _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
-_DTYPE = re.compile(
-    r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)"
-)  # stored whole bytes each
+# stored whole bytes each
+_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)")
 _MOST = 1 << 58  # elements that torch can count the bytes of, whatever their type
 
 

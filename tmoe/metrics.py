@@ -243,9 +243,8 @@ class Metrics:
 
     def __exit__(self, error: type | None, *_: object) -> None:
         failed = error is not None and issubclass(error, Exception)
-        self.close(
-            report=not failed
-        )  # other ranks wait for a failed one to end; `python -m tmoe.report` draws it later
+        # other ranks wait for a failed one to end; `python -m tmoe.report` draws it later
+        self.close(report=not failed)
 
 
 class Clock:

@@ -230,9 +230,8 @@ def meet(rank: int, world: int) -> dist.Store:
     store.set(f"{rank}", me)
     life, missing = me, [f"{me} {r}" for r in range(1, world)]
     while rank == 0 and missing:
-        names = [
-            name.decode() for name in store.multi_get([f"{r}" for r in range(world)])
-        ]  # a dead worker's, until the new one has come
+        # a dead worker's, until the new one has come
+        names = [name.decode() for name in store.multi_get([f"{r}" for r in range(world)])]
         store.set("life", json.dumps([life, names]))
         missing = [key for key in missing if not store.check([key])]
         if missing and time.monotonic() > end:

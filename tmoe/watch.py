@@ -151,9 +151,8 @@ class Watch:
             self._begin_journal()
             self._publish()
             for method in METHODS.keys() & vars(dist.ProcessGroup).keys():
-                self._originals[method] = vars(dist.ProcessGroup)[
-                    method
-                ]  # as it lies there; getattr's would not bind again
+                # as it lies there; getattr's would not bind again
+                self._originals[method] = vars(dist.ProcessGroup)[method]
                 setattr(
                     dist.ProcessGroup, method, self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
                 )

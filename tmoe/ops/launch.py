@@ -26,12 +26,8 @@ _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
 _settled = set()  # modules of which triton knows all keys
-_PLAIN = {
-    bool,
-    str,
-    float,
-    type(None),
-}  # asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+# asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+_PLAIN = {bool, str, float, type(None)}
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
 MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
 
@@ -120,9 +116,8 @@ def tf32():
 
 
 def _has_descriptors(arch):
-    return (
-        arch == "cuda:90"
-    )  # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+    # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+    return arch == "cuda:90"
 
 
 def _settle(module):

@@ -174,9 +174,8 @@ class _Straight(torch.autograd.Function):
             return (None,) * 9
         check_tensors(dy=dy)
         x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
-        alone = (
-            unwatched(dy) and not torch.is_grad_enabled()
-        )  # else batched, counted, compiled, or to be differentiated again
+        # else batched, counted, compiled, or to be differentiated again
+        alone = unwatched(dy) and not torch.is_grad_enabled()
         run = _backward_gpu if alone else torch.ops.tmoe.moe_mlp_backward
         *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
         return *grads, None, d_bias if bias is not None else None, None, None, None

@@ -68,9 +68,8 @@ def whole(binary):
 
 def compile_under_locks(wanted, folder):
     """wanted: {key: compile}. Returns when every one is in the cache."""
-    names = sorted(
-        wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest()
-    )  # each its own order
+    # each its own order
+    names = sorted(wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest())
     while names:
         busy = [
             key for key in names if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)

@@ -15,10 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.launch import cdiv, early, empty, launch
 
-TILES = (
-    64,
-    128,
-)  # row tile heights that the kernels use; each has its table of (expert, first row)
+# row tile heights that the kernels use; each has its table of (expert, first row)
+TILES = (64, 128)
 BLOCK = 512  # slots a program counts and ranks
 FEW = 8192  # up to so many slots one launch does it all
 
@@ -266,21 +264,9 @@ def route(ids_TK, E, P=None):
     if 0 < N <= FEW:
         ahead, unit = early(ids_TK.device), 1 if N % 16 else 16
         launch(
-            place_few,
-            (E,),
-            ids_TK,
-            *tables,
-            N // unit,
-            meta.P,
-            unit,
-            max(1024, power_of_2(N)),
-            E,
-            max(2, power_of_2(E)),
-            *TILES,
-            bool(ahead),
-            num_warps=8,
-            **ahead,
-        )
+            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2, power_of_2(E)), *TILES, bool(ahead),
+            num_warps=8, **ahead,
+        )  # fmt: skip
         return meta
     NB = cdiv(N, BLOCK)
     scratch = empty((_pad(E) + E * NB,), torch.int32, ids_TK.device)
@@ -289,21 +275,8 @@ def route(ids_TK, E, P=None):
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
     launch(
-        place,
-        (max(NB, E),),
-        ids_TK,
-        counts,
-        totals,
-        *tables,
-        N,
-        NB,
-        meta.P,
-        E,
-        power_of_2(E),
-        BLOCK,
-        *TILES,
-        num_warps=4,
-    )
+        place, (max(NB, E),), ids_TK, counts, totals, *tables, N, NB, meta.P, E, power_of_2(E), BLOCK, *TILES, num_warps=4,
+    )  # fmt: skip
     return meta
 
 
