@@ -73,7 +73,7 @@ class Trainer:
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
         self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), runtime.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
-        info = dict(config=asdict(cfg), versions=versions(), data=self.data.describe())
+        info = dict(config=asdict(cfg), versions=versions(), data=self.data.facts())
         mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
@@ -191,7 +191,7 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                self.changes = run.together(lambda: hf.require_same_run(path, cfg, self.data.describe(), run.world))
+                self.changes = run.together(lambda: hf.require_same_run(path, cfg, self.data.facts(), run.world))
                 state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])

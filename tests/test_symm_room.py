@@ -84,7 +84,9 @@ def asks(rank, world, folder, tokens, late=0.0):
             dist.barrier()
             met(ex)
             got.append(ex.capacity)
-        left = _get_process_group_store(dist.group.WORLD).check([f"tmoe room of {list(range(world))} 0"])
+        dist.barrier()
+        store, prefix = _get_process_group_store(dist.group.WORLD), f"tmoe room of {list(range(world))}"
+        left = any(store.check([f"{prefix} {call}{end}"]) for call in range(9) for end in ("", " 0"))
         return [*got, left, int(ex.sections["x"].numel()), ex.ahead()]
 
 
@@ -121,7 +123,7 @@ def wrapped(rank, world, folder):
         state[1] -= 1
         # beside a shared expert ranks meet there first
         ex.sections["side"].view(torch.int32)[0] += 1
-        return quiet and main == [1] and ex.ahead() == [0]
+        return quiet and main == [1][rank:] and ex.ahead() == [0] * rank
 
 
 def capture_first(rank, world, folder):
@@ -279,3 +281,39 @@ def test_without_gpus(gloo):
     assert first == second
     assert all(part in first[0] for part in ("--parallel.dispatch=symm", "GPU", "auto or nccl"))
     assert all(part in first[1] for part in ("--parallel.wire=fp8", "symm", "--parallel.wire same"))
+
+
+def one_after_another(rank, world):
+    """What each rank heard in calls that follow each other without a pause."""
+    return [collectives.together(dist.group.WORLD, "room", [call, rank], list) for call in range(20)]
+
+
+def test_a_call_hears_no_word_of_another(gloo):
+    assert gloo(3, one_after_another) == [[[[call, q] for q in range(3)] for call in range(20)]] * 3
+
+
+def refused_then_equal(rank, world, folder):
+    """Unlike rows are refused on both ranks, and what both ask for afterwards is granted."""
+    with shared_files(folder):
+        ex = symm.Exchange(dist.group.WORLD)
+        with pytest.raises(ValueError, match="different layers"):
+            ex.reserve(4, D * (4 + rank), K)
+        ex.reserve(4, D * 4, K)
+        return ex.capacity
+
+
+def test_a_refusal_leaves_nothing_behind(gloo, tmp_path):
+    assert gloo(2, refused_then_equal, tmp_path) == [4, 4]
+
+
+def test_who_went_on_is_found_though_its_word_of_a_later_call_is_there(gloo):
+    """It asks for more already, and waits for what this rank never does."""
+    assert gloo(2, late_for_one_call) == [[1], None]
+
+
+def late_for_one_call(rank, world):
+    if rank:
+        return collectives.together(dist.group.WORLD, "room", 1, lambda: [0])
+    store = _get_process_group_store(dist.group.WORLD)
+    store.set("tmoe room of [0, 1] 0 0", "1")
+    return [1]

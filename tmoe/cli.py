@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
 import tyro
 
 from tmoe.config import Config, ConfigError
+from tmoe.manifest import NAME as MANIFEST
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
 
@@ -64,7 +65,14 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
+    if cfg.init:  # an export, made from anywhere, asks a step what it began from
+        cfg = replace(cfg, init=os.path.abspath(cfg.init))
     if not (cfg.dry_run or cfg.eval_only):  # which write nothing
+        out = Path(cfg.out).resolve()
+        if step := next((p for p in (out, *out.parents) if os.path.exists(p / MANIFEST)), None):
+            raise ConfigError(
+                f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
+            )
         for place in (cfg.out, f"{cfg.out}/checkpoints", *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else [])):
             require_writable(cfg.out, place)
         for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sysconfig
+import uuid
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -147,6 +148,17 @@ def stdlib_files() -> list[Path]:
     return [kept[key] for key in sorted(kept) if not STDLIB_SKIPPED_FILES.fullmatch(key)]
 
 
+def _below(path: Path) -> Iterator[Path]:
+    """Everything below a folder. Path.rglob leaves out, without a word, what it may not read."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}; a source's folders must all be readable") from error
+
+    for folder, folders, files in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in (*folders, *files))
+
+
 def text_files(name: str) -> tuple[Path, list[Path]]:
     """Root and files of a text source in reading order: sorted by relative path, hidden ones left out."""
     if name == "stdlib":
@@ -156,7 +168,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if not path.is_dir():
         raise DataError(f"{name}: no such file or folder; valid: 'stdlib', text, .jsonl, a shard, or a folder of these")
-    found = {entry.relative_to(path).as_posix(): entry for entry in path.rglob("*")}
+    found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
     files = [entry for entry in visible if entry.is_file()]
     for entry in sorted(set(visible).difference(files)):
@@ -361,9 +373,9 @@ def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokeniz
 @contextmanager
 def _publish(out: Path) -> Generator[Path, None, None]:
     """A folder to write into that becomes `out` at the end, or vanishes on any error."""
-    if out.exists():
+    if os.path.lexists(out):
         raise DataError(f"--out={out}: exists already; name a new folder")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.tmp")
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -187,6 +187,10 @@ class Dataset:
         tokens = windows[..., :-1].contiguous()
         ends = tokens == self.eos
         return Batch(tokens, windows[..., 1:].masked_fill(ends, IGNORE), ends.cumsum(-1) - ends.long())
+
+    def facts(self) -> dict[str, Any]:
+        """What a step keeps of the data that it was trained on: JSON-able."""
+        return {"is": self.describe(), "tokenizer": self.fingerprint, "eos": self.eos}
 
     def describe(self) -> str:
         shares = (f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True))

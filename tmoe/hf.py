@@ -209,10 +209,10 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
         )
 
 
-def require_same_run(step_dir: Path, cfg: Config, data: str, world: int) -> list[str]:
+def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: int) -> list[str]:
     """require_same_model, and ConfigError where a run with these settings keeps another kind of state than the step folder holds. Returns
     what it may change but seldom wants to, a line each: the data, the seed, numbers' types and lengths, a step's size, the optimizer; and
-    that no step is left to do. data: `Dataset.describe()` of this run's; world: its processes."""
+    that no step is left to do. data: `Dataset.facts()` of this run's; world: its processes."""
     require_same_model(step_dir, cfg.model)
     manifest = read_manifest(step_dir)
     held = {name.partition(".")[0] for name in manifest.tensors}
@@ -226,6 +226,14 @@ def require_same_run(step_dir: Path, cfg: Config, data: str, world: int) -> list
         cfg.optim.ema > 0 or "ema" not in held, f"{ema} an average of the weights; keep the setting of its run{other}"
     )
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
+    before = manifest.info.get("data")
+    before = before if isinstance(before, dict) and before.keys() == data.keys() else data  # older steps do not say
+    tokens_of = [(d["tokenizer"], d["eos"]) for d in (data, before)]
+    require(
+        tokens_of[0] == tokens_of[1],
+        f"--data.path={cfg.data.path}: made with tokenizer {data['tokenizer']}, eos {data['eos']}; {step_dir} was trained on that of "
+        f"{before['tokenizer']}, eos {before['eos']}, for which ids mean other text{other}",
+    )
     was, now = manifest.info.get("config", {}), json.loads(json.dumps(asdict(cfg), default=str))
     groups: dict[str, list[str]] = dict(data=list(now["data"]), optim=list(now["optim"]), train=["seq", "dtype"])
     (step, tokens), goes_on = counts, not cfg.eval_only and counts[0] < cfg.steps
@@ -241,8 +249,8 @@ def require_same_run(step_dir: Path, cfg: Config, data: str, world: int) -> list
     if goes_on and step and tokens != step * a_step:
         noted.append(f"{a_step:,} tokens a step (were {tokens / step:,.0f} on average)")
     told = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
-    if not told and (before := manifest.info.get("data", data)) != data:
-        noted.append(f"the data has changed, so it is shuffled anew: {data} (was {before})")
+    if not told and before != data:
+        noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")
     unread = [f"--init={cfg.init}: not read, for {step_dir} goes on"] if cfg.init else []
     return noted + unread + left
 

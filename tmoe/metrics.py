@@ -98,9 +98,11 @@ class Metrics:
         self.run.mkdir(parents=True, exist_ok=True)
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
         self.path = self.run / "metrics.jsonl"
-        # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs
+        # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs; a run that begins has no
+        # checkpoint that explains those it finds
         copies = (self.run / f"metrics.before-{n}.jsonl" for n in itertools.count(1))
-        keep = None if self.cfg.resume == "auto" else next(path for path in copies if not path.exists())
+        goes_on = self.cfg.resume == "auto" and self.start_step > 0
+        keep = None if goes_on else next(path for path in copies if not path.exists())
         self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
@@ -387,7 +389,7 @@ def write_config(
     mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
     start = {"step": start_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "world": world, "mesh": mesh}
     try:
-        starts = json.loads(path.read_text()).get("starts", []) if path.exists() else []
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []  # else somebody's, a model's say
         starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(

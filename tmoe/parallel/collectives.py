@@ -131,21 +131,36 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
     watchdog ends the process. Raises TimeoutError after the store's timeout.
     """
     ranks = dist.get_process_group_ranks(group)
-    prefix = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
-    store, keys = _get_process_group_store(group), [f"{prefix} {q}" for q in ranks]
-    store.set(keys[group.rank()], json.dumps(word))
-    end = time.monotonic() + store.timeout.total_seconds()
-    while not store.check(keys):
-        if ahead():
-            store.delete_key(keys[group.rank()])  # or who comes later would read it in another call
-            return None
-        if time.monotonic() > end:
-            missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
-            store.delete_key(keys[group.rank()])
-            raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
-        time.sleep(0.01)
+    store, rank = _get_process_group_store(group), group.rank()
+    calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
+    call = store.add(calls, 0)
+    prefix = f"{calls} {call}"
+    keys, end = [f"{prefix} {q}" for q in ranks], time.monotonic() + store.timeout.total_seconds()
+
+    def wait(done: Callable[[], bool], left: str) -> None:
+        while not done():
+            if time.monotonic() > end:
+                missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
+                store.delete_key(left)
+                raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
+            time.sleep(0.01)
+
+    store.set(keys[rank], json.dumps(word))
+    passed = False
+
+    def all_here() -> bool:
+        nonlocal passed
+        passed = bool(ahead())  # before the words: a peer's may be of a later call
+        return passed or store.check(keys)
+
+    wait(all_here, keys[rank])
+    if passed:
+        store.delete_key(keys[rank])  # or who comes later would read it in another call
+        return None
     words = [json.loads(store.get(k)) for k in keys]
-    if store.add(prefix, 1) == len(keys):  # all have read: the key is free again
+    if store.add(prefix, 1) == len(keys):  # all have read: the next call may begin
         for k in (*keys, prefix):
             store.delete_key(k)
+        store.add(calls, 1)
+    wait(lambda: store.add(calls, 0) > call, prefix)  # or this rank's next word would be read as this one
     return words

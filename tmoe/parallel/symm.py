@@ -129,7 +129,7 @@ class Exchange:
             return []
         states = torch.stack([self.sections[name].view(torch.int32) for name in ("main", "side")]).cpu()
         met = states[:, exchange.MET.value, None]
-        return (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist()
+        return [q for q in (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist() if q != self.rank]
 
     def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
         """My section of rows, [world * capacity, D]."""

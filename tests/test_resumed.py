@@ -1,0 +1,99 @@
+"""What a run that goes on, or begins beside other files, says, refuses and leaves alone.
+
+next: test_checkpoint.py
+"""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from test_init import FLAGS, train_two_steps
+
+from tmoe import hf
+from tmoe.checkpoint import Checkpoints
+from tmoe.cli import parse
+from tmoe.config import Config, ConfigError
+from tmoe.corpus import text_files, write_shards
+from tmoe.data import open_data
+from tmoe.metrics import write_config
+from tmoe.tokenizer import ByteTokenizer, DataError
+
+
+class Other(ByteTokenizer):
+    """Bytes, told apart by name and end alone."""
+
+    eos, fingerprint = 1, "other"
+
+
+def facts(path, seq):
+    return open_data(parse(["--data.path", str(path)], "").data, seq, 256, "train").facts()
+
+
+def test_tokens_of_another_tokenizer_are_refused(gloo, tmp_path):
+    """Behind the same path: their ids mean other text."""
+    source = tmp_path / "shards"
+    text = np.frombuffer(b"some text of a document " * 400, dtype=np.uint8)
+    for tokenizer in (ByteTokenizer(), Other()):
+        write_shards(source, [np.append(text, np.uint8(tokenizer.eos))], tokenizer, 1 << 20)
+        if tokenizer.eos == 0:
+            run = ["--out", str(tmp_path / "run"), "--data.path", str(source)]
+            flags = [*FLAGS, *run, "--train.batch", "2", "--optim.warmup", "1"]
+            gloo(1, train_two_steps, flags)
+            cfg = parse([*flags, "--steps", "4"], "")
+            step = Checkpoints(tmp_path / "run/checkpoints", keep=0, mode="sync", info={}).find("auto")
+            assert hf.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)[0] == "--steps=4 (was 2)"
+        source.rename(tmp_path / tokenizer.fingerprint)
+    (tmp_path / "other").rename(source)
+    with pytest.raises(
+        ConfigError, match=r"made with tokenizer other, eos 1; .*step-2 was trained on that of bytes, eos 0"
+    ):
+        hf.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)
+
+
+@pytest.mark.parametrize("content", [{"model_type": "qwen3_moe"}, {"starts": []}])
+def test_another_programs_config_is_not_written_over(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    if "starts" in content:
+        write_config(tmp_path, Config(), 1, 0, {}, {})
+        assert "config" in json.loads(path.read_text())
+        return
+    with pytest.raises(ConfigError, match=r"no config\.json of a run"):
+        write_config(tmp_path, Config(), 1, 0, {}, {})
+    assert json.loads(path.read_text()) == content
+
+
+def test_no_run_lies_in_a_step_that_retention_removes(tmp_path, capsys):
+    step = tmp_path / "run/checkpoints/step-4"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    for out in (step, step / "tuned/again"):
+        with pytest.raises(SystemExit):
+            parse(["--out", str(out)], "")
+        assert f"lies in the step folder {step}" in "".join(capsys.readouterr().err.split("\n"))
+    assert parse(["--out", str(step.parent / "tuned")], "").out
+
+
+def test_what_a_run_began_from_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--init", "models/a"], "").init == str(tmp_path / "models/a")
+    assert not parse([], "").init
+
+
+def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
+    """By a stand-in for the system's refusal, which root never meets."""
+    for name in ("a", "b", ".hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("text")
+    assert [path.parent.name for path in text_files(str(tmp_path))[1]] == ["a", "b"]
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith(("/b", "/.hidden")):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="/b: Permission denied"):
+        text_files(str(tmp_path))
