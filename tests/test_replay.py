@@ -70,9 +70,12 @@ class Memory:
     def name(self, value):
         if isinstance(value, tuple):
             return tuple(map(self.name, value))
-        if isinstance(value, int) and value > 2**34:
-            (found,) = [(i, value - begin) for i, (begin, end) in enumerate(self.spans) if begin <= value < end]
-            return found
+        if isinstance(value, int):
+            found = [(i, value - begin) for i, (begin, end) in enumerate(self.spans) if begin <= value < end]
+            assert found or value < 2**34, (
+                value
+            )  # of a program that is loaded at a fixed address, all of the heap can lie below
+            return found[0] if found else value
         return value
 
 
