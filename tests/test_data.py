@@ -17,7 +17,7 @@ import pytest
 import torch
 from corpora import data, prose
 
-from tmoe.corpus import HEADER_BYTES, held_out, open_shard, read_documents, stdlib_files
+from tmoe.corpus import HEADER_BYTES, Document, encode_documents, held_out, open_shard, read_documents, stdlib_files
 from tmoe.data import IGNORE, Dataset, Loader, choose, convert, parse_sources, permute, unigram_entropy
 from tmoe.tokenizer import ByteTokenizer, DataError, load_tokenizer
 
@@ -313,6 +313,19 @@ def test_converter_command_with_a_tokenizer_json(texts: Path, bpe: Path, tmp_pat
     assert again.returncode == 1
     assert again.stderr.strip() == "error: --out=out: exists already; name a new folder"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bpe", "out", "texts"]
+
+
+def test_a_tokenizer_is_given_256_documents_or_4_mb(monkeypatch: pytest.MonkeyPatch):
+    """It takes a hundred times the memory of the text that it is given at once."""
+    given, sizes = [], [10] * 600 + [3_000_000, 1_500_000, 9_000_000, 5]
+    documents = [Document(b"x" * size, f"{i}", f"{i}", size) for i, size in enumerate(sizes)]
+    encode = ByteTokenizer.encode_many
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_many", lambda self, texts: given.append(len(texts)) or encode(self, texts)
+    )
+    assert [len(ids) for ids in encode_documents(documents, ByteTokenizer())] == [size + 1 for size in sizes]
+    assert given == [256, 256, 90, 1, 1]
+    assert not list(encode_documents([], ByteTokenizer()))
 
 
 def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):

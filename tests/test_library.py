@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -420,3 +421,54 @@ def parametrized(rank: int, world: int) -> str:
     with pytest.raises(ValueError) as error:
         tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh(ep=world))
     return str(error.value)
+
+
+def test_blocks_that_are_compiled_already_are_refused(gloo):
+    assert (
+        "parallelize: blocks.0: got a OptimizedModule, valid is a Block; parallelize comes before"
+        in gloo(1, compiled)[0]
+    )
+
+
+def compiled(rank: int, world: int) -> str:
+    model = small_transformer()
+    model.blocks[0] = torch.compile(model.blocks[0])
+    with pytest.raises(ValueError) as error:
+        tmoe.parallel.parallelize(model, tmoe.parallel.build_mesh())
+    return str(error.value)
+
+
+def small_transformer(**router) -> tmoe.Transformer:
+    moe = replace(CFG, shared_dim=0, **router)
+    return tmoe.Transformer(tmoe.ModelConfig(vocab=32, dim=D, layers=1, heads=2, kv_heads=1, head_dim=8, moe=moe))
+
+
+def under_another_wrapper(rank: int, world: int) -> list[str]:
+    """DDP, say: the router is steered by all ranks' counts, or not at all."""
+    torch.manual_seed(0)
+    said, tokens = [], torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))
+    for router in (dict(choice_bias=True), dict(balance="global")):
+        model = small_transformer(**router)
+        step = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RuntimeError) as error:
+            step(tokens[:, :-1], tokens[:, 1:]).backward()
+            model.update_bias()
+        said.append(str(error.value))
+        model.balancer.all_reduce = lambda t: functools.reduce(torch.add, gathered(t.detach(), world))
+        step(tokens[:, :-1], tokens[:, 1:]).backward()
+        model.update_bias()
+        if model.cfg.moe.choice_bias:
+            bias = model.blocks[0].moe.router.choice_bias
+            said.append(bool(bias.any()) and all(torch.equal(bias, b) for b in gathered(bias, world)))
+    return said
+
+
+def gathered(t: torch.Tensor, world: int) -> list[torch.Tensor]:
+    parts = [torch.empty_like(t) for _ in range(world)]
+    dist.all_gather(parts, t.contiguous())
+    return parts
+
+
+def test_routers_under_another_wrapper_ask_how_ranks_add_up(gloo):
+    for first, equal, second in gloo(2, under_another_wrapper):
+        assert first == second and first.startswith("balancer.all_reduce: not set in a world of 2 ranks") and equal

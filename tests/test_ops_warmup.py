@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from filelock import FileLock
 
 from tmoe import warmup
 from tmoe.ops import precompile
@@ -167,6 +168,50 @@ def test_nothing_is_asked_for_twice(monkeypatch):
     assert warm([tiny], "cuda:80", 1) == (0, n)
     warm([tiny, other], "cuda:90", 1)
     assert asked == [("cuda:90", n), ("cuda:80", n), ("cuda:90", len(warmup.traces(other)))]
+
+
+TORN = """
+import os, sys, torch
+from pathlib import Path
+from tmoe import warmup
+from tmoe.zoo import presets
+if len(sys.argv) > 1:
+    for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so"):
+        os.truncate(path, int(sys.argv[1]))
+    if len(sys.argv) == 2:
+        warmup.warm([presets()["tiny"]])
+print(float(torch.compile(lambda x: (x * 3.25).sin() + x)(torch.full((100,), 2.0)).sum()))
+"""
+
+
+def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch):
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*words):
+        return subprocess.run([sys.executable, "-c", TORN, *words], env=env, capture_output=True, text=True)
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert run("0", "and not mended").returncode, "torch heals it by itself: warmup.drop_torn_objects can go"
+    assert run("0").stdout == first.stdout
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (library,) = tmp_path.rglob("*.main.so")
+    warmup.drop_torn_objects()
+    os.truncate(library, library.stat().st_size - 1)
+    with FileLock(tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"):  # somebody is just writing it
+        warmup.drop_torn_objects()
+        assert library.exists()
+    warmup.drop_torn_objects()
+    assert not library.exists()
+
+
+def test_a_cache_that_is_a_file_is_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
+    for words in (["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90"], [ROOT / "train.py", "--out", tmp_path / "run"]):
+        ended = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr
+        assert f"error: TRITON_CACHE_DIR={tmp_path}/file: must be a folder" in ended.stderr
 
 
 def test_architectures_are_those_that_the_assembler_knows():

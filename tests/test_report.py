@@ -4,6 +4,7 @@ next: test_metrics.py
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -125,6 +126,16 @@ def test_report_ends_with_one_line():
     command = [sys.executable, "-m", "tmoe.report", "/nope"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
+
+
+def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
+    for name in (b"costs $5_and_$6", b"\xffrun"):
+        run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(LINE)
+        ended = subprocess.run([sys.executable, "-m", "tmoe.report", run], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0 and is_picture(run / "report.png"), ended.stderr
+        assert ended.stdout == f"{tmp_path}/{name.decode(errors='replace')}/report.png\n"
 
 
 def test_smoothing_ignores_spikes_and_gaps():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -69,7 +70,12 @@ def stack(loads: list[Load]) -> Load:
 
 
 def alone(t: Tensor) -> Tensor:
-    """The sum over one rank."""
+    """The sum over one rank. RuntimeError where there are more: each would steer by its own counts, and their models drift apart."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it, and under another wrapper "
+            "a function that returns the sum of a tensor over the ranks that train together does"
+        )
     return t
 
 

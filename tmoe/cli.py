@@ -63,6 +63,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     elif cfg.world is not None:
         raise ConfigError(f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one")
     mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
+    require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
     if cfg.init:  # an export, made from anywhere, asks a step what it began from
@@ -87,6 +88,13 @@ def require_writable(out: str, place: str) -> None:
     nearest = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists raises where it may not look
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")
+
+
+def require_cache_folder() -> None:
+    """Raise ConfigError where the environment names a file as the folder of triton's cache."""
+    place = os.environ.get("TRITON_CACHE_DIR", "")
+    if os.path.exists(place) and not os.path.isdir(place):
+        raise ConfigError(f"TRITON_CACHE_DIR={place}: must be a folder, or free for one to be made")
 
 
 def spell_booleans(argv: list[str]) -> list[str]:

@@ -212,9 +212,8 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
 
 
 def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Ids of each document, eos at its end; 256 at a time, which a Hugging Face tokenizer encodes in parallel."""
-    iterator = iter(documents)
-    while chunk := list(itertools.islice(iterator, 256)):
+    """Ids of each document, eos at its end; some at a time, which a Hugging Face tokenizer encodes in parallel."""
+    for chunk in _chunks(documents):
         try:
             encoded = tokenizer.encode_many([document.text for document in chunk])
         except UnicodeError as error:
@@ -226,6 +225,19 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
                     "is it text?"
                 )
             yield np.append(ids, np.array(tokenizer.eos, dtype=ids.dtype))
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """256 documents or 4 MB of text: while it encodes, a tokenizer takes a hundred bytes and more for each of text."""
+    chunk, size = list[Document](), 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if len(chunk) == 256 or size >= 4_000_000:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _not_unicode(documents: list[Document], tokenizer: Tokenizer) -> DataError:

@@ -73,13 +73,18 @@ def load(path: Path) -> Run:
     except ValueError as error:
         raise ValueError(f"{file}: lines of different models: {error}") from error
     return Run(
-        name=path.resolve().name,
+        name=readable(path.resolve().name),
         config=config,
         steps=table[:, 0],
         series={name: table[:, i + 1] for i, name in enumerate(SERIES)},
         violation=filled,
         counts=summed,
     )
+
+
+def readable(name: str | Path) -> str:
+    """A name as it can be printed: the file system also takes bytes that are no text."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def draw(path: Path) -> Path:
@@ -107,7 +112,7 @@ def paint(run: Run) -> Figure:
         rows = [rows[0], ["speed", "rate", "rate"]]
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title(run), fontsize=13, x=0.012, ha="left")
+    figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
     painters = dict(loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation)
     for name, axis in figure.subplot_mosaic(rows).items():
         if name == "load":
@@ -283,7 +288,7 @@ def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         run: a run folder
     """
-    print(draw(run))
+    print(readable(draw(run)))
 
 
 if __name__ == "__main__":

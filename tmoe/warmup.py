@@ -13,16 +13,21 @@ next: ops/precompile.py
 import argparse
 import os
 import re
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from tmoe.accounting import runs_beside
-from tmoe.config import Config
+from tmoe.cli import require_cache_folder
+from tmoe.config import Config, ConfigError
 from tmoe.loss import IGNORE
 from tmoe.ops import adamw, cross_entropy, exchange, parts, router_product, swiglu
 from tmoe.ops.launch import device_facts
-from tmoe.ops.precompile import precompile, trace, trace_router
+from tmoe.ops.precompile import precompile, trace, trace_router, whole
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.zoo import presets
 
@@ -63,6 +68,8 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
 
     What this process has asked for before counts as not needed: a second run in it may have threads, which no fork should meet.
     """
+    if sys.platform == "linux" and any(cfg.compile for cfg in cfgs):
+        drop_torn_objects()
     arch = arch or local_arch()
     if arch is None:
         return 0, 0
@@ -70,6 +77,18 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
     found = precompile(arch, new, processes or min(8, os.cpu_count() or 1)) if new else (0, 0)
     _warm.update((arch, *t) for t in new)
     return found
+
+
+def drop_torn_objects() -> None:
+    """Removes from torch.compile's cache the libraries that a killed linker or a full disk has cut short: torch takes what is there for
+    whole, and fails at each start. Under torch's own lock of each, so none that is just being written."""
+    from torch._inductor.codecache import cache_dir, get_lock_dir
+
+    for path in Path(cache_dir()).rglob("*.main.so"):
+        with suppress(OSError, Timeout):
+            if not whole(path):
+                with FileLock(Path(get_lock_dir(), f"{path.name.partition('.')[0]}.lock"), timeout=0):
+                    path.unlink()
 
 
 def main() -> None:
@@ -87,6 +106,10 @@ def main() -> None:
     if args.arch is None and local_arch() is None:
         print("no GPU here: nothing to compile (--arch compiles for one that is elsewhere)")
         return
+    try:
+        require_cache_folder()
+    except ConfigError as error:
+        parser.error(str(error))
     start = time.perf_counter()
     compiled, needed = warm([presets()[name] for name in args.preset or presets()], args.arch, args.processes)
     print(f"compiled {compiled} of {needed} kernels in {time.perf_counter() - start:.1f} s")

@@ -51,19 +51,21 @@ class WholeCache(FileCacheManager):
         try:
             group = super().get_group(filename) or {}
             json.loads(Path(group[filename]).read_text())
-            binaries = [Path(path).read_bytes() for name, path in group.items() if name.endswith((".cubin", ".hsaco"))]
+            binaries = [whole(path) for name, path in group.items() if name.endswith((".cubin", ".hsaco"))]
         except (KeyError, ValueError, OSError):
             return None
-        return group if binaries and all(map(whole, binaries)) else None
+        return group if binaries and all(binaries) else None
 
 
-def whole(binary):
+def whole(path):
     """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
-    if len(binary) < 64 or binary[:4] != b"\x7fELF":
+    with open(path, "rb") as file:
+        head, size = file.read(64), os.fstat(file.fileno()).st_size
+    if len(head) < 64 or head[:4] != b"\x7fELF":
         return False
-    programs, sections = struct.unpack_from("<2Q", binary, 32)
-    sizes = struct.unpack_from("<4H", binary, 54)
-    return len(binary) >= max(programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+    programs, sections = struct.unpack_from("<2Q", head, 32)
+    sizes = struct.unpack_from("<4H", head, 54)
+    return size >= max(programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
 
 
 def compile_under_locks(wanted, folder):

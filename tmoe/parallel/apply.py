@@ -56,6 +56,9 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
         raise ValueError(f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model")
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ValueError(f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts")
+    for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
+        valid = "a Block; parallelize comes before torch.compile, and compiles each by itself where cfg.compile is true"
+        require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:
