@@ -67,18 +67,26 @@ def test_another_programs_config_is_not_written_over(tmp_path, content):
 def test_no_run_lies_in_a_step_that_retention_removes(tmp_path, capsys):
     step = tmp_path / "run/checkpoints/step-4"
     step.mkdir(parents=True)
-    (step / "manifest.json").write_text("{}")
+    (step / "manifest.json").write_text('{\n"sha256": "damaged')
     for out in (step, step / "tuned/again"):
         with pytest.raises(SystemExit):
             parse(["--out", str(out)], "")
         assert f"lies in the step folder {step}" in "".join(capsys.readouterr().err.split("\n"))
     assert parse(["--out", str(step.parent / "tuned")], "").out
+    (tmp_path / "manifest.json").write_text('{"name": "a web page of somebody"}')
+    assert parse(["--out", str(tmp_path / "runs/a")], "").out
+    (tmp_path / "loop").symlink_to("loop")
+    assert parse(
+        ["--out", str(tmp_path / "loop")], ""
+    ).out  # Path.resolve raises; the folder's lock will say that there is none
 
 
 def test_what_a_run_began_from_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse(["--init", "models/a"], "").init == str(tmp_path / "models/a")
     assert not parse([], "").init
+    # of a link's parent, not of the folder that the link is in
+    assert parse(["--init", "latest/../step-100"], "").init == str(tmp_path / "latest/../step-100")
 
 
 def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
@@ -97,3 +105,22 @@ def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match="/b: Permission denied"):
         text_files(str(tmp_path))
+
+
+def test_an_original_that_is_gone_is_told_and_steps_may_begin_from_each_other(gloo, tmp_path, capfd):
+    """A step that retention removed; two runs in one folder that saved over what they began from."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = [*FLAGS, "--train.batch", "2", "--steps", "2", "--checkpoint.every", "1", "--optim.warmup", "1", "--out"]
+    gloo(1, train_two_steps, [*flags, str(first)])
+    begun, step = (run / "checkpoints/step-2" for run in (first, second))
+    gloo(1, train_two_steps, [*flags, str(second), "--init", str(begun)])
+    hf.export_hf(step, tmp_path / "there")
+    assert "is gone" not in capfd.readouterr().out
+    begun.rename(tmp_path / "away")
+    hf.export_hf(step, tmp_path / "gone")
+    assert f"{begun}, from which it was trained, is gone: config.json is made from settings" in capfd.readouterr().out
+    assert (tmp_path / "gone/config.json").read_bytes() == (tmp_path / "there/config.json").read_bytes()
+    gloo(1, train_two_steps, [*flags, str(first), "--resume", "none", "--init", str(step)])
+    assert begun.exists()
+    hf.export_hf(step, tmp_path / "each-other")
+    assert (tmp_path / "each-other/config.json").read_bytes() == (tmp_path / "there/config.json").read_bytes()

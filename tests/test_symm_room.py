@@ -6,6 +6,7 @@ next: test_dispatch.py
 """
 
 import contextlib
+import datetime
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -317,3 +318,18 @@ def late_for_one_call(rank, world):
     store = _get_process_group_store(dist.group.WORLD)
     store.set("tmoe room of [0, 1] 0 0", "1")
     return [1]
+
+
+def ahead_of_its_gpu(rank, world):
+    """Rank 1's host asks for more already; its GPU comes 0.3 s later to what rank 0, who waits for a word, never does."""
+    _get_process_group_store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=1))
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == 0:
+        return collectives.together(dist.group.WORLD, "room", 1, lambda: time.monotonic() - begin > 0.3)
+    with pytest.raises(TimeoutError, match=r"room: ranks \[0\] did not come within 0:00:01"):
+        collectives.together(dist.group.WORLD, "room", 1, lambda: time.sleep(0.6))
+
+
+def test_a_word_is_not_out_before_its_ranks_own_work_is_done(gloo):
+    assert gloo(2, ahead_of_its_gpu) == [None, None]

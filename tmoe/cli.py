@@ -18,7 +18,7 @@ from typing import get_type_hints
 import tyro
 
 from tmoe.config import Config, ConfigError
-from tmoe.manifest import NAME as MANIFEST
+from tmoe.manifest import is_step
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
 
@@ -67,10 +67,10 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
     if cfg.init:  # an export, made from anywhere, asks a step what it began from
-        cfg = replace(cfg, init=os.path.abspath(cfg.init))
+        cfg = replace(cfg, init=str(Path(cfg.init).absolute()))
     if not (cfg.dry_run or cfg.eval_only):  # which write nothing
-        out = Path(cfg.out).resolve()
-        if step := next((p for p in (out, *out.parents) if os.path.exists(p / MANIFEST)), None):
+        out = Path(os.path.realpath(cfg.out))
+        if step := next((p for p in (out, *out.parents) if is_step(p)), None):
             raise ConfigError(
                 f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
             )

@@ -15,6 +15,7 @@ next: hf_rules.py, hf_tables.py, hf_config.py, hf_files.py, hf_export.py, hf_swa
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -227,7 +228,9 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     )
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
     before = manifest.info.get("data")
-    before = before if isinstance(before, dict) and before.keys() == data.keys() else data  # older steps do not say
+    before = (
+        {k: before[k] for k in data} if isinstance(before, dict) and before.keys() >= data.keys() else data
+    )  # older do not say
     tokens_of = [(d["tokenizer"], d["eos"]) for d in (data, before)]
     require(
         tokens_of[0] == tokens_of[1],
@@ -245,9 +248,11 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     pairs += [(name, was.get(name), now[name]) for name in ("seed", *["steps"] * goes_on)]  # rates follow the steps
     changed = [(name.replace("_", "-"), old, new) for name, old, new in pairs if old is not None and old != new]
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
+    sizes = [was.get("train", {}).get(name) for name in ("batch", "accumulate", "seq")]
+    of_one = math.prod([*sizes, manifest.world]) if all(fits(n, int) for n in sizes) else tokens / max(step, 1)
     a_step = cfg.train.batch * cfg.train.accumulate * world * cfg.train.seq
-    if goes_on and step and tokens != step * a_step:
-        noted.append(f"{a_step:,} tokens a step (were {tokens / step:,.0f} on average)")
+    if goes_on and step and a_step != of_one:
+        noted.append(f"{a_step:,} tokens a step (were {of_one:,.0f})")
     told = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
     if not told and before != data:
         noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")

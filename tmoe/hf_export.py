@@ -110,8 +110,9 @@ def export_hf(
         print(f"{hf_dir}: {unpacked(origin.packed)}")
 
 
-def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
-    """`like`, else the folder that was imported here or that training started from (--init), else one made from the settings."""
+def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:
+    """`like`, else the folder that was imported here or that training started from (--init), else one made from the settings.
+    later: the steps that began from this one."""
     if like:
         return _origin_of_folder(Folder(like))
     if LAYOUT in manifest.tensors:
@@ -119,19 +120,24 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None) -> Origin:
     config = manifest.info.get("config")
     settings = config if isinstance(config, dict) else {}
     start = Path(settings.get("init") or "")
-    # of a step that went, or saved over what it began from
-    gone = not start.exists() or start.resolve() == step.resolve()
-    if start.name and not (gone and re.fullmatch(r"step-\d+", start.name) and isinstance(settings.get("model"), dict)):
+    later = (*later, step.resolve())
+    saved_over = start.resolve() in later
+    gone = start.is_absolute() and not start.exists() and re.fullmatch(r"step-\d+", start.name)
+    if start.name and not ((saved_over or gone) and isinstance(settings.get("model"), dict)):
         if is_folder(start):
             return _origin_of_folder(Folder(start))
         if not start.exists():
             raise CheckpointError(
                 f"{step}: trained from {start}, which is not there; name the original with --like HF_DIR"
             )
-        return find_origin(start, read_manifest(start), None)
+        return find_origin(start, read_manifest(start), None, later)
     if not isinstance(settings.get("model"), dict):
         raise CheckpointError(
             f"{step}: its manifest has no model settings; name a folder of this model with --like HF_DIR"
+        )
+    if gone:
+        print(
+            f"{step}: {start}, from which it was trained, is gone: config.json is made from settings; --like HF_DIR names an original"
         )
     return _origin_of_settings(build_config(settings["model"]), _carried(step, manifest.tensors))
 

@@ -108,6 +108,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(_HEAD + digest + body)
 
 
+def is_step(folder: Path) -> bool:
+    """Whether it holds a manifest of ours, damaged or not: others' files have that name too."""
+    try:
+        with open(folder / NAME, "rb") as file:
+            return file.read(len(_HEAD)) == _HEAD
+    except OSError:
+        return False
+
+
 def _table(entries: dict[str, Any]) -> str:
     rows = (f"  {json.dumps(name)}: {json.dumps(entry, default=vars)}" for name, entry in entries.items())
     return "{\n" + ",\n".join(rows) + "\n}"

@@ -125,7 +125,7 @@ def require_absent(dst: Path) -> None:
 
 def require_outside(dst: Path, sources: Sequence[Path]) -> None:
     """ValueError if dst lies in one of the step folders that it is made from."""
-    if inside := [src for src in sources if src.resolve() in dst.resolve().parents]:
+    if inside := [src for src in sources if src.resolve() in Path(os.path.realpath(dst)).parents]:
         raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
 
 

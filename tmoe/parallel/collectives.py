@@ -135,9 +135,10 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
     calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
     call = store.add(calls, 0)
     prefix = f"{calls} {call}"
-    keys, end = [f"{prefix} {q}" for q in ranks], time.monotonic() + store.timeout.total_seconds()
+    keys = [f"{prefix} {q}" for q in ranks]
 
     def wait(done: Callable[[], bool], left: str) -> None:
+        end = time.monotonic() + store.timeout.total_seconds()
         while not done():
             if time.monotonic() > end:
                 missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
@@ -145,6 +146,8 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
                 raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
             time.sleep(0.01)
 
+    if ahead():  # which waits for this rank's own work: whose word is out has none behind it that others still wait for
+        return None
     store.set(keys[rank], json.dumps(word))
     passed = False
 
