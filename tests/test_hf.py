@@ -224,6 +224,20 @@ def test_nothing_is_overwritten_and_space_is_counted(tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"hf", "step"}
 
 
+def test_weights_that_float16_does_not_hold_are_not_written_as_inf(tmp_path):
+    hf_dir = saved(tmp_path / "hf", "mixtral", torch.float16)
+    import_hf(hf_dir, tmp_path / "step")
+    model = load_step(tmp_path / "step")
+    with torch.no_grad():
+        model.blocks[0].moe.experts.down[0, 0, 0] = -7e4
+    step = train_and_save(tmp_path / "run", model.cfg, model, init=str(tmp_path / "step"))
+    with pytest.raises(CheckpointError, match=r"moe.experts.down has weights up to 7e\+04, float16 holds 65504"):
+        export_hf(step, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    export_hf(step, tmp_path / "back", dtype="bf16")
+    assert all(t.isfinite().all() for t in tensors_of(tmp_path / "back").values())
+
+
 @pytest.mark.parametrize("start", ["step", "hf", "like"])
 def test_fine_tuned_model_goes_back_to_its_layout(tmp_path, start):
     hf_dir = saved(tmp_path / "hf", "mixtral", torch.bfloat16, files=3)

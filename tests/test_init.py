@@ -272,3 +272,6 @@ def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
     assert said.startswith("the data has changed, so it is shuffled anew: ") and said.count(str(text)) == 2
     seed = gloo(1, changes, [*flags, "4", "--train.batch", "2", "--data.seed", "7"])[0]
     assert seed == ["--data.seed=7 (was 0)", "--steps=4 (was 2)"]
+    read = ["--model.dropout", "0.1", "--model.moe.balance-coeff", "0.5"]
+    told = gloo(1, changes, [*flags, "2", "--train.batch", "2", *read])[0]
+    assert told[:2] == ["--model.dropout=0.1 (was 0.0)", "--model.moe.balance-coeff=0.5 (was 0.01)"]

@@ -33,7 +33,7 @@ from torch import Tensor
 from tmoe.checkpoint import Checkpoints
 from tmoe.config import Config, ModelConfig, fits, require
 from tmoe.folders import resolve
-from tmoe.hf_config import architecture, build_config, differences, read_config
+from tmoe.hf_config import STEPS_READ, architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
 from tmoe.hf_packed import unpacked
@@ -228,9 +228,8 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     )
     require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
     before = manifest.info.get("data")
-    before = (
-        {k: before[k] for k in data} if isinstance(before, dict) and before.keys() >= data.keys() else data
-    )  # older do not say
+    says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not
+    before = {name: before[name] for name in data} if says else data
     tokens_of = [(d["tokenizer"], d["eos"]) for d in (data, before)]
     require(
         tokens_of[0] == tokens_of[1],
@@ -238,17 +237,17 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
         f"{before['tokenizer']}, eos {before['eos']}, for which ids mean other text{other}",
     )
     was, now = manifest.info.get("config", {}), json.loads(json.dumps(asdict(cfg), default=str))
-    groups: dict[str, list[str]] = dict(data=list(now["data"]), optim=list(now["optim"]), train=["seq", "dtype"])
     (step, tokens), goes_on = counts, not cfg.eval_only and counts[0] < cfg.steps
     idle = f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
     left = [] if goes_on or cfg.eval_only else [idle]
-    if not isinstance(was, dict) or not all(isinstance(was.get(g, {}), dict) for g in groups):
-        return left  # nobody's settings of a run
-    pairs = [(f"{g}.{name}", was.get(g, {}).get(name), now[g][name]) for g, names in groups.items() for name in names]
-    pairs += [(name, was.get(name), now[name]) for name in ("seed", *["steps"] * goes_on)]  # rates follow the steps
-    changed = [(name.replace("_", "-"), old, new) for name, old, new in pairs if old is not None and old != new]
+    names = [f"{group}.{name}" for group in ("data", "optim") for name in now[group]]
+    names += [f"model.{part}{name}" for part, read in STEPS_READ.items() for name in read]
+    names += ["train.seq", "train.dtype", "seed"]
+    names += ["steps"] if goes_on else []  # rates follow them
+    pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
+    changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
-    sizes = [was.get("train", {}).get(name) for name in ("batch", "accumulate", "seq")]
+    sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
     of_one = math.prod([*sizes, manifest.world]) if all(fits(n, int) for n in sizes) else tokens / max(step, 1)
     a_step = cfg.train.batch * cfg.train.accumulate * world * cfg.train.seq
     if goes_on and step and a_step != of_one:
@@ -258,6 +257,13 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
         noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")
     unread = [f"--init={cfg.init}: not read, for {step_dir} goes on"] if cfg.init else []
     return noted + unread + left
+
+
+def _setting(config: Any, name: str) -> Any:
+    """Of a config's nested JSON, by its dotted name; None where there is none."""
+    for part in name.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
 
 
 def started_from(step_dir: Path) -> str:

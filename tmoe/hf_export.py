@@ -252,6 +252,11 @@ def _exported(step, weights, found, names, extra, origin, wanted: set[str]) -> I
             for piece, tensor in parts:
                 seen = piece.see(theirs)
                 seen.copy_(tensor.view(seen.shape))
+                if theirs.dtype == torch.float16 and bool((seen.isinf() & tensor.view(seen.shape).isfinite()).any()):
+                    most = float(tensor.abs().max())
+                    raise CheckpointError(
+                        f"{step}: {ours} has weights up to {most:.3g}, float16 holds 65504: export with --dtype bf16"
+                    )
             yield name, theirs
     for name in wanted.intersection(extra):
         tensor = origin.extra(name)
