@@ -154,8 +154,9 @@ def test_the_moving_average_becomes_the_weights(tmp_path):
 
 
 def test_every_difference_is_listed(tmp_path):
-    def settings(top_k):
-        return dict(config=asdict(Config(optim=OptimConfig(), model=ModelConfig(moe=MoEConfig(top_k=top_k)))))
+    def settings(top_k, **training):
+        model = ModelConfig(moe=MoEConfig(top_k=top_k, **training))
+        return dict(config=asdict(Config(optim=OptimConfig(), model=model)))
 
     first = {
         "model.a": torch.zeros(4),
@@ -176,10 +177,12 @@ def test_every_difference_is_listed(tmp_path):
         f"model.c: not in {steps[1]}",
         f"model.d: not in {steps[0]}",
         "model.i: int32 has no mean",
-        "model.moe: {",
+        f"model.moe.top_k: 2 in {steps[0]}, 1 in {steps[1]}",
     ):
         assert line in message, message
-    assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2"}
+    same = [save(tmp_path, 3, first, settings(2)), save(tmp_path, 4, first, settings(2, balance_coeff=0.5, jitter=0.1))]
+    assert "1 differences" in refused("average", *same, tmp_path / "mean")  # model.i alone: of training's settings none
+    assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2", "step-3", "step-4"}
 
 
 # ---- looking ----

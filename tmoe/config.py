@@ -1,4 +1,4 @@
-"""Every setting of a run as frozen dataclasses, the presets, and the checks that need no process group.
+"""Every setting of a run as frozen dataclasses, and the checks that need no process group.
 
 Letters, one legend for the whole package (shape suffixes in names, `x_TD`):
 B batch, S sequence, T tokens on this rank (B*S), D model width, H query heads, G key/value heads, C head width,
@@ -31,6 +31,8 @@ MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
 FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32's least and most, and its last below 1
+# settings of a model that every step of training reads, and nobody else
+STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
 
 
 def spell(kind: Any) -> str:
@@ -490,10 +492,8 @@ class Config:
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
-        require(
-            not has_moe or experts % ep == 0,
-            f"--parallel.ep={ep}: must divide --model.moe.experts={experts}; valid: {divisors(experts)}",
-        )
+        valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
+        require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
 
 
 def divisors(n: int) -> list[int]:

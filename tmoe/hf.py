@@ -31,9 +31,9 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint import Checkpoints
-from tmoe.config import Config, ModelConfig, fits, require
+from tmoe.config import STEPS_READ, Config, ModelConfig, fits, require
 from tmoe.folders import resolve
-from tmoe.hf_config import STEPS_READ, architecture, build_config, differences, read_config
+from tmoe.hf_config import architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
 from tmoe.hf_packed import unpacked
@@ -241,8 +241,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     idle = f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
     left = [] if goes_on or cfg.eval_only else [idle]
     names = [f"{group}.{name}" for group in ("data", "optim") for name in now[group]]
-    names += [f"model.{part}{name}" for part, read in STEPS_READ.items() for name in read]
-    names += ["train.seq", "train.dtype", "seed"]
+    names += [*(f"model.{name}" for name in STEPS_READ), "train.seq", "train.dtype", "seed"]
     names += ["steps"] if goes_on else []  # rates follow them
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]

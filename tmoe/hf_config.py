@@ -9,16 +9,14 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
-from tmoe.config import MOST, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
+from tmoe.config import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
 from tmoe.hf_rules import HF, Architecture
 from tmoe.hf_tables import ARCHITECTURES
 
 # settings of ModelConfig that have settings of their own
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
-# settings that every step of training reads and nobody else: the model's, its MoE layers'
-STEPS_READ = {"": ["dropout"], "moe.": ["balance", "balance_coeff", "z_coeff", "jitter", "bias_speed"]}
-# left out of what a model computes: these, its first weights, and the parts that facts looks into
-TRAINING = {*STEPS_READ[""], *STEPS_READ["moe."], "init_std", *PARTS}
+# left out of what a model computes: what training alone reads, and the parts that facts looks into
+TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
 # types of settings by dotted name, and of keys of config.json that settings are derived from
 KINDS = get_type_hints(ModelConfig) | {

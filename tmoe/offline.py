@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tmoe import folders, inspection
 from tmoe import manifest as files
+from tmoe.config import STEPS_READ
 from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, require_outside, rewrite
@@ -245,9 +246,13 @@ def _differences(
 
 
 def _model_settings(manifest: Manifest) -> dict[str, Any]:
+    """By dotted name, without what training alone reads: runs may change it between two steps."""
     config = manifest.info.get("config")
     model = config.get("model") if isinstance(config, dict) else None
-    return model if isinstance(model, dict) else {}
+    flat: dict[str, Any] = {}
+    for name, value in model.items() if isinstance(model, dict) else ():
+        flat |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in flat.items() if name not in (*STEPS_READ, "init_std")}
 
 
 def _layout_of(entry: TensorEntry) -> Layout:
