@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tmoe import attend as attend_module
-from tmoe.attend import attend, block_mask, document_mask
+from tmoe.attend import attend, block_mask, document_mask, make_mask
 from tmoe.attention import Attention, rope_frequencies, rope_table, rotate
 from tmoe.config import ModelConfig, RopeConfig
 
@@ -270,7 +270,7 @@ def test_nothing_comes_from_later_tokens():
 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 8)])
+@pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 24)])
 def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     """A GPU's way, here without its kernels: short documents, ids that come again, padding, windows, sinks."""
     monkeypatch.setattr(attend_module, "fused", lambda fn: fn)
@@ -281,6 +281,14 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     want = attend(q, k, v, document_mask(ids), None, window, sink)
     got = attend(q, k, v, block_mask(ids, window, S, CPU), None, window, sink)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_heads_too_narrow_for_flex_attention_get_the_dense_mask(window):
+    ids = torch.randint(4, (2, 70))
+    meta = torch.device("meta")  # a GPU's rules
+    assert torch.equal(make_mask(ids, window, 70, meta, width=8), document_mask(ids))
+    assert make_mask(None, window, 70, meta, width=15) is None
 
 
 # ---- whole modules of Hugging Face ----

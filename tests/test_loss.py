@@ -178,3 +178,17 @@ def test_a_second_derivative_is_refused(scaled):
     loss = cross_entropy_sum(h.requires_grad_(), weight, targets)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss.square() if scaled else loss, h, create_graph=True)
+
+
+def test_under_autocast_products_are_in_its_type():
+    """As F.linear and F.cross_entropy: logits of rounded operands, gradients in the operands' own types."""
+    h, weight, targets = (t.float() if t.is_floating_point() else t for t in batch(T=23, D=8, V=17))
+    h.requires_grad_(), weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy_sum(h, weight, targets)
+    grads = torch.autograd.grad(loss, (h, weight))
+    want = cross_entropy_sum(h.bfloat16(), weight.bfloat16(), targets)
+    wants = torch.autograd.grad(want, (h, weight))
+    assert torch.equal(loss, want) and all(torch.equal(a, b) for a, b in zip(grads, wants, strict=True))
+    assert [g.dtype for g in grads] == [torch.float32] * 2
+    assert far(loss, reference(h, weight, targets, 1.0)[0]) < 1e-2

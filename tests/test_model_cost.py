@@ -382,7 +382,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, 57), ([ONE_GPU], 0, 25), ([FOUR_GPUS, off], 1, 22), ([other], None, 0):
+    for files, code, lines in ([], 0, 59), ([ONE_GPU], 0, 27), ([FOUR_GPUS, off], 1, 22), ([other], None, 0):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()

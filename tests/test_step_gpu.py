@@ -130,7 +130,9 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
 # ---- attention ----
 
 
-@pytest.mark.parametrize(("S", "H", "G", "C"), [(256, 4, 2, 64), (300, 6, 2, 40), (129, 2, 2, 8), (1024, 8, 1, 128)])
+@pytest.mark.parametrize(
+    ("S", "H", "G", "C"), [(256, 4, 2, 64), (300, 6, 2, 40), (129, 2, 2, 8), (1024, 8, 1, 128), (40, 4, 1, 16)]
+)
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
@@ -145,7 +147,7 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
     c = torch.randn(2, S, H, C, generator=draw).to(CUDA)
     want = attend(q, k, v, document_mask(ids), None, window, sink)
     wants = torch.autograd.grad((want * c).sum(), inputs)
-    got = attend(q, k, v, make_mask(ids, window, S, CUDA), None, window, sink)
+    got = attend(q, k, v, make_mask(ids, window, S, CUDA, C), None, window, sink)
     gots = torch.autograd.grad((got * c).sum(), inputs)
     assert far(got, want) < 2e-5
     assert all(far(a, b) < 2e-5 for a, b in zip(gots, wants, strict=True))

@@ -12,6 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+# Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
+# power of two, is above the mask's 128. In fp32 its tiles of 64 x 64 need more shared memory than an H200 has where heads are wider than
+# 128, but for 256, whose tiles are these.
+KERNEL: Any = {"BACKEND": "TRITON"}
+WIDE: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
+NARROWEST = 16  # channels of a head that they take
+
 
 @functools.cache
 def _compiled(fn: Callable) -> Callable:
@@ -23,9 +30,15 @@ def fused(fn: Callable) -> Callable:
     return fn if torch.compiler.is_compiling() else _compiled(fn)
 
 
-def make_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.device) -> Tensor | BlockMask | None:
-    """What `attend` takes as mask for a layer of this window (0: none), so that tokens attend inside their document only."""
-    if device.type == "cpu":
+def make_mask(
+    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int
+) -> Tensor | BlockMask | None:
+    """What `attend` takes as mask for a layer of this window (0: none), so that tokens attend inside their document only.
+
+    width: channels of a head's queries or values, whichever are fewer. (Heads padded to flex attention's 16 had wrong gradients of
+    queries and keys in compiled fp32 blocks: torch 2.11, S=127, C=8, RMSNorm over all heads; eager blocks and C=16 were right.)
+    """
+    if device.type == "cpu" or width < NARROWEST:
         return None if documents_BS is None else document_mask(documents_BS)
     return None if documents_BS is None and not 0 < window < S else block_mask(documents_BS, window, S, device)
 
@@ -106,18 +119,17 @@ def attend_in_blocks(
     q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: BlockMask, scale: float, sinks_H: Tensor | None
 ) -> Tensor:
     """attend through torch's flex attention, which skips blocks without anything to see (Dong et al. 2024)."""
-    C, H = v_BSGC.shape[-1], q_BSHC.shape[2]
-    # at least 16 channels is what it takes
-    q, k, v = (t if t.shape[-1] >= 16 else F.pad(t, (0, 16 - t.shape[-1])) for t in (q_BSHC, k_BSGC, v_BSGC))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q_BSHC, k_BSGC, v_BSGC))
     aux = AuxRequest(lse=True) if sinks_H is not None else None
-    out: Any = fused(flex_attention)(q, k, v, block_mask=mask, scale=scale, enable_gqa=k.shape[1] != H, return_aux=aux)
+    kernel = WIDE if q.dtype == torch.float32 and 128 < q.shape[-1] <= 256 else KERNEL
+    how = dict(scale=scale, enable_gqa=k.shape[1] != q.shape[1], return_aux=aux, kernel_options=kernel)
+    out: Any = fused(flex_attention)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:
         y = out
     else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens
         y, lse = out[0], out[1].lse
         y = y * (lse - sinks_H[:, None]).sigmoid().unsqueeze(-1).to(y.dtype)
-    return y[..., :C].transpose(1, 2)
+    return y.transpose(1, 2)
 
 
 def add_sinks(

@@ -93,7 +93,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 count nothing.
 
-    Differentiable in h and weight (once: the gradient is made in forward). Another target outside of 0 .. V - 1 is torch's error of an
+    Under autocast its products are in that's type. Differentiable in h and weight (once: the gradient is made in forward). Another target outside of 0 .. V - 1 is torch's error of an
     index on a CPU; on a GPU it makes the loss and the gradients NaN, without a wait for the host.
     """
     if targets_T.shape != h_TD.shape[:1]:
@@ -102,4 +102,9 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         )
     if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad: validation would make gradients
         h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
+    kind = h_TD.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and h_TD.dtype != torch.float64:  # as for F.linear
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return _ChunkedCrossEntropy.apply(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
     return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T)

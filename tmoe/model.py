@@ -146,7 +146,9 @@ class Transformer(nn.Module):
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
         windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
-        masks = {window: make_mask(documents_BS, window, S, tokens_BS.device) for window in set(windows)}
+        mla, device = self.cfg.mla, tokens_BS.device
+        width = self.cfg.head_dim if self.cfg.attention == "gqa" else min(mla.nope_dim + mla.rope_dim, mla.v_dim)
+        masks = {window: make_mask(documents_BS, window, S, device, width) for window in set(windows)}
         x, loads = self.embedding(tokens_BS), []
         if self.cfg.embedding_multiplier != 1.0:
             x = x * self.cfg.embedding_multiplier

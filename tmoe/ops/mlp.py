@@ -35,7 +35,8 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
 
     Returns:
         y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in float32 in slot order,
-        so equal inputs give equal bits. (Between two rounds of `pairs` the sum is rounded to the dtype of x.)
+        so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to the dtype of x: y's, and those of the
+        matrices' gradients, which in bf16 are off by 0.4% in one round and by up to 1% in sixty.)
 
     Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the pre-activations H
     [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for shapes, dtypes or devices that do not fit
