@@ -123,6 +123,11 @@ def test_lengths():
         assert len(path.read_text().splitlines()) <= 500, f"{path}: is it still one room?"
 
 
+def test_blocks_do_not_pad():
+    """Compiled for a GPU, F.pad can be wrong in silence; attend.py's add_zeros says how."""
+    assert not [path.name for path in (ROOT / "tmoe").rglob("*.py") if "F.pad(" in path.read_text()]
+
+
 def test_the_step_is_whole_in_train():
     """Everything that a step does happens in one loop body."""
     tree = ast.parse((ROOT / "train.py").read_text())

@@ -35,8 +35,7 @@ def make_mask(
 ) -> Tensor | BlockMask | None:
     """What `attend` takes as mask for a layer of this window (0: none), so that tokens attend inside their document only.
 
-    width: channels of a head's queries or values, whichever are fewer. (Heads padded to flex attention's 16 had wrong gradients of
-    queries and keys in compiled fp32 blocks: torch 2.11, S=127, C=8, RMSNorm over all heads; eager blocks and C=16 were right.)
+    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more.
     """
     if device.type == "cpu" or width < NARROWEST:
         return None if documents_BS is None else document_mask(documents_BS)
@@ -100,7 +99,7 @@ def attend(
     G, width = k_BSGC.shape[2], v_BSGC.shape[-1]
     if width < q_BSHC.shape[-1] and not (mask is not None and q_BSHC.is_cuda):
         # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept (CPU: 2.5 times as slow)
-        v_BSGC = F.pad(v_BSGC, (0, q_BSHC.shape[-1] - width))
+        v_BSGC = add_zeros(v_BSGC, q_BSHC.shape[-1] - width, -1)
     if mask is not None and q_BSHC.is_cuda:  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
         k_BSGC, v_BSGC = (t.repeat_interleave(H // G, 2) for t in (k_BSGC, v_BSGC))
     y_BHSC = F.scaled_dot_product_attention(
@@ -145,7 +144,15 @@ def add_sinks(
     more = P + -(C + P) % 8
     place_HP = torch.eye(P, more, dtype=q_BSHC.dtype, device=q_BSHC.device).repeat(G, 1)
     q = torch.cat([q_BSHC, place_HP.expand(B, S, H, more)], -1)
-    sink_GC = F.pad(sinks_H.to(k_BSGC.dtype).view(G, P), (C, more - P))
-    k = torch.cat([F.pad(k_BSGC, (0, more)), sink_GC.expand(B, 1, G, C + more)], 1)
-    v = F.pad(v_BSGC, (0, 0, 0, 0, 0, 1))
-    return q, k, v, F.pad(mask, (0, 1), value=True)
+    sink_GC = torch.cat([k_BSGC.new_zeros(G, C), sinks_H.to(k_BSGC.dtype).view(G, P)], -1)
+    k = torch.cat([add_zeros(k_BSGC, more, -1), add_zeros(sink_GC, more - P, -1).expand(B, 1, G, C + more)], 1)
+    v = add_zeros(v_BSGC, 1, 1)
+    return q, k, v, torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], -1)
+
+
+def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
+    """t and n more zeros along dim. Not pad: where the same kernel stores fp32's t, inductor reads it back without the pad's mask
+    (pytorch issue 189895). Heads of 8 padded so had wrong gradients of queries and keys on a GPU: torch 2.11, S=127, documents."""
+    shape = list(t.shape)
+    shape[dim] = n
+    return torch.cat([t, t.new_zeros(shape)], dim)
