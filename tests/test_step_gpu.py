@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from tmoe import optim
 from tmoe.attend import attend, document_mask, make_mask
+from tmoe.attention import Attention, rope_table
 from tmoe.balance import Totals
-from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
 from tmoe.loss import cross_entropy_sum
+from tmoe.mla import LatentAttention
 from tmoe.model import Transformer
 from tmoe.ops.adamw import adamw_
 from tmoe.optim import build_optimizer, init_state
@@ -151,6 +153,44 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
     gots = torch.autograd.grad((got * c).sum(), inputs)
     assert far(got, want) < 2e-5
     assert all(far(a, b) < 2e-5 for a, b in zip(gots, wants, strict=True))
+
+
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("S", "window", "settings"),
+    [
+        (127, 0, dict(heads=2, kv_heads=2, head_dim=8, qk_norm="full", o_bias=True)),
+        (100, 30, dict(heads=8, kv_heads=1, head_dim=16, qk_norm="head", sinks=True)),
+        (100, 0, dict(heads=4, kv_heads=1, head_dim=16, sinks=True)),
+        (300, 0, dict(heads=2, kv_heads=1, head_dim=160)),
+        (130, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(0, 32, 128, 16, 128))),
+        (127, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(24, 32, 16, 8, 8))),
+    ],
+)
+def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, documents):
+    """A whole module, norms and rotation in its graph: short, narrow, wide, latent. Freed memory is filled before, so that none is zero."""
+    cfg = ModelConfig(dim=64, **settings)
+    module = (LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, window)).to(CUDA, dtype)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3 if p.dim() == 1 else 0.12)
+    x, dy = (torch.randn(8, S, 64, device=CUDA, dtype=dtype) for _ in range(2))
+    inputs = [x.requires_grad_(), *module.parameters()]
+    ids = (torch.rand(8, S, device=CUDA) < 0.04).cumsum(1)
+    tables = rope_table(cfg.rope, cfg.rotary_dim, S, CUDA)
+    want = module(x, *tables, document_mask(ids if documents else torch.zeros_like(ids)))
+    wants = torch.autograd.grad(want, inputs, dy)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    mask = make_mask(ids if documents else None, window, S, CUDA, 8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16)
+    limit = 1e-4 if dtype == torch.float32 else 0.06
+    for _ in range(2):
+        held = [torch.full((1 << n,), 1e4, device=CUDA) for n in (8, 10, 12, 16, 20) for _ in range(4)]
+        del held
+        got = compiled(x, *tables, mask)
+        gots = torch.autograd.grad(got, inputs, dy)
+        assert far(got, want) < limit
+        assert all(far(a, b) < limit for a, b in zip(gots, wants, strict=True))
 
 
 # ---- the whole step ----
