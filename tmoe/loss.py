@@ -82,7 +82,7 @@ def softmax_and_gradient(logits_RV: Tensor, targets_R: Tensor, needs_grad: bool)
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a b in fp32, in place. On a GPU the product of 16-bit operands is not rounded before it is added."""
-    if a.is_cuda and a.element_size() == 2:
+    if a.is_cuda and a.element_size() == 2 and not torch.version.hip:  # 16 bits in, fp32 out is cuBLAS's alone
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
