@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tmoe import optim
-from tmoe.attend import attend, document_mask, make_mask
+from tmoe.attend import COMPILE, attend, document_mask, make_mask
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Totals
 from tmoe.config import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
@@ -181,7 +181,7 @@ def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, docum
     tables = rope_table(cfg.rope, cfg.rotary_dim, S, CUDA)
     want = module(x, *tables, document_mask(ids if documents else torch.zeros_like(ids)))
     wants = torch.autograd.grad(want, inputs, dy)
-    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    compiled = torch.compile(module, fullgraph=True, **COMPILE)
     mask = make_mask(ids if documents else None, window, S, CUDA, 8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16)
     limit = 1e-4 if dtype == torch.float32 else 0.06
     for _ in range(2):

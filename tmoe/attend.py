@@ -18,11 +18,15 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 KERNEL: Any = {"BACKEND": "TRITON"}
 WIDE: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
 NARROWEST = 16  # channels of a head that they take
+# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11 a kernel may read
+# what another wrote with the strides of before, in silence (pytorch issue 194281). Fits what was seen on an H200: heads of 8 padded to 16 in
+# fp32 had gradients of queries and keys up to 5000 times their size at S=127, right ones at S=128.
+COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 
 @functools.cache
 def _compiled(fn: Callable) -> Callable:
-    return torch.compile(fn, dynamic=False)  # at first use: importing its compiler takes two seconds
+    return torch.compile(fn, **COMPILE)  # at first use: importing its compiler takes two seconds
 
 
 def fused(fn: Callable) -> Callable:
@@ -151,8 +155,8 @@ def add_sinks(
 
 
 def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
-    """t and n more zeros along dim. Not pad: where the same kernel stores fp32's t, inductor reads it back without the pad's mask
-    (pytorch issue 189895). Heads of 8 padded so had wrong gradients of queries and keys on a GPU: torch 2.11, S=127, documents."""
+    """t and n more zeros along dim. Not a pad, whose gradient is a pad by less than nothing, which inductor may get wrong in silence where a
+    norm stands before it (pytorch issue 195582)."""
     shape = list(t.shape)
     shape[dim] = n
     return torch.cat([t, t.new_zeros(shape)], dim)

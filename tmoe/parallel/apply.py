@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
 from torch.utils.checkpoint import checkpoint
 
+from tmoe.attend import COMPILE
 from tmoe.config import Config, TrainConfig
 from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
@@ -158,7 +159,7 @@ def apply_compile(model: Transformer) -> None:
     routing are unbacked. A block that runs eager after this raises."""
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False)
+        block.compute = torch.compile(block.compute, fullgraph=True, **COMPILE)
         block.must_compile = True
 
 
