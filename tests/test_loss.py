@@ -192,3 +192,19 @@ def test_under_autocast_products_are_in_its_type():
     assert torch.equal(loss, want) and all(torch.equal(a, b) for a, b in zip(grads, wants, strict=True))
     assert [g.dtype for g in grads] == [torch.float32] * 2
     assert far(loss, reference(h, weight, targets, 1.0)[0]) < 1e-2
+
+
+def test_targets_with_strides_and_elsewhere():
+    """What a kernel reads by address: a column of a matrix counts as its elements do, another device's memory is refused."""
+    h, weight, targets = batch(T=23, D=8, V=17)
+    column = torch.stack([targets.roll(3), targets], 1)[:, 1]
+    seen = []
+    real = loss_module.softmax_and_gradient
+    loss_module.softmax_and_gradient = lambda logits, t, needs: seen.append(t.stride()) or real(logits, t, needs)
+    try:
+        assert torch.equal(cross_entropy_sum(h, weight, column), cross_entropy_sum(h, weight, targets))
+    finally:
+        loss_module.softmax_and_gradient = real
+    assert seen == [(1,), (1,)]
+    with pytest.raises(ValueError, match="targets: on meta, must be on cpu"):
+        cross_entropy_sum(h, weight, targets.to("meta"))

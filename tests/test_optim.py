@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tmoe.config import OptimConfig
 from tmoe.optim import (
+    AdamW,
     Ema,
     SkipGuard,
     build_optimizer,
@@ -295,3 +296,24 @@ def test_a_closure_is_refused():
     optimizer = build_optimizer([("w", torch.nn.Parameter(torch.ones(2)))], OptimConfig(), torch.device("cpu"))
     with pytest.raises(ValueError, match="got a closure"):
         optimizer.step(lambda: torch.ones(()))
+
+
+def test_grad_scaler_unscales_and_skips(monkeypatch):
+    """torch lets optimizers that are fused do both themselves; ours on a GPU would not, so it leaves them to the scaler."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer([("p", p)], OptimConfig(lr=0.1), torch.device("cpu"))
+    seen, real = [], AdamW.step
+    monkeypatch.setattr(AdamW, "step", lambda self: seen.append(p.grad.clone()) or real(self))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (3.0, math.inf, 5.0):
+        optimizer.zero_grad()
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [g.tolist() for g in seen] == [[3.0] * 3, [5.0] * 3] and p.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_other_rules_are_refused(name):
+    with pytest.raises(ValueError, match=f"AdamW: {name}=True"):
+        AdamW([torch.nn.Parameter(torch.ones(3))], **{name: True})

@@ -458,14 +458,13 @@ def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err.strip() == "no C++ compiler found: running eager (--no-compile)"
 
 
-def test_has_compiler_looks_for_one(monkeypatch):
+def test_has_compiler_looks_for_one():
     import torch._inductor.config as inductor
 
     assert runtime.has_compiler(), "this machine's tests need a C++ compiler"
-    monkeypatch.setattr(inductor.cpp, "cxx", ("/nowhere/g++",))
-    runtime_compiler_cache_clear()
-    assert not runtime.has_compiler()
-    monkeypatch.undo()
+    with inductor.patch({"cpp.cxx": ("/nowhere/g++",)}):
+        runtime_compiler_cache_clear()
+        assert not runtime.has_compiler()
     runtime_compiler_cache_clear()
 
 

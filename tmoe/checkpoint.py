@@ -119,6 +119,8 @@ class Checkpoints:
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
         """This rank's part of every tensor; async: copied into buffers that are kept, for pinning memory is slow."""
         local = {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # offloaded moments may be on their way to the host
         if self.mode == "sync":
             return local
         kept = self._staging

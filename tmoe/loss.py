@@ -100,6 +100,11 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         raise ValueError(
             f"targets: shape {tuple(targets_T.shape)} must be {tuple(h_TD.shape[:1])}, one for each row of h"
         )
+    if targets_T.device != h_TD.device:
+        raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
+    targets_T = (
+        targets_T.contiguous()
+    )  # the kernel takes them as neighbours; flatten leaves a column of a matrix as it is
     if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad: validation would make gradients
         h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
     kind = h_TD.device.type

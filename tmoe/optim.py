@@ -60,6 +60,16 @@ class AdamW(torch.optim.AdamW):
     offload = False  # moments lie in pinned host memory
     factor: Tensor | None = None
     finite: Tensor | None = None
+    streams: tuple[
+        torch.cuda.Stream, ...
+    ] = ()  # two, of the first step that needs them: each keeps the memory that it has used
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for name in ("amsgrad", "maximize"):
+            if any(group[name] for group in self.param_groups):
+                raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
+        self._step_supports_amp_scaling = False  # so that a GradScaler unscales the gradients and skips steps itself
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
@@ -83,7 +93,9 @@ class AdamW(torch.optim.AdamW):
         self.factor = self.finite = None
 
     def _step_in_one_pass(self) -> None:
-        streams = cycle([torch.cuda.Stream(), torch.cuda.Stream()]) if self.offload else None
+        if self.offload and not self.streams:
+            self.streams = torch.cuda.Stream(), torch.cuda.Stream()
+        streams = cycle(self.streams) if self.offload else None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
