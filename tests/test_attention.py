@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tmoe import attend as attend_module
-from tmoe.attend import attend, block_mask, document_mask, make_mask
+from tmoe.attend import attend, block_mask, document_mask, make_mask, tiles
 from tmoe.attention import Attention, rope_frequencies, rope_table, rotate
 from tmoe.config import ModelConfig, RopeConfig
 
@@ -273,7 +273,7 @@ def test_nothing_comes_from_later_tokens():
 @pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 24)])
 def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     """A GPU's way, here without its kernels: short documents, ids that come again, padding, windows, sinks."""
-    monkeypatch.setattr(attend_module, "fused", lambda fn: fn)
+    monkeypatch.setattr(attend_module, "fused", lambda fn, *sizes: fn)
     ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
     ids[1, 40:49] = -1
     q, k, v = (torch.randn(2, S, n, C) for n in (4, 2, 2))
@@ -281,6 +281,42 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     want = attend(q, k, v, document_mask(ids), None, window, sink)
     got = attend(q, k, v, block_mask(ids, window, S, CPU), None, window, sink)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypatch):
+    """Dynamo stops at eight kinds of calls of a function."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph
+
+    monkeypatch.setattr(attend_module, "COMPILE", dict(dynamic=False, backend=backend))
+    attend_module._compiled.cache_clear()
+    for n, S in enumerate(range(40, 52), 1):
+        ids = torch.randint(4, (2, S))
+        q, k, v = (torch.randn(2, S, heads, 16) for heads in (4, 2, 2))
+        got = attend(q, k, v, block_mask(ids, 0, S, CPU))
+        torch.testing.assert_close(got, attend(q, k, v, document_mask(ids)), rtol=1e-5, atol=1e-5)
+        assert len(compiled) == 2 * n
+    attend_module._compiled.cache_clear()
+
+
+def test_tiles_fit_into_shared_memory():
+    """Queries once, two stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
+    room, kept = 232448 - 24 * 1024, 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for width in range(16, 513, 16):
+            for values in (width, 128, 512):
+                chosen = tiles(dtype, width, values)
+                rows, columns = (1 << (n - 1).bit_length() for n in (width, values))
+                if "fwd_BLOCK_M" in chosen:
+                    M, N = chosen["fwd_BLOCK_M"], chosen["fwd_BLOCK_N"]
+                    assert dtype.itemsize * (M * rows + 2 * N * (rows + columns)) < room
+                else:
+                    kept += 1
+                    assert max(rows, columns) * dtype.itemsize <= 512
+    assert kept
 
 
 @pytest.mark.parametrize("window", [0, 50])

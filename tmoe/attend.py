@@ -5,6 +5,7 @@ next: moe.py
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 # Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
-# power of two, is above the mask's 128. In fp32 its tiles of 64 x 64 need more shared memory than an H200 has where heads are wider than
-# 128, but for 256, whose tiles are these.
+# power of two, is above the mask's 128. Its tiles are of queries' width and type alone; where they need more shared memory than an H200 has
+# (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries), smaller ones: 165 KB at most.
 KERNEL: Any = {"BACKEND": "TRITON"}
-WIDE: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
+SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
+BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
+SMALLER: Any = KERNEL | {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
 NARROWEST = 16  # channels of a head that they take
 # How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11 a kernel may read
 # what another wrote with the strides of before, in silence (pytorch issue 194281). Fits what was seen on an H200: heads of 8 padded to 16 in
@@ -25,13 +28,25 @@ COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 
 @functools.cache
-def _compiled(fn: Callable) -> Callable:
-    return torch.compile(fn, **COMPILE)  # at first use: importing its compiler takes two seconds
+def _compiled(fn: Any, *sizes: Any) -> Callable:
+    """A copy of fn for each size: Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
+    attention holds all of [B, H, S, S] in fp32."""
+    copy = FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return torch.compile(copy, **COMPILE)  # at first use: importing its compiler takes two seconds
 
 
-def fused(fn: Callable) -> Callable:
-    """fn for flex attention's use: compiled by itself in eager blocks; a compiled block takes it into its graph."""
-    return fn if torch.compiler.is_compiling() else _compiled(fn)
+def fused(fn: Callable, *sizes: Any) -> Callable:
+    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes; a compiled block takes it into its graph."""
+    return fn if torch.compiler.is_compiling() else _compiled(fn, *sizes)
+
+
+def tiles(dtype: torch.dtype, width: int, values: int) -> Any:
+    """What flex attention is told of its kernel for heads of so many channels."""
+    wide = max(width, values)
+    if wide > 256:
+        return SMALLER if dtype == torch.float32 else SMALL | BACKWARD
+    return SMALL if (dtype == torch.float32 and wide > 128) or (values > width and wide > 128) else KERNEL
 
 
 def make_mask(
@@ -60,7 +75,7 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
         return seen if documents_BS is None else seen & (documents_BS[b, i] == documents_BS[b, j])
 
     rows = None if documents_BS is None else documents_BS.shape[0]
-    return fused(create_block_mask)(visible, rows, None, S, S, device=device)
+    return fused(create_block_mask, rows, S)(visible, rows, None, S, S, device=device)
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
@@ -124,9 +139,9 @@ def attend_in_blocks(
     """attend through torch's flex attention, which skips blocks without anything to see (Dong et al. 2024)."""
     q, k, v = (t.transpose(1, 2) for t in (q_BSHC, k_BSGC, v_BSGC))
     aux = AuxRequest(lse=True) if sinks_H is not None else None
-    kernel = WIDE if q.dtype == torch.float32 and 128 < q.shape[-1] <= 256 else KERNEL
+    kernel = tiles(q.dtype, q.shape[-1], v.shape[-1])
     how = dict(scale=scale, enable_gqa=k.shape[1] != q.shape[1], return_aux=aux, kernel_options=kernel)
-    out: Any = fused(flex_attention)(q, k, v, block_mask=mask, **how)
+    out: Any = fused(flex_attention, *q.shape, *v.shape, q.dtype)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:
         y = out
     else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens
