@@ -42,6 +42,11 @@ def step(tmp_path) -> Path:
     return tmp_path / "step"
 
 
+def whole(done: Path) -> bool:
+    """A kill may come between making this file and writing it."""
+    return done.exists() and done.read_text().endswith("}")
+
+
 def killed_everywhere(dst: Path, stride: int, words: list) -> int:
     """Runs the command with a kill at every `stride`-th write, sync and rename, then again; how often finished files were kept."""
     resumed = 0
@@ -49,7 +54,7 @@ def killed_everywhere(dst: Path, stride: int, words: list) -> int:
         killed = die_at(count, lambda: run(*words))
         if not dst.exists():
             kept = {p: p.stat().st_ino for p in work_folder(dst).rglob("*") if p.suffix in (".safetensors", ".distcp")}
-            finished = {p.name for p in kept if (p.parent / f"{p.name}.done").exists() or not verify(p.parent)}
+            finished = {p.name for p in kept if whole(p.with_name(f"{p.name}.done")) or not verify(p.parent)}
             run(*words)
             again = {p.name: p.stat().st_ino for p in dst.iterdir()}
             same = {p.name for p, inode in kept.items() if again[p.name] == inode}
