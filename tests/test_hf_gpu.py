@@ -19,7 +19,7 @@ LOGITS, GRADIENTS = dict(tiny=1e-5, wide=5e-5), dict(tiny=2e-5, wide=2e-3)
 
 
 def wide(name, monkeypatch, dtype=torch.float32):
-    """The tiny model with experts of 128 x 64, which have descriptors, in place of 16 x 10, which have none."""
+    """The tiny model with experts of 128 x 64, which have descriptors in 16 bits, in place of 16 x 10, which have none."""
     config = MODELS[name]()
     for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if hasattr(config, key):

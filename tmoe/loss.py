@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from tmoe.ops.check import autocasts
 from tmoe.ops.cross_entropy import cross_entropy_, scaled
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
@@ -93,8 +94,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 count nothing.
 
-    Under autocast its products are in that's type. Differentiable in h and weight (once: the gradient is made in forward). Another target outside of 0 .. V - 1 is torch's error of an
-    index on a CPU; on a GPU it makes the loss and the gradients NaN, without a wait for the host.
+    Differentiable in h and weight (once: the gradient is made in forward). Under autocast its products are in that's type. Another target
+    outside of 0 .. V - 1 is torch's error of an index on a CPU; on a GPU it makes the loss and the gradients NaN, without a wait for the
+    host. Raises ValueError for targets of another length than h, or on another device.
     """
     if targets_T.shape != h_TD.shape[:1]:
         raise ValueError(
@@ -102,14 +104,12 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         )
     if targets_T.device != h_TD.device:
         raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
-    targets_T = (
-        targets_T.contiguous()
-    )  # the kernel takes them as neighbours; flatten leaves a column of a matrix as it is
+    # the kernel takes them as neighbours, but a column of a matrix stays one through flatten
+    targets_T = targets_T.contiguous()
     if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad: validation would make gradients
         h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
-    kind = h_TD.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and h_TD.dtype != torch.float64:  # as for F.linear
-        dtype = torch.get_autocast_dtype(kind)
+    if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear
+        kind, dtype = h_TD.device.type, torch.get_autocast_dtype(h_TD.device.type)
         with torch.autocast(kind, enabled=False):
             return _ChunkedCrossEntropy.apply(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
     return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T)

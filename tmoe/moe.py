@@ -13,14 +13,9 @@ from tmoe.balance import Load, measure
 from tmoe.config import MoEConfig
 from tmoe.experts import Experts, LocalExperts
 from tmoe.init import initialise
-from tmoe.ops.check import require
+from tmoe.ops.check import autocasts, require
 from tmoe.parallel.dispatch import Dispatcher, LocalDispatcher
 from tmoe.router import Router
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where x lies; of meta, which knows none, torch may not be asked."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 class SwiGLU(nn.Module):

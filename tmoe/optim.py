@@ -60,9 +60,8 @@ class AdamW(torch.optim.AdamW):
     offload = False  # moments lie in pinned host memory
     factor: Tensor | None = None
     finite: Tensor | None = None
-    streams: tuple[
-        torch.cuda.Stream, ...
-    ] = ()  # two, of the first step that needs them: each keeps the memory that it has used
+    # two, of the first step that needs them: the allocator keeps for each what it has used
+    streams: tuple[torch.cuda.Stream, ...] = ()
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -15,6 +15,11 @@ def require(ok, name, got, valid):
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
+def autocasts(x):
+    """Whether autocast is on where x lies; of meta, which knows none, torch may not be asked."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def check_tensors(**tensors):
     """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop,
     and for torch.func's gradients, of which torch would say something else."""
