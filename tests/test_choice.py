@@ -280,7 +280,7 @@ def test_no_layout_changes_it(gloo, one_process, world, ep, micro):
 @pytest.mark.slow
 def test_compiled(gloo, one_process):
     """Latent attention, groups and a bias that changes under the graph: eager's numbers, and no graph anew."""
-    result = gloo(1, train, 1, 1, True, timeout=170)[0]
+    result = gloo(1, train, 1, 1, True, timeout=340)[0]
     same(result, one_process)
     assert result[3][0] == result[3][-1] == 1
 

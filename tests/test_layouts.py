@@ -164,12 +164,12 @@ def test_layout_biases(gloo):
 @pytest.mark.slow
 def test_layout_biases_compiled(gloo):
     one = gloo(1, train, 1, 1, "sequence", False, BIASED)[0]
-    assert_same(gloo(1, train, 1, 1, "sequence", True, BIASED, timeout=170)[0], one)
+    assert_same(gloo(1, train, 1, 1, "sequence", True, BIASED, timeout=340)[0], one)
 
 
 @pytest.mark.slow
 def test_layout_compiled(gloo, one_process):
-    assert_same(gloo(2, train, 2, 1, "sequence", True, timeout=170)[0], one_process["sequence"])
+    assert_same(gloo(2, train, 2, 1, "sequence", True, timeout=340)[0], one_process["sequence"])
 
 
 def assert_same(result, reference):

@@ -194,7 +194,7 @@ def assert_fits(binary, chip):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_portable_configurations_fit(name, binaries):
     arch, D, _, dtype = CASES[name]
@@ -208,7 +208,7 @@ def test_portable_configurations_fit(name, binaries):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TUNED)
 def test_tuned_configurations_fit(name, binaries):
     cfg = TUNED[name][1]

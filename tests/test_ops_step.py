@@ -28,7 +28,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_th
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=170)
+    ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=340)
     assert ran.returncode == 0 and "32 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 

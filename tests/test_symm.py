@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def run(*command, **env):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
-    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=170)
+    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=340)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
     assert "all right" in ran.stdout.splitlines()
 
