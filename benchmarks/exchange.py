@@ -7,7 +7,8 @@
 Exchange, for each size (MiB that a rank sends to its peers; rows of 2048 bf16, K=8 of 128 experts drawn at random):
     put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each, and nobody waits for it
     symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and added up
-    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL all-to-all; and back
+    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL all-to-all; and back, the K
+            rows of a token weighted and added up. Not like for like: ours sorts and weights inside the experts' kernels, outside of this time
     same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up (tmoe's nccl dispatcher)
     nccl    of that the two all-to-all alone
     fp8     symm with rows packed for the way (--fp8), and how far off tokens are that went and came back
@@ -29,7 +30,7 @@ import triton
 import triton.language as tl
 
 import tmoe
-from benchmarks.moe_layer import require_gpu
+from benchmarks.moe_layer import in_turn, require_gpu
 from tmoe.ops import exchange, router_product
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
@@ -132,7 +133,7 @@ class Sizes:
         """As torchtitan's and OLMo-core's standard dispatchers do, without their padding and their second sort at the receiver."""
         flat = self.ids.flatten()
         self.slots = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=E)
+        counts = torch.histc(flat.float(), E, 0, E - 1).long()  # as torchtitan's; bincount waits for the host once more
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
         both = torch.stack([counts.view(self.world, -1).sum(1), theirs.view(self.world, -1).sum(1)]).tolist()
@@ -160,7 +161,7 @@ def time_all(fns, rounds, ex):
     """Median microseconds of each, in rounds over all; ranks start together, where they meet in `ex`, the host five milliseconds ahead."""
     times = [[] for _ in fns]
     for i in range(rounds + 2):
-        for fn, mine in zip(fns, times, strict=True):
+        for fn, mine in in_turn(i, fns, times):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(10_000_000)
             ex.meet()

@@ -9,7 +9,7 @@
 Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and all weights. Before
 it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py); who is not installed, fails or is wrong
 is named with the reason. GPU time is taken with CUDA events, with a cold L2 and a head start of 1.5 times the slowest contestant's host time (with
-a millisecond SonicMoE waited for its host, which takes four), in rounds over all contestants (one after another, whoever came first
+a millisecond SonicMoE waited for its host, which takes four), in rounds over all contestants, each round in another order (one after another, whoever came first
 won by 12%: the clock sinks under load), and the median is printed; the host's own time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output. "weights
 once" is a copy in the same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
 what a forward of few rows is held to.
@@ -20,6 +20,7 @@ next: rivals.py
 import argparse
 import functools
 import json
+import random
 import statistics
 import sys
 import time
@@ -46,15 +47,11 @@ SHAPES = {  # name: (T, D, F, E, K)
     "qwen3-512": (512, 2048, 768, 128, 8),
     "olmoe-512": (512, 2048, 1024, 64, 8),
 }
-HELD_OUT = {  # no entry of the tuned table is of these: what the rule between its entries is worth
+MORE = {  # widths of the tuned table at other lengths or numbers of experts; benchmarks/shapes.py has widths that it lacks
     "gpt-oss-20b": (8192, 2880, 2880, 32, 4), "v3-slice": (4096, 7168, 2048, 64, 8), "small-64": (2048, 1024, 512, 64, 8),
     "qwen3-65536": (65536, 2048, 768, 128, 8), "mixtral-1024": (1024, 4096, 14336, 8, 2),
 }  # fmt: skip
-ALL = {**SHAPES, **HELD_OUT}
-SONIC = {  # SonicMoE 0.1.2, another run, H200, 2026-11-21: forward + backward ms, share of that run's dense products
-    "qwen3": (13.79, 0.81), "olmoe": (17.46, 0.83), "mixtral": (55.23, 0.93), "deepseek": (18.24, 0.84),
-    "fine": (37.06, 0.80), "narrow": (3.13, 0.72), "pilot": (3.31, 0.77),
-}  # fmt: skip
+ALL = {**SHAPES, **MORE}
 # measured on an H200: 8192^3 bf16 product in a short burst; copy, read plus write
 PEAK_FLOPS, PEAK_BYTES = 790e12, 4.3e12
 
@@ -142,13 +139,18 @@ def prepare(head_start=CYCLES_PER_MS):
     _scratch["l2"].zero_()
 
 
+def in_turn(i, *lists):
+    """The lists' entries side by side, in round i's order: nobody always follows the same neighbour, and all ranks draw the same."""
+    return random.Random(i).sample(list(zip(*lists, strict=True)), len(lists[0]))
+
+
 def time_all(fns, rounds=9, give_up=None, head_start=CYCLES_PER_MS):
     """Median GPU ms of each function, in rounds over all; with give_up, who takes that many times the best drops out early."""
     times = [[] for _ in fns]
     for fn in fns:
         fn()
     for i in range(rounds):
-        for fn, mine in zip(fns, times, strict=True):
+        for fn, mine in in_turn(i, fns, times):
             if give_up and i > 1 and min(mine) > give_up * min(min(t) for t in times):
                 continue
             prepare(head_start)
@@ -265,20 +267,17 @@ def rows(r):
     yield f"{r['shape']:>10} {'weights once':>20} {r['weights_once']:9.3f}"
     for who, m in r["results"].items():
         ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
-        sonic = ""
-        if who == "tmoe" and "sonicmoe" not in r["results"] and r["shape"] in SONIC:
-            sonic = "{:12.2f} {:4.0%}".format(*SONIC[r["shape"]])
         yield (
             f"{r['shape']:>10} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
             f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} {m['kept_mib']:7.0f} "
-            f"{max(m['errors']):8.1e} {m['version']:>13} {sonic}"
+            f"{max(m['errors']):8.1e} {m['version']:>13}"
         )
     yield from (f"{r['shape']:>10} {who:>20} not timed: {why}" for who, why in r["missing"].items())
 
 
 HEADER = (
     f"{'shape':>10} {'':>20} {'fwd ms':>9} {'f+b ms':>8} {'TF/s':>5} {'dense':>6} {'tmoe is':>7} {'host f':>6} {'f+b':>6} "
-    f"{'keptMiB':>7} {'error':>8} {'version':>13} sonic 11-21"
+    f"{'keptMiB':>7} {'error':>8} {'version':>13}"
 )
 
 

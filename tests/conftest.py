@@ -40,7 +40,7 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def gloo():
-    """`gloo(world, fn, *args, timeout=60)`: fn(rank, world, *args) on `world` gloo processes; see gloo.py."""
+    """`gloo(world, fn, *args, timeout=120)`: fn(rank, world, *args) on `world` gloo processes; see gloo.py."""
     return gloo_module.run
 
 

@@ -80,7 +80,7 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """`[fn(rank, world, *args) for rank in range(world)]`, each in its own process inside one gloo process group.
 
     fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors). A rank

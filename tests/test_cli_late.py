@@ -1,4 +1,4 @@
-"""What a launch with torchrun, or with half of what it sets, says when it is refused: one message, however late rank 0 comes."""
+"""What a launch says before it begins: one message when it is refused, however late rank 0 comes, and a note of what trains no router."""
 
 import os
 import subprocess
@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import train
+from tmoe import Transformer
+from tmoe.cli import parse
 
 ROOT = Path(__file__).parents[1]
 LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
@@ -21,7 +24,7 @@ def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        f"{torchrun} train.py tiny {words}".split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=90
+        f"{torchrun} train.py tiny {words}".split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
     )
     assert ended.returncode
     assert (ended.stdout + ended.stderr).count(says) == 1
@@ -48,3 +51,29 @@ def test_half_a_launcher_is_one_error(monkeypatch, capsys, set_, says):
     with pytest.raises(SystemExit) as ended:
         train.main(["tiny"])
     assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {says}")
+
+
+@pytest.mark.parametrize(
+    ("words", "trains"),
+    [
+        ("", True),
+        ("--model.moe.top-k 1", False),
+        ("--model.moe.top-k 1 --model.moe.softmax after --model.moe.no-renormalize", False),
+        ("--model.moe.top-k 1 --model.moe.no-renormalize", True),
+        ("--model.moe.top-k 1 --model.moe.score sigmoid", False),
+        ("--model.moe.top-k 1 --model.dense-layers 2", True),
+    ],
+)
+def test_a_router_that_the_loss_does_not_train_is_told(capsys, words, trains):
+    words = f"tiny {words} --model.layers 2 --model.dim 64 --model.moe.balance-coeff 0 --model.moe.z-coeff 0".split()
+    cfg = parse(words, "")
+    assert ("balancing losses alone train the routers" in capsys.readouterr().err) != trains
+    parse([*words, "--eval-only"], "")
+    parse(words, "", rank=1, world=1)
+    assert not capsys.readouterr().err
+    model = Transformer(cfg.model)
+    model.init_weights(0)
+    tokens = torch.randint(cfg.model.vocab, (2, 33))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    pulls = [p.grad.abs().max().item() for name, p in model.named_parameters() if "router" in name]
+    assert all((pull > 1e-4) == trains for pull in pulls) and (pulls or "dense-layers" in " ".join(words))

@@ -126,13 +126,13 @@ LAYOUTS = [  # (processes, ep, micro-batches)
 
 @pytest.mark.parametrize(("world", "ep", "micro"), LAYOUTS, ids=lambda v: str(v))
 def test_layout(gloo, one_process, world, ep, micro):
-    for result in gloo(world, train, ep, micro, timeout=120)[:1]:
+    for result in gloo(world, train, ep, micro, timeout=240)[:1]:
         assert_same(result, one_process["sequence"])
 
 
 @pytest.mark.parametrize(("world", "ep"), [(2, 1), (4, 2)])
 def test_layout_global_balance(gloo, one_process, world, ep):
-    assert_same(gloo(world, train, ep, 1, "global", timeout=120)[0], one_process["global"])
+    assert_same(gloo(world, train, ep, 1, "global", timeout=240)[0], one_process["global"])
 
 
 def train_in_units(rank: int, world: int, ep: int, micro: int, unit: int):
@@ -144,7 +144,7 @@ def train_in_units(rank: int, world: int, ep: int, micro: int, unit: int):
 @pytest.mark.parametrize(("world", "ep", "micro"), [(2, 1, 1), (4, 2, 2)])
 def test_layout_in_units(gloo, one_process, world, ep, micro, unit):
     """All three blocks are one unit, or the first two are; elsewhere each is one."""
-    assert_same(gloo(world, train_in_units, ep, micro, unit, timeout=120)[0], one_process["sequence"])
+    assert_same(gloo(world, train_in_units, ep, micro, unit, timeout=240)[0], one_process["sequence"])
 
 
 def test_units():
@@ -158,7 +158,7 @@ def test_units():
 def test_layout_biases(gloo):
     seed = 1  # from 0, one token's third and fourth expert come within 1.2e-7 of each other in step 9: a tie, which rounding decides
     one = gloo(1, train, 1, 2, "sequence", False, BIASED, seed)[0]
-    assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, seed, timeout=120)[0], one)
+    assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, seed, timeout=240)[0], one)
 
 
 @pytest.mark.slow

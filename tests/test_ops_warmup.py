@@ -67,7 +67,7 @@ def half_written(cache):
 def assert_ranks_share_the_work(cache):
     found = len(whole(cache))
     ranks = start([__file__], cache)
-    out, _ = ranks.communicate(timeout=150)
+    out, _ = ranks.communicate(timeout=300)
     assert ranks.returncode == 0, out
     compiled, needed, done, again = zip(*json.loads(out.splitlines()[-1]), strict=True)
     assert len(set(needed)) == 1 and needed[0] == len(whole(cache)) > 10

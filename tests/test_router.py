@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from test_choice import reference_loss
 from torch.nn.functional import one_hot
 
-from tmoe.balance import Balancer, Load, Totals, measure, reference_loss, stack
+from tmoe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.config import MoEConfig
 from tmoe.moe import MoE
 from tmoe.router import Router, Routing

@@ -3,6 +3,9 @@
 next: train.py, then config.py
 """
 
+import importlib
+from types import ModuleType
+
 from tmoe import ops, parallel
 from tmoe.config import Config, ModelConfig, MoEConfig
 from tmoe.model import Transformer
@@ -10,4 +13,10 @@ from tmoe.moe import MoE
 from tmoe.zoo import presets
 
 __version__ = "0.1.0"
-__all__ = ["Config", "MoE", "MoEConfig", "ModelConfig", "Transformer", "ops", "parallel", "presets"]
+__all__ = ["Config", "MoE", "MoEConfig", "ModelConfig", "Transformer", "hf", "ops", "parallel", "presets"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "hf":  # at first use: training needs none of it, and it takes most of a second
+        return importlib.import_module("tmoe.hf")
+    raise AttributeError(f"module 'tmoe' has no attribute {name!r}")

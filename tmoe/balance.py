@@ -171,10 +171,3 @@ class RouterStats(NamedTuple):
     counts_LE: Tensor  # routed pairs per expert
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
     dropped_L: Tensor  # (token, expert) choices that reached no expert
-
-
-def reference_loss(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """E/(K T^2) sum_e (sum_t p_te) count_e, in three lines for tests to compare with."""
-    T, E = logits_TE.shape
-    counts_E = F.one_hot(ids_TK.long(), E).sum((0, 1)).float()
-    return E / (ids_TK.shape[1] * T**2) * (logits_TE.softmax(-1).sum(0) * counts_E).sum()

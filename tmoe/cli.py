@@ -34,7 +34,7 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
     try:
         with redirect_stdout(silent) if rank else nullcontext(), redirect_stderr(silent) if rank else nullcontext():
-            return _parse(list(argv), description, rank, world)
+            cfg = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
         if rank == 0 and isinstance(error, ValueError):
@@ -42,6 +42,19 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
         if rank and code and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(LAG_S)  # torchrun ends all others when one has: rank 0, still importing, would never say why
         raise SystemExit(code) from None
+    if rank == 0 and not cfg.eval_only and not loss_reaches_routers(cfg):
+        print(
+            "note: --model.moe.top-k=1: a token's only weight is divided by itself, so balancing losses alone train the routers; "
+            "--model.moe.no-renormalize, with --model.moe.softmax before, lets the loss train them (Switch)",
+            file=sys.stderr,
+        )
+    return cfg
+
+
+def loss_reaches_routers(cfg: Config) -> bool:
+    """Whether a router's weights can differ: one weight divided by itself is 1, and has no gradient."""
+    moe, routed = cfg.model.moe, any(cfg.model.is_moe(layer) for layer in range(cfg.model.layers))
+    return not routed or moe.top_k > 1 or moe.experts == 1 or not (moe.renormalize or moe.softmax == "after")
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:

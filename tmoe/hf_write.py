@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe import folders
 from tmoe.hf_files import Layout, Writer
 from tmoe.manifest import CheckpointError, HashedFile
-from tmoe.rewrite import Advance, bar, locked, require_absent, require_ours, work_folder
+from tmoe.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
 
 HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index
 DONE = ".done"
@@ -55,14 +53,7 @@ def check_room(plan: Export, dst: Path) -> tuple[int, int]:
     require_absent(dst)
     _require_ours(plan, dst)
     missing = [names for file, names in plan.layout.items() if _record(plan, work_folder(dst) / file) is None]
-    needed = sum(plan.sizes[name] + HEADER for names in missing for name in names)
-    parent = next(parent for parent in dst.absolute().parents if parent.exists())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"{dst}: needs {decimal(needed)} ({needed} bytes), {parent} has {decimal(free)} ({free}) free"
-        )
-    return needed, free
+    return room_for(sum(plan.sizes[name] + HEADER for names in missing for name in names), dst)
 
 
 def write_folder(plan: Export, dst: Path) -> None:

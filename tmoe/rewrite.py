@@ -108,7 +108,11 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
     require_ours(dst, OURS.fullmatch)
     key, work = plan.key, work_folder(dst)
     missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
-    needed = sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group)
+    return room_for(sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group), dst)
+
+
+def room_for(needed: int, dst: Path) -> tuple[int, int]:
+    """(needed, bytes free where dst is to be); CheckpointError if they do not fit."""
     parent = next(parent for parent in dst.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:

@@ -71,7 +71,7 @@ def upcycle(
         experts: number of experts, E; a multiple of granularity
         top_k: experts per token, K; a multiple of granularity
         granularity: experts that one copy of a feed-forward is cut into, G; divides its hidden width
-        renormalize: the K weights sum to 1; without it the function is near the dense one only
+        renormalize: the K weights sum to 1; without it the function is near the dense one only, but at K=1 the loss trains the routers only so
         dense_layers: leading blocks that stay dense
         moe_every: after those, every n-th block becomes an MoE block, the first of them included
         seed: of the routers
