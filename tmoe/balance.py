@@ -170,4 +170,4 @@ class RouterStats(NamedTuple):
 
     counts_LE: Tensor  # routed pairs per expert
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
-    dropped_L: Tensor  # (token, expert) choices that reached no expert
+    dropped_L: Tensor  # K choices a token less the counts: those that a router left open (-1), which tmoe's never does; dispatch drops none

@@ -45,7 +45,7 @@ class RouterStats(Protocol):
     @property
     def entropy_L(self) -> Tensor: ...  # mean entropy of the router's softmax over E, nats
     @property
-    def dropped_L(self) -> Tensor: ...  # pairs that reached no expert
+    def dropped_L(self) -> Tensor: ...  # choices that the router left open
 
 
 class Metrics:
