@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tmoe import Transformer
 from tmoe import loss as loss_module
+from tmoe.config import ModelConfig, MoEConfig
 from tmoe.loss import cross_entropy_sum
 
 
@@ -208,3 +210,49 @@ def test_targets_with_strides_and_elsewhere():
     assert seen == [(1,), (1,)]
     with pytest.raises(ValueError, match="targets: on meta, must be on cpu"):
         cross_entropy_sum(h, weight, targets.to("meta"))
+
+
+@pytest.mark.parametrize("frozen", [None, "h", "weight", "both"])
+def test_compiled_whole_it_is_one_operator(monkeypatch, frozen):
+    """However many chunks there are, and whichever side needs no gradient."""
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * 17)
+    h, weight, targets = batch(T=23, D=8, V=17, dtype=torch.float32)
+    wanted = [t.requires_grad_() for name, t in (("h", h), ("weight", weight)) if frozen not in (name, "both")]
+    called = []
+
+    def counting(graph, args):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def half(*sides):
+        return cross_entropy_sum(*sides).mul(0.5)
+
+    want = half(h, weight, targets)
+    for backend in (counting, "inductor"):
+        got = torch.compile(half, fullgraph=True, backend=backend)(h, weight, targets)
+        assert got.requires_grad == (frozen != "both") and torch.equal(got, want)
+        if wanted:
+            pairs = zip(
+                torch.autograd.grad(got, wanted), torch.autograd.grad(want, wanted, retain_graph=True), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)
+    assert sum("cross_entropy" in name for name in called) == 1 and len(called) < 5
+
+
+def test_the_operator_is_registered_as_torch_asks():
+    h, weight, targets = batch(T=5, D=8, V=17, dtype=torch.float32)
+    for needs in ((True, True), (False, True), (False, False)):
+        sides = h.clone().requires_grad_(needs[0]), weight.clone().requires_grad_(needs[1])
+        torch.library.opcheck(torch.ops.tmoe.cross_entropy.default, (*sides, targets, *needs))
+
+
+def test_a_whole_model_with_targets_compiles_to_one_graph():
+    cfg = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, vocab=50, moe=MoEConfig(experts=4, top_k=2, ffn_dim=16))
+    model = Transformer(cfg)
+    model.init_weights(0)
+    tokens = torch.randint(50, (2, 9))
+    runs = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        loss = run(tokens[:, :-1], tokens[:, 1:])
+        runs.append([loss, *torch.autograd.grad(loss, [p for p in model.parameters()])])
+    assert all(far(a, b) < 1e-5 for a, b in zip(*runs, strict=True))

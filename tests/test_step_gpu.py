@@ -129,6 +129,21 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
     assert [g.dtype for g in grads] == [dtype, dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_model_with_targets_compiles_to_one_graph(dtype):
+    cfg = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, vocab=512, moe=MoEConfig(experts=8, top_k=2, ffn_dim=128))
+    model = Transformer(cfg)
+    model.init_weights(0)
+    model.to(CUDA, dtype)
+    tokens = torch.randint(512, (2, 129), device=CUDA)
+    runs = []
+    for run in (model, torch.compile(model, fullgraph=True, **COMPILE)):
+        loss = run(tokens[:, :-1], tokens[:, 1:])
+        runs.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    assert all(far(b, a) < limit for a, b in zip(*runs, strict=True))
+
+
 # ---- attention ----
 
 

@@ -103,7 +103,7 @@ class Balancer:
         if totals is None:
             self.seen_YE = None
             totals = Totals(
-                load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_tensor(load.tokens_B.shape[1])
+                load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_full((), load.tokens_B.shape[1])
             )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":

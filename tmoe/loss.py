@@ -6,46 +6,53 @@ from torch.profiler import record_function
 
 from tmoe.ops.check import autocasts
 from tmoe.ops.cross_entropy import cross_entropy_, scaled
+from tmoe.ops.straight import no_second_derivative
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
-CHUNK_LOGITS_GPU = (
-    2**30
-)  # 4096 rows at V = 152k: at 1024 the sum of the head's gradient costs 25% on top of its product, at 4096 none
+# 4096 rows at V = 152k: at 1024 the sum of the head's gradient costs 25% on top of its product, at 4096 none
+CHUNK_LOGITS_GPU = 2**30
 IGNORE = -100  # target that counts in no loss
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Works out the gradient while a chunk's logits exist, so backward only multiplies by the incoming scale.
+@record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
+def loss_and_gradients(
+    h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, needs_h: bool, needs_w: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, and its gradients by h (h's type) and by the weight (fp32), worked out while a chunk's logits exist.
 
     With p = softmax(h W^T): d loss / d logits = p - onehot(target). Products in the type of h and W, softmax in fp32,
     the head's gradient accumulates in fp32.
     """
+    rows = chunk_rows(weight_VD.shape[0], h_TD.is_cuda)
+    grad_h = torch.empty_like(h_TD) if needs_h else None
+    grad_w = None
+    loss = torch.zeros((), device=h_TD.device)
+    for i in range(0, h_TD.shape[0], rows):
+        h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
+        losses, grad = softmax_and_gradient(h @ weight_VD.t(), targets, needs_h or needs_w)
+        loss += losses.sum()
+        if grad_h is not None:
+            grad_h[i : i + rows] = grad @ weight_VD
+        if needs_w:
+            grad_w = add_product(grad_w, grad.t(), h)
+    if needs_w and grad_w is None:  # no rows
+        grad_w = torch.zeros_like(weight_VD, dtype=torch.float32)
+    return loss, grad_h, grad_w
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Its backward only multiplies by the incoming scale."""
 
     @staticmethod
-    @record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
     def forward(ctx, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-        rows = chunk_rows(weight_VD.shape[0], h_TD.is_cuda)
-        needs_h, needs_w = ctx.needs_input_grad[:2]
-        grad_h = torch.empty_like(h_TD) if needs_h else None
-        grad_w = None
-        loss = torch.zeros((), device=h_TD.device)
-        for i in range(0, h_TD.shape[0], rows):
-            h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
-            losses, grad = softmax_and_gradient(h @ weight_VD.t(), targets, needs_h or needs_w)
-            loss += losses.sum()
-            if grad_h is not None:
-                grad_h[i : i + rows] = grad @ weight_VD
-            if needs_w:
-                grad_w = add_product(grad_w, grad.t(), h)
-        if needs_w and grad_w is None:  # no rows
-            grad_w = torch.zeros_like(weight_VD, dtype=torch.float32)
-        ctx.save_for_backward(grad_h, grad_w)
+        loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight_VD.dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the logits are gone
+        if torch.is_grad_enabled():  # the logits are gone
             raise RuntimeError("the loss has no second derivative: no create_graph")
         grad_h, grad_w = ctx.saved_tensors
         if grad_h is not None:
@@ -55,9 +62,63 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_h, grad_w, None
 
 
+# The same for compilers, which would trace every chunk, and on a GPU the kernels' launches.
+_lib = torch.library.Library("tmoe", "FRAGMENT")  # ops/mlp.py says why not @custom_op
+_lib.define(
+    "cross_entropy(Tensor h, Tensor weight, Tensor targets, bool needs_h, bool needs_w) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_lib.define(
+    "cross_entropy_backward(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+)
+
+
+def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
+    """What is not needed is empty: an op returns tensors."""
+    gradients = loss_and_gradients(h, weight, targets, needs_h, needs_w)
+    return tuple(h.new_empty(0) if t is None else t for t in gradients)
+
+
+@torch.library.register_fake("tmoe::cross_entropy", lib=_lib)
+def _forward_fake(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
+    grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
+    grad_w = torch.empty_like(weight, dtype=torch.float32) if needs_w else h.new_empty(0)
+    return h.new_empty((), dtype=torch.float32), grad_h, grad_w
+
+
+@torch.library.register_fake("tmoe::cross_entropy_backward", lib=_lib)
+def _backward_fake(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(grad, dtype=dtype)
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.needs, ctx.weight_dtype = inputs[3:], inputs[1].dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate(ctx, grad_loss: Tensor | None, *_):
+    if grad_loss is None:
+        return (None,) * 5
+    (grad_h, grad_w), (needs_h, needs_w) = ctx.saved_tensors, ctx.needs
+    back = torch.ops.tmoe.cross_entropy_backward
+    by_h = back(grad_h, grad_loss, grad_h.dtype) if needs_h else None
+    return by_h, back(grad_w, grad_loss, ctx.weight_dtype) if needs_w else None, None, None, None
+
+
+torch.library.register_autograd("tmoe::cross_entropy", _differentiate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("tmoe::cross_entropy_backward", no_second_derivative, lib=_lib)
+
+
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * factor (0-dim fp32), rounded once: the factor in bf16 would be off by up to 0.2%, the same for all tokens of a step."""
     return scaled(grad, factor, dtype) if grad.is_cuda else (grad.float() * factor).to(dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    _lib.impl("cross_entropy", _forward, _device)
+    _lib.impl("cross_entropy_backward", times, _device)
 
 
 def chunk_rows(V: int, gpu: bool) -> int:
@@ -111,5 +172,12 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
     if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear
         kind, dtype = h_TD.device.type, torch.get_autocast_dtype(h_TD.device.type)
         with torch.autocast(kind, enabled=False):
-            return _ChunkedCrossEntropy.apply(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
+            return _loss(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
+    return _loss(h_TD, weight_VD, targets_T)
+
+
+def _loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        needs = h_TD.requires_grad, weight_VD.requires_grad
+        return torch.ops.tmoe.cross_entropy(h_TD, weight_VD, targets_T, *needs)[0]
     return _ChunkedCrossEntropy.apply(h_TD, weight_VD, targets_T)
