@@ -76,7 +76,10 @@ def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str
         (lambda p: rewrite(p, eos="0"), r"eos '0'"),
         (lambda p: rewrite(p, eos=256), r"eos 256 of 256 ids"),
         (lambda p: rewrite(p, tokenizer=None), r"tokenizer None"),
-        (lambda p: p.write_bytes(b"[" * 2000), r"byte 0 begins no tmoe-shard header .*RecursionError"),
+        (
+            lambda p: p.write_bytes(b"[" * 2000),
+            r"byte 0 begins no tmoe-shard header .*(RecursionError|JSONDecodeError)",
+        ),
         (lambda p: (p.unlink(), os.mkfifo(p)), r"no regular file"),
         (lambda p: (p.unlink(), p.symlink_to("nowhere")), r"no regular file"),
         (lambda p: rewrite(p, tokenizer="sha256:other"), r"tokenizer sha256:other"),

@@ -24,8 +24,9 @@ def swapped(model) -> list[SwappedExperts]:
 
 
 def losses_and_gradients(model, x, mask=None):
-    router = {} if model.config.model_type.startswith("deepseek") else dict(output_router_logits=True)
-    out = model(x, labels=x, attention_mask=mask, **router)
+    # without a record of them (Granite's until transformers 5.17) the auxiliary loss fails, swapped or not
+    recorded = "router_logits" in type(model)._can_record_outputs and "deepseek" not in model.config.model_type
+    out = model(x, labels=x, attention_mask=mask, **(dict(output_router_logits=True) if recorded else {}))
     out.loss.backward()
     return out, {name: p.grad for name, p in model.named_parameters()}
 
@@ -41,7 +42,7 @@ def test_swapped_model_is_the_same_function(tmp_path, name):
     (a, want), (b, got) = losses_and_gradients(theirs, x, mask), losses_and_gradients(ours, x, mask)
     assert far(b.logits, a.logits) < 1e-5
     assert b.loss.item() == pytest.approx(a.loss.item(), rel=1e-5)
-    if "deepseek" not in name:  # their classes have no auxiliary loss
+    if a.get("aux_loss") is not None:  # DeepSeek's classes have none
         assert b.aux_loss.item() == pytest.approx(a.aux_loss.item(), rel=1e-5) and a.aux_loss > 0
         for one, other in zip(b.router_logits, a.router_logits, strict=True):
             assert far(one, other) < 1e-5
@@ -180,7 +181,8 @@ def test_swap_refuses_what_it_does_not_compute():
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4, hidden_act="gelu"))
     with pytest.raises(ConfigError, match="hidden_act='gelu'"):
         swap_experts(model)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4, swiglu_limit=6.0))
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4))
+    model.model.layers[0].mlp.experts.limit = 6.0  # transformers 5.23 reads it from the configuration, 5.17 does not
     with pytest.raises(ConfigError, match=r"swiglu_alpha=1.702, swiglu_limit=6.0; computed: \(1.702, 7.0\)"):
         swap_experts(model)
     model = swap_experts(make("mixtral"))

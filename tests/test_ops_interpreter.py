@@ -60,7 +60,8 @@ def poison():
 
     def poisoned(*args, **kwargs):
         t = empty(*args, **kwargs)
-        return t.fill_(float("nan") if t.is_floating_point() else -7)
+        with torch.no_grad():  # torch 2.11's checkpoint makes an empty leaf
+            return t.fill_(float("nan") if t.is_floating_point() else -7)
 
     torch.empty = poisoned
 

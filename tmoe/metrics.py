@@ -405,7 +405,8 @@ def write_config(
 
 def versions() -> dict[str, Any]:
     """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag."""
-    found = {name: package_version(name) for name in ("torch", "triton", "tmoe")}
+    # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
+    found = {"torch": str(torch.__version__), **{name: package_version(name) for name in ("triton", "tmoe")}}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"python": platform.python_version(), **found, "cuda": torch.version.cuda, "gpu": gpu, "git": git_state()}
 
