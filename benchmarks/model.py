@@ -8,7 +8,8 @@
 Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were
 measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has become
 faster, measure again, `--fit` the constants that have moved, and write the values that it prints into the file.
---check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else `skew`.
+--check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else `skew`; benchmarks/points.py
+says which lines it reads. A point counts as fitted if any run of its layout set a constant.
 A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
@@ -18,22 +19,23 @@ A step is the sum of these parts, of the busiest rank:
     loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others;
                           two movements fewer where a shared expert runs beside them
-    glue                  everything else in a block, as passes over [T, D]
+    glue                  everything else in a block: passes over [T, D], and activations between a dense
+                          feed-forward's or shared expert's products
     recomputed            forwards that activation checkpointing runs again
     copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient norm
     exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
+    slowed                what compute loses beside those that it does hide, by the time of their bytes on NVLink
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through
 all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
 failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of the gathers of dense parameters
-hides, was measured on four GPUs with dp 1. A global batch grows with the GPUs: whether it still trains well is not in
-these numbers.
+hides, was measured on four GPUs with dp 1; what compute loses beside them on two, with dp 2. A global batch grows with
+the GPUs: whether it still trains well is not in these numbers.
 """
 
 import argparse
 import json
 import math
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -42,6 +44,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
 from tmoe.accounting import (
     FP32,
     block_shapes,
@@ -61,9 +64,6 @@ from tmoe.config import MOST, Config, divisors
 from tmoe.parallel.mesh import keeps_whole, units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
-RESULTS = Path(__file__).with_name("results")
-CHECKED = [RESULTS / "steps-1xH200/steps.jsonl", RESULTS / "steps-4xH200/bench.jsonl"]
-CHECKED += [RESULTS / "scaling/h200.jsonl", RESULTS / "scaling/h200-sharded.jsonl"]
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 TOLERANCE = 0.1  # of a measured step time
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
@@ -106,14 +106,9 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     busiest = 1.0 if ep == 1 else m.skew if skew is None else skew
     forward, backward = passes(cfg, ep, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
-    gather, regather, reduce = fsdp_seconds(cfg, dp, ep, m)
-    spread, summed = kept_seconds(cfg, dp, ep, m)
     hiding_forward, hiding_backward = (sum(p.values()) - p["exchange"] for p in (forward, backward))
     hiding_backward += recomputed
-    exposed = exposed_seconds(gather + spread, hiding_forward, m.fsdp_overlap)
-    exposed += (again - 1) * exposed_seconds(gather, hiding_forward, m.fsdp_overlap)
-    exposed += (again - 1) * exposed_seconds(regather, hiding_backward, m.fsdp_overlap)
-    exposed += exposed_seconds(regather + reduce + summed, hiding_backward, m.fsdp_overlap)
+    exposed, beside = collective_seconds(cfg, dp, ep, m, hiding_forward, hiding_backward)
     groups = parameter_groups(cfg, dp, ep)
     own = sum(elements / size for elements, size in groups)
     keeps = kept(cfg, dp, ep)
@@ -132,7 +127,7 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     parts["optimizer"] = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own / m.memory_rate
     if cfg.optim.offload:  # both moments, in and out at the same time
         parts["optimizer"] = max(parts["optimizer"], 2 * FP32 * own / m.host_rate)
-    parts["exposed all-gathers"] = exposed
+    parts["exposed all-gathers"], parts["slowed"] = exposed, m.slowed * beside
     tokens = dp * ep * T * again
     rate = T * again / sum(parts.values())
     used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
@@ -150,7 +145,9 @@ def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[
     head = 3 * product(T, model.vocab, model.dim, width, m) + m.logit_bytes * T * model.vocab / m.memory_rate
     experts = expert_seconds(cfg, ep, m, skew)
     exchange = exchange_seconds(cfg, ep, m)
-    glue = m.glue_passes * model.layers * T * model.dim * width / m.memory_rate
+    wide = sum(model.moe.shared_dim if model.is_moe(layer) else model.ffn_dim for layer in range(model.layers))
+    # forward reads gate and up and writes their product; backward reads these and its gradient, makes it again and both gradients
+    glue = (m.glue_passes * model.layers * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
         "projections": projections,
         "attention": attention * 2 / 7,
@@ -233,6 +230,25 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
     # beside a shared expert x of the forward and dy of the backward
     moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+
+
+def collective_seconds(
+    cfg: Config, dp: int, ep: int, m: SimpleNamespace, forward: float, backward: float
+) -> tuple[float, float]:
+    """Seconds of a step's collectives that stand in the open beside so much compute of a micro-batch, and those of the others' bytes,
+    had they gone over NVLink alone: across nodes they come slower, and take as much of a GPU's memory and units in all."""
+
+    def moving(m: SimpleNamespace) -> list[float]:
+        gather, regather, reduce = fsdp_seconds(cfg, dp, ep, m)
+        spread, summed = kept_seconds(cfg, dp, ep, m)
+        return [gather + spread, gather, regather, regather + reduce + summed]
+
+    again = cfg.train.accumulate - 1
+    counts, computing = (1, again, again, 1), (forward, forward, backward, backward)
+    bare, near = moving(m), moving(SimpleNamespace(**{**vars(m), "node": dp * ep}))
+    exposed = [exposed_seconds(*pair, m.fsdp_overlap) for pair in zip(bare, computing, strict=True)]
+    hidden = [b and n * (1 - e / b) for b, n, e in zip(bare, near, exposed, strict=True)]
+    return float(np.dot(counts, exposed)), float(np.dot(counts, hidden))
 
 
 def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float, float]:
@@ -367,56 +383,28 @@ def parts_table(p: Prediction) -> Table:
 # Measured points ------------------------------------------------------------------------------------------------------
 
 
-class Point(NamedTuple):
-    """A line of `python -m benchmarks.train --json`."""
-
-    command: str
-    cfg: Config
-    dp: int
-    ep: int
-    seconds: float
-    skew: float | None = None
-    """pairs of the busiest rank over the mean; None: the line does not say"""
-
-
-def read_points(paths: list[Path]) -> list[Point]:
-    points = []
-    try:
-        lines = [(path, line) for path in paths for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"--check: {error}") from None
-    if not lines:
-        raise SystemExit(f"--check {' '.join(map(str, paths))}: holds no line to compare with")
-    for file, line in lines:
-        try:
-            record = json.loads(line)
-            cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-            ep, train = cfg.parallel.ep, cfg.train
-            seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
-            skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
-            points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
-        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-            what = "not a line of `python -m benchmarks.train --json`"
-            raise SystemExit(f"--check {file}: {what}: {line[:80]}") from None
-    return points
-
-
 def ratio(point: Point, m: SimpleNamespace) -> float:
     return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
     """Predicted beside measured; whether all agree within TOLERANCE."""
-    m, used = values(constants), {command for c in constants.values() for command in c.get("points", ())}
+    m, used = values(constants), fitted_layouts(constants)
     table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
     worst = 0.0
     for p in points:
         off = ratio(p, m) - 1
         worst = max(worst, abs(off))
         row = str(p.dp * p.ep), p.command, f"{p.seconds * 1e3:.1f}"
-        role = "fitted" if p.command in used else "predicted"
+        role = "fitted" if p.layout in used else "predicted"
         table.add_row(*row, f"{p.seconds * (1 + off) * 1e3:.1f}", f"{off:+.1%}", role)
     return table, worst <= TOLERANCE
+
+
+def unheld(m: SimpleNamespace) -> list[str]:
+    """How far off the shipped steps are that --check leaves out."""
+    errors = {name: [ratio(p, m) - 1 for p in read_points([RESULTS / name])] for name in UNHELD}
+    return [f"left out: {n}, off by {min(e):+.1%} to {max(e):+.1%}: {UNHELD[n]}" for n, e in errors.items()]
 
 
 def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
@@ -472,12 +460,15 @@ def main() -> None:
     if args.fit and args.check is None:
         parser.error("--fit: needs --check, the points to fit")
     if args.check is not None:
-        points = read_points(args.check or CHECKED)
+        points = read_points(args.check or held())
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
             console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            constants[name] |= dict(value=value, points=[p.command for p in points])
+            constants[name] |= dict(value=value, points=[dict(gpus=p.dp * p.ep, command=p.command) for p in points])
         table, good = check(points, constants)
         console.print(table)
+        m = values(constants)
+        console.print(summary(points, [ratio(p, m) - 1 for p in points], fitted_layouts(constants)))
+        console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
     if not args.parts and (taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]):

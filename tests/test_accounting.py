@@ -10,10 +10,12 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.accounting import (
+    backward_bytes,
     count_parameters,
     exchange_bytes,
     flops_per_token,
     layer_bytes,
+    loss_bytes,
     memory_per_rank,
     mfu,
     moe_bytes,
@@ -21,6 +23,7 @@ from tmoe.accounting import (
     peak_flops,
     require_room,
     rows_received,
+    window_bytes,
 )
 from tmoe.attention import rope_table
 from tmoe.cli import parse
@@ -28,7 +31,7 @@ from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig
 from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
 from tmoe.parallel.apply import parallelize
-from tmoe.parallel.dispatch import SymmDispatcher
+from tmoe.parallel.dispatch import SymmDispatcher, pairs_bound
 from tmoe.parallel.mesh import build_mesh
 from tmoe.router import Routing
 
@@ -287,6 +290,26 @@ def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     assert {k: v for k, v in part.items() if k not in ("activations", "working")} == {
         k: v for k, v in whole.items() if k not in ("activations", "working")
     }
+
+
+def test_a_further_window_of_pairs_worked_by_hand():
+    """Five values of F for each pair: H (2), dH (2), activations (1), in bf16; none where the first window takes all pairs."""
+    cfg = Config(model=OLMOE, parallel=ParallelConfig(ep=4))
+    pairs = pairs_bound(16384, 8, 4, 16)
+    assert 16384 * 8 <= pairs < 16384 * 4 * 8
+    assert window_bytes(cfg, 4, 0) == 5 * pairs * 1024 * 2
+    assert backward_bytes(cfg, 4, 0) == layer_bytes(cfg, 4, 0) + 5 * pairs * 1024 * 2
+    portable = dataclasses.replace(cfg, parallel=ParallelConfig(ep=4, dispatch="nccl"))
+    assert window_bytes(cfg, 1, 0) == window_bytes(portable, 4, 0) == 0
+
+
+def test_the_losss_worst_moment_worked_by_hand():
+    """The head's gradient in fp32, beside it a chunk's logits or the gradient again in bf16; hidden states twice and their gradient."""
+    D, hidden = 2048, 3 * 16384 * 2048 * 2
+    for model, V, rows in ((OLMOE, 50304, 16384), (QWEN3, 151936, 4096)):
+        assert loss_bytes(Config(model=model)) == hidden + 4 * V * D + 2 * rows * V
+    few = Config(model=OLMOE, train=TrainConfig(batch=1, seq=128))
+    assert loss_bytes(few) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
 
 
 def test_offloaded_moments_and_document_masks_take_nothing():

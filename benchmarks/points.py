@@ -1,0 +1,108 @@
+"""The measured steps that results/ ships, told apart by layout, and those of them that the cost model is not held to.
+
+A record is a line of `python -m benchmarks.train --json`. Every file below results/ that has one counts, wherever it
+lies: a file is left out by UNHELD alone, which says why.
+"""
+
+import json
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from tmoe.cli import parse
+from tmoe.config import Config
+
+RESULTS = Path(__file__).with_name("results")
+UNHELD = {  # --check shows their errors, and none of them decides its code
+    "olmoe-1b-7b-4xH200/bench.jsonl": "another code: before the symm exchange, working copies of parameters, flex "
+    "attention and the AdamW in one pass",
+    "steps-4xH200/pilot-behind.jsonl": "another code: the shared expert ran behind the exchange, not beside it",
+    "steps-4xH200/pilot-hosts.jsonl": "three hosts that could not keep up (GPU idle for up to 14% of a traced step), "
+    "before launches were replayed: the model has no host",
+}
+
+
+class Point(NamedTuple):
+    """One measured step time."""
+
+    command: str
+    cfg: Config
+    dp: int
+    ep: int
+    seconds: float
+    skew: float | None = None
+    """pairs of the busiest rank over the mean; None: the line does not say"""
+
+    @property
+    def layout(self) -> tuple:
+        return layout(self.cfg, self.dp, self.ep)
+
+
+def layout(cfg: Config, dp: int, ep: int) -> tuple:
+    """What a step's time depends on: not how many steps there were, which were traced, nor what was validated."""
+    train, parallel, optim = cfg.train, cfg.parallel, cfg.optim
+    step = train.batch, train.seq, train.accumulate, train.dtype, train.isolate_documents
+    spread = dp, ep, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
+    return cfg.model, step, spread, optim.offload, optim.ema > 0
+
+
+def step_files() -> list[Path]:
+    """All files of results/ with a step in them."""
+    return [path for path in sorted(RESULTS.rglob("*.jsonl")) if '"tokens_per_s_gpu"' in path.read_text()]
+
+
+def held() -> list[Path]:
+    """Those that the cost model is held to."""
+    return [path for path in step_files() if path.relative_to(RESULTS).as_posix() not in UNHELD]
+
+
+def read_points(paths: list[Path]) -> list[Point]:
+    points = []
+    try:
+        lines = [(path, line) for path in paths for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--check: {error}") from None
+    if not lines:
+        raise SystemExit(f"--check {' '.join(map(str, paths))}: holds no line to compare with")
+    for file, line in lines:
+        try:
+            record = json.loads(line)
+            cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
+            ep, train = cfg.parallel.ep, cfg.train
+            seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
+            skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
+            points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+            what = "not a line of `python -m benchmarks.train --json`"
+            raise SystemExit(f"--check {file}: {what}: {line[:80]}") from None
+    return points
+
+
+def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
+    """Layouts of which a run set a constant: each of their runs counts as fitted."""
+    runs = [run for c in constants.values() for run in c.get("points", ())]
+    found = []
+    for run in runs:
+        cfg = parse(run["command"].split()[1:], "", world=run["gpus"])
+        found.append(layout(cfg, run["gpus"] // cfg.parallel.ep, cfg.parallel.ep))
+    return found
+
+
+def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> str:
+    """How many points of how many layouts, how many of them set no constant, and how far off they are, worst and mean."""
+
+    def off(name: str, which: list[bool]) -> str:
+        its = [error for error, inside in zip(errors, which, strict=True) if inside]
+        layouts = len({p.layout for p, inside in zip(points, which, strict=True) if inside})
+        if not its:
+            return f"{name}: none"
+        return f"{name}: {len(its)} steps of {layouts} layouts, worst {max(its, key=abs):+.1%}, mean {sum(its) / len(its):+.1%}"
+
+    kinds = {
+        "all": [True for _ in points],
+        "layouts that set no constant": [p.layout not in fitted for p in points],
+        "one GPU": [p.dp * p.ep == 1 for p in points],
+        "dp alone": [p.dp > p.ep == 1 for p in points],
+        "ep > 1": [p.ep > 1 for p in points],
+    }
+    return "\n".join(off(name, which) for name, which in kinds.items())
