@@ -21,9 +21,9 @@ SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2
 BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 SMALLER: Any = KERNEL | {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
 NARROWEST = 16  # channels of a head that they take
-# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11 a kernel may read
-# what another wrote with the strides of before, in silence (pytorch issue 194281). Fits what was seen on an H200: heads of 8 padded to 16 in
-# fp32 had gradients of queries and keys up to 5000 times their size at S=127, right ones at S=128.
+# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11, beside a pad, a
+# view may be read with the longer ones of a buffer that was written with the shorter, in silence (pytorch issue 194281; docs/lab.md has
+# the code). On an H200 heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
 COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 
