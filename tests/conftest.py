@@ -14,7 +14,7 @@ import torch
 
 from tmoe import shards
 
-TEST_TIMEOUT_S = 360  # twice what the slowest take: a neighbour that computes on the same cores must fail none
+TEST_TIMEOUT_S = 360  # a neighbour that computes on the same cores must fail none
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -199,7 +199,7 @@ def test_19_run_to_run(tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(240)
+            rank.wait()
     assert len(numbers(outs[0], 0)) == 8
     assert numbers(outs[0], 0) == numbers(outs[1], 0) == numbers(outs[2], 0)
 
