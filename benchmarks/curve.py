@@ -36,7 +36,8 @@ def main() -> None:
     if args.steps < WINDOW:
         parser.error(f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared")
     more = [w for w in args.train if w != "--"]
-    parse([*MODEL.split(), *more], "")
+    if parse([*MODEL.split(), *more], "").optim.offload:
+        parser.error("--optim.offload: not here, for the reference path keeps the optimizer's state on the GPU")
     if not torch.cuda.is_available():
         print("no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)", file=sys.stderr)
     started = {}

@@ -1,6 +1,6 @@
 """Layout never changes the mathematics, on this machine's GPUs: a small model in fp32, kernels and compile on, on every layout.
 
-    python -m benchmarks.layouts --gpus 4
+    python -m benchmarks.layouts --gpus 4                           with fewer GPUs: processes share them (benchmarks/shared.py)
     python -m benchmarks.layouts --gpus 2 -- --no-compile           on a CPU: two processes
 
 Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1 beyond 1e-5.
@@ -34,7 +34,7 @@ MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --mod
 
 
 class Layout(NamedTuple):
-    world: int  # processes, one a GPU
+    world: int  # processes
     ep: int
     micro: int  # micro-batches a step
     dispatch: str
@@ -42,7 +42,9 @@ class Layout(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=at_least_one, default=1, help="the most processes, one a GPU")
+    parser.add_argument(
+        "--gpus", type=at_least_one, default=1, help="the most processes, one a GPU as far as there are GPUs"
+    )
     parser.add_argument("--timeout", type=float, default=60, help="seconds for each layout")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # a world's process: WORLD:FOLDER
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
@@ -102,6 +104,9 @@ def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict
         processes = []
         for world in worlds:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            if 0 < torch.cuda.device_count() < world:
+                print(f"{world} processes share {torch.cuda.device_count()} GPUs", file=sys.stderr)
+                command += ["-m", "benchmarks.shared"]
             command += ["-m", "benchmarks.layouts", "--inside", f"{world}:{out}", "--", *more]
             processes.append(stack.enter_context(running(command)))
         for world, process in zip(worlds, processes, strict=True):

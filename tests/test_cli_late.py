@@ -11,6 +11,7 @@ import torch
 import train
 from tmoe import Transformer
 from tmoe.cli import parse
+from tmoe.runtime import launched
 
 ROOT = Path(__file__).parents[1]
 LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
@@ -44,7 +45,30 @@ def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
 )
 def test_half_a_launcher_is_one_error(monkeypatch, capsys, set_, says):
     """It would wait for ranks that nobody starts, or meet them in the middle of the first step."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    refused(monkeypatch, capsys, set_, says)
+
+
+@pytest.mark.parametrize("set_", [dict(LOCAL_RANK="2"), dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")], ids=str)
+def test_more_ranks_than_gpus_is_one_error(monkeypatch, capsys, set_):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_ |= dict(RANK="2", WORLD_SIZE="4")
+    refused(
+        monkeypatch,
+        capsys,
+        set_,
+        "3 processes on this host, which shows 2 GPUs, and each needs one of its own: start 2 (",
+    )
+
+
+def test_as_many_ranks_as_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (3, 4)
+
+
+def refused(monkeypatch, capsys, set_, says):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_.items():
         monkeypatch.setenv(name, value)

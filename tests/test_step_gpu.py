@@ -129,9 +129,12 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
     assert [g.dtype for g in grads] == [dtype, dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_model_with_targets_compiles_to_one_graph(dtype):
-    cfg = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, vocab=512, moe=MoEConfig(experts=8, top_k=2, ffn_dim=128))
+@pytest.mark.parametrize(("dtype", "top_k", "limit"), [(torch.float32, 2, 1e-4), (torch.bfloat16, 8, 0.03)])
+def test_a_whole_model_with_targets_compiles_to_one_graph(dtype, top_k, limit):
+    """In bf16 every expert is chosen: with two of eight, a rounded logit moves a token to another expert, and the experts'
+    and routers' gradients lie 0.13 from those in fp32 without any compiler."""
+    moe = MoEConfig(experts=8, top_k=top_k, ffn_dim=128)
+    cfg = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, vocab=512, moe=moe)
     model = Transformer(cfg)
     model.init_weights(0)
     model.to(CUDA, dtype)
@@ -140,7 +143,6 @@ def test_a_whole_model_with_targets_compiles_to_one_graph(dtype):
     for run in (model, torch.compile(model, fullgraph=True, **COMPILE)):
         loss = run(tokens[:, :-1], tokens[:, 1:])
         runs.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    limit = 1e-4 if dtype == torch.float32 else 0.1
     assert all(far(b, a) < limit for a, b in zip(*runs, strict=True))
 
 

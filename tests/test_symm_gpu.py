@@ -1,6 +1,6 @@
 """On GPUs one MoE layer through the peers' memory equals the nccl dispatcher's, waits for no host, compiles whole and replays in a graph.
 
-As a test it starts itself under torchrun on all GPUs of the machine:
+As a test it starts itself under torchrun on up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
     torchrun --nproc-per-node 2 tests/test_symm_gpu.py
 
 next: test_symm_shared.py
@@ -17,9 +17,8 @@ from test_symm import routes, run
 @pytest.mark.gpu
 def test_on_gpus():
     gpus = min(4, torch.cuda.device_count())
-    if gpus < 2:
-        pytest.skip("needs two GPUs")
-    run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", __file__)
+    world, shared = (gpus, []) if gpus > 1 else (4, ["-m", "benchmarks.shared"])
+    run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *shared, __file__)
 
 
 def way(dispatcher, moe):

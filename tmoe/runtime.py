@@ -145,7 +145,7 @@ class Runtime:
 
 def launched() -> tuple[int, int]:
     """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1. What no launcher
-    sets ends the process with code 2: half of it, or a rank that its world does not have."""
+    sets ends the process with code 2: half of it, a rank that its world does not have, more ranks on a host than it has GPUs."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
@@ -157,7 +157,13 @@ def launched() -> tuple[int, int]:
 
 def from_environment() -> tuple[int, int]:
     rank, world = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, least=1)
-    launcher_number("LOCAL_RANK", 0)
+    gpus = torch.cuda.device_count()
+    here = max(launcher_number("LOCAL_RANK", 0) + 1, launcher_number("LOCAL_WORLD_SIZE", 1, least=1))
+    if 0 < gpus < here:
+        raise ValueError(
+            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of its own: start {gpus} "
+            f"(torchrun --nproc-per-node {gpus}), or let every process see all of the host's GPUs (CUDA_VISIBLE_DEVICES)"
+        )
     halves = {name in os.environ for name in ("RANK", "WORLD_SIZE")}
     if rank >= world or (len(halves) > 1 and (world > 1 or "RANK" in os.environ)):
         said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} in the environment"
