@@ -228,7 +228,13 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     off, other = tmp_path / "off.jsonl", tmp_path / "other.jsonl"
     off.write_text(json.dumps(record) + "\n")
     other.write_text('{"step": 0}\n')
-    for files, code, lines in ([], 0, len(HELD)), ([ONE_GPU], 0, 27), ([FOUR_GPUS, off], 1, 22), ([other], None, 0):
+    one, four = len(records(ONE_GPU)), len(records(FOUR_GPUS))
+    for files, code, lines in (
+        ([], 0, len(HELD)),
+        ([ONE_GPU], 0, one),
+        ([FOUR_GPUS, off], 1, four + 1),
+        ([other], None, 0),
+    ):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
             cost.main()
