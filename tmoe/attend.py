@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 # Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
 # power of two, is above the mask's 128. Its tiles are of queries' width and type alone; where they need more shared memory than an H200 has
-# (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries), smaller ones: 165 KB at most.
+# (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries) or an A100 (fp32 72 to 127, for which torch takes larger ones than for
+# 128: 177 of 163), smaller ones.
 KERNEL: Any = {"BACKEND": "TRITON"}
 SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
@@ -46,7 +47,9 @@ def tiles(dtype: torch.dtype, width: int, values: int) -> Any:
     wide = max(width, values)
     if wide > 256:
         return SMALLER if dtype == torch.float32 else SMALL | BACKWARD
-    return SMALL if (dtype == torch.float32 and wide > 128) or (values > width and wide > 128) else KERNEL
+    if dtype == torch.float32 and 64 < width < 128:
+        return SMALL
+    return SMALL if (dtype == torch.float32 or values > width) and wide > 128 else KERNEL
 
 
 def make_mask(
