@@ -19,9 +19,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command, **env):
+def run(*command, limit=340, **env):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
-    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=340)
+    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=limit)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
     assert "all right" in ran.stdout.splitlines()
 

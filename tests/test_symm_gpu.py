@@ -15,10 +15,11 @@ from test_symm import routes, run
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(920)  # four ranks on one GPU take two minutes where they have it to themselves
 def test_on_gpus():
     gpus = min(4, torch.cuda.device_count())
     world, shared = (gpus, []) if gpus > 1 else (4, ["-m", "benchmarks.shared"])
-    run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *shared, __file__)
+    run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", *shared, __file__, limit=900)
 
 
 def way(dispatcher, moe):
