@@ -19,6 +19,10 @@ from tmoe.parallel import symm
 
 
 def main() -> None:
+    if "RANK" not in os.environ or sys.argv[1:] in ([], ["-m"]):
+        sys.exit(
+            "error: torchrun starts this, with what a rank runs: -m benchmarks.shared FILE ..., or -m benchmarks.shared -m MODULE ..."
+        )
     if gpus := torch.cuda.device_count():
         os.environ |= environment(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), gpus)
         symm._obstacle_here = lambda gpus: ""

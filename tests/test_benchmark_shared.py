@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import layouts
+from benchmarks import layouts, shared
 
 ROOT = Path(__file__).parents[1]
 RANK = """
@@ -45,6 +45,16 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
         assert said == ["1", "2", "rank 5", "1", "1"] and not obstacle
     else:  # on a CPU there is nothing to share
         assert said == ["3", "4", None, None, None] and obstacle == "ranks share a GPU"
+
+
+@pytest.mark.parametrize(("environment", "words"), [({"RANK": "0"}, []), ({"RANK": "0"}, ["-m"]), ({}, ["target.py"])])
+def test_a_start_without_torchrun_or_work_is_one_line(monkeypatch, environment, words):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["shared", *words])
+    with pytest.raises(SystemExit, match="error: torchrun starts this"):
+        shared.main()
 
 
 @pytest.mark.parametrize(("gpus", "sharing"), [(0, []), (1, [2, 4]), (2, [4]), (4, [])])

@@ -104,6 +104,7 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
         ("layouts --timeout -1", "--timeout=-1.0: must be a positive number of seconds"),
         ("model --constants EMPTY -- tiny", "lacks attention_rate"),
         ("model --constants /nonexistent -- tiny", "--constants=/nonexistent: "),
+        ("curve -- --optim.offload", "--optim.offload: not here"),
         ("tune --merge EMPTY", "holds no records of this benchmark"),
         ("tune --merge EMPTY --arch nonsense", "--arch=nonsense: must be cuda:NN"),
         ("tune --merge /nonexistent", "--merge=/nonexistent: "),
