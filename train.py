@@ -30,7 +30,7 @@ from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
 from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, require_finite, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
-from tmoe.runtime import OnItsWay, Runtime
+from tmoe.runtime import OnItsWay, Runtime, all_finite
 
 
 def main(argv: list[str]) -> None:
@@ -93,7 +93,7 @@ class Trainer:
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         unread = None  # what `log` takes, of a step whose numbers are on their way to the host
         with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
-            for step in run.watch.over(range(self.step, cfg.steps)):
+            for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout):
                 batch = next(data)
                 totals, stop = self.agree(batch)
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
@@ -119,6 +119,7 @@ class Trainer:
                 if save or validate or run.device.type == "cpu":
                     self.log(*unread)  # before the checkpoint: who resumes from it does not log this step again
                     unread = None
+                    run.watch.pause()
                 if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
                     self.save()
                 if last:  # whole before a validation that may be long: whoever ends a run does not wait for it
@@ -238,11 +239,6 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
     model.to_empty(device=device)
     model.init_weights(cfg.seed)
     return model
-
-
-def all_finite(*values: torch.Tensor) -> torch.Tensor:
-    """1 or 0, and no host waits for it. The values are global, so every rank decides alike."""
-    return torch.stack([v.isfinite() for v in values]).all().float()
 
 
 if __name__ == "__main__":

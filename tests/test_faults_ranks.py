@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -56,6 +57,52 @@ def test_25_stopped_rank_is_named(tmp_path, world, who, where):
             assert re.search("last heard of in step [34], in or after all_", end.said), end.said
             assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))
+
+
+def stands(rank: int, world: int, argv: list[str], how: str) -> None:
+    """In step 3 the last rank stops, or lives and does not go on, with Python's lock or without; or all do what takes longer than a step may stand still."""
+    trainer = start(rank, world, argv)
+    mine = rank == world - 1
+    if how == "stopped":
+        before_step(trainer, 3, lambda _: mine and os.kill(os.getpid(), signal.SIGSTOP))
+    elif how == "asleep":
+        before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
+    elif how == "slow":
+        before_step(trainer, 3, lambda _: time.sleep(5) if mine else None)
+    elif how == "locked":  # as a launch into the full queue of a GPU does
+        before_step(trainer, 3, lambda _: ctypes.PyDLL(None).sleep(60) if mine else None)
+    else:  # step 0, a save, a validation
+        before_step(trainer, 0, lambda _: time.sleep(2.5))
+        for name in ("save", "validate"):
+            real = getattr(trainer, name)
+            setattr(trainer, name, lambda real=real: (time.sleep(2.5), real())[1])
+    finish(trainer)
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep", "locked"])
+def test_25_a_step_that_stands_still_ends(tmp_path, how):
+    """Long before the collectives' own timeout: each rank says where it stands itself, and what it knows of the others."""
+    flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
+    began = time.monotonic()
+    ends = launch(2, stands, flags, how, timeout=60, waits=1 if how == "stopped" else 2, limit=40)
+    assert max(end.at for end in ends) - began < shared(25)
+    assert ends[0].code == 1 and ends[1].code == (None if how == "stopped" else 1), ends
+    assert "ended in step 3, in or after all_" in ends[0].said, ends
+    assert how == "asleep" or "rank 1 is silent for" in ends[0].said, ends
+    if how != "locked":  # that rank may be gone before the other has waited as long
+        assert re.search(r"error: nothing has moved for [23]\.\d s \(--train.timeout\)", ends[0].said), ends
+    if how != "stopped":
+        says = "Timeout (0:00:0" if how == "locked" else "time.sleep(60)"
+        assert says in ends[1].said and "test_faults_ranks.py" in ends[1].said, ends
+
+
+@pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])
+def test_25_what_may_take_long(tmp_path, how, timeout):
+    """The first step, a save, a validation: two seconds are for a step. And any step, of whoever sets none."""
+    flags = [*EP2, "--train.timeout", timeout, "--train.eval-every", "2", "--checkpoint.every", "2", "--steps", "4"]
+    ends = launch(2, stands, [*flags, "--out", str(tmp_path)], how, timeout=60, limit=60)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert all("nothing has moved" not in end.said for end in ends)
 
 
 def raises(rank: int, world: int, argv: list[str], where: str) -> None:

@@ -322,9 +322,11 @@ class TrainConfig:
     """steps between validations; 0: only after the last step"""
     eval_batches: int = 8
     """batches in a validation, each of as many sequences as a step has"""
+    timeout: float = 120.0
+    """seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
 
     def __post_init__(self) -> None:
-        check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every")
+        check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")
         tokens = self.batch * self.accumulate * self.seq
         sizes = f"--train.batch={self.batch} x --train.accumulate={self.accumulate} x --train.seq={self.seq}"
         require(tokens < 2**31, f"{sizes}: {tokens} tokens a rank in a step; must be below {2**31}")
@@ -341,15 +343,13 @@ class ParallelConfig:
     ep_across_nodes: bool = False
     """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
-    """how rows reach their experts: local (ep=1), nccl (torch.distributed all-to-all; gloo on CPU), symm (kernels that store into
-    the peers' memory; one NVLink node), auto: symm where it works"""
+    """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU), symm (stores into the peers' memory; one NVLink node), auto: symm where it works"""
     wire: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type, or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
     """part of each block whose activations are computed again in the backward: MoE (or dense feed-forward), attention, either with its norm, or all"""
     whole_gib: float = 16.0
-    """where dp divides a rank's experts: up to so many GiB of them in the compute type are gathered once a step and kept, which is
-    faster; above, FSDP2 gathers one layer's at a time, forward and backward; 0: always"""
+    """where dp divides a rank's experts: up to so many GiB of them (compute type) are gathered once a step and kept; above, FSDP2 gathers each layer's twice"""
 
     def __post_init__(self) -> None:
         check(self, "--parallel.", one="ep dp", zero="whole_gib")

@@ -279,6 +279,11 @@ def has_compiler() -> bool:
         return False
 
 
+def all_finite(*values: torch.Tensor) -> torch.Tensor:
+    """1 or 0, and no host waits for it. The values are global, so every rank decides alike."""
+    return torch.stack([v.isfinite() for v in values]).all().float()
+
+
 class OnItsWay:
     """Tensors (in any nest of tuples) whose copy to the host has begun; `read` waits for them alone, not for what the GPU was
     given since. `ended`, once read: when the GPU had them, as time.perf_counter() tells time. (The host's own time of reading

@@ -1,6 +1,7 @@
 """Watches the ranks of a run: when one stops, dies, raises or leaves the others' path, every rank says which, and where.
 
     heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls silent
+    standstill  a step in which nothing moves for --train.timeout ends the process, wherever its main thread waits
     journal     each collective's name, size, type and call site, chained into one checksum a step
     vote        once a step, before the weights change: count and checksum are equal on all ranks, or all ranks raise
     note        an exception that ends the run gets a note: who failed first, who is silent, where the paths parted
@@ -15,12 +16,15 @@ gloo ranks.)
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -82,17 +86,31 @@ class Watch:
         self.votes = 0
         self.sites: list[str] = []  # since the last vote
         self.checksum = 0
+        self.timeout = 0.0
+        self._moved: float | None = None  # when anything last did in this step
         self._ended = threading.Event()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._beats = self._told = 0
         self._telling = threading.Lock()
 
-    def over(self, steps: Iterable[int]) -> Iterator[int]:
-        """The steps, one by one, each noted as the one under way."""
+    def over(self, steps: Iterable[int], timeout: float = 0.0) -> Iterator[int]:
+        """The steps, one by one, each noted as the one under way. timeout: seconds for which a step may stand still, and what the step
+        before took on top (a host may have all of it to wait for), before this process ends. The first, which compiles, may always."""
+        began = None
         for self.step in steps:
+            now = time.monotonic()
+            self.timeout = timeout + now - began if timeout and began else 0.0
+            began = self._moved = now
             if self._originals:
                 self._publish()
+                self._guard()
             yield self.step
+
+    def pause(self) -> None:
+        """Until the next step begins nothing needs to move: a save or a validation takes as long as it takes."""
+        self._moved = None
+        if self._originals:
+            self._guard()
 
     def vote(self) -> None:
         """A collective of all ranks. Raises DivergenceError on all of them unless they agree on this step's collectives so far."""
@@ -125,6 +143,8 @@ class Watch:
         words = f"{name} {_operands(name, tensors, options)}at {_call_site(frame)}"
         self.sites.append(words)
         self.checksum = zlib.crc32(words.encode(), self.checksum)
+        if self._moved is not None:
+            self._moved = time.monotonic()
         if not tensors or tensors[0].is_cpu:  # gloo may abort this process; NCCL hangs, and the heartbeat tells
             self._tell()
 
@@ -175,14 +195,40 @@ class Watch:
             setattr(dist.ProcessGroup, method, original)
         if self._originals and isinstance(error, Exception):  # SystemExit: said already, by all ranks
             error.add_note(self._last_words(error))
+            if torch.cuda.is_initialized():
+                # Behind the traceback: CUDA's own end waits for kernels, and those for a peer that does not come. Four ranks that
+                # shared an H200 had said all this after 21 s and were still there after 106.
+                atexit.register(_leave)
         self._originals = {}
 
     def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            try:
+        try:
+            while not self._ended.wait(BEAT_S):
                 self._publish()
-            except GONE:  # the collectives will say so
-                return
+                self._guard()
+        except GONE:  # the collectives will say so
+            pass
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _guard(self) -> None:
+        """Ends this process if its step stands still, or sees to it that it ends. Where the GPU waits for a peer and its queue is full,
+        inductor's launches wait with Python's lock held and no thread of Python runs: faulthandler's, which needs no lock, ends it then."""
+        moved = self._moved if self.timeout else None
+        if moved is not None and time.monotonic() - moved > self.timeout:
+            self._give_up()
+        faulthandler.cancel_dump_traceback_later()
+        if moved is not None:
+            with contextlib.suppress(OSError, AttributeError):  # a notebook's stderr is no file
+                faulthandler.dump_traceback_later(self.timeout, exit=True)
+
+    def _give_up(self) -> None:
+        """Says where the main thread is and what is known of the others, and ends the process: no exception reaches a thread that waits
+        for a peer in gloo, or for a GPU whose kernels do."""
+        where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        error = TimeoutError(f"nothing has moved for {self.timeout:.1f} s (--train.timeout)")
+        print("".join(where) + f"error: {error}\n" + self._last_words(error), file=sys.stderr)
+        _leave()
 
     def _publish(self, failure: str | None = None) -> None:
         self._tell()
@@ -212,6 +258,12 @@ class Watch:
                 votes, *sites = self.store.get(f"{r}.journal").decode().splitlines()
                 heard[r] = json.loads(self.store.get(str(r))) | dict(votes=int(votes), sites=sites)
         return heard
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _first_tensors(args: tuple) -> list[Tensor]:
