@@ -127,6 +127,7 @@ class Trainer:
                 if validate and (val_loss := self.validate()) is not None:
                     self.metrics.validated(val_loss)
                 if profile:
+                    run.watch.pause()  # writing a trace takes its time
                     profile.step()
                 self.checkpoints.poll()
                 if last:

@@ -227,8 +227,10 @@ class Watch:
         for a peer in gloo, or for a GPU whose kernels do."""
         where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
         error = TimeoutError(f"nothing has moved for {self.timeout:.1f} s (--train.timeout)")
-        print("".join(where) + f"error: {error}\n" + self._last_words(error), file=sys.stderr)
-        _leave()
+        try:
+            print("".join(where) + f"error: {error}\n" + self._last_words(error), file=sys.stderr)
+        finally:
+            _leave()
 
     def _publish(self, failure: str | None = None) -> None:
         self._tell()
@@ -261,9 +263,11 @@ class Watch:
 
 
 def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # a full disk must not keep it
+        os._exit(1)
 
 
 def _first_tensors(args: tuple) -> list[Tensor]:
