@@ -204,10 +204,9 @@ class Watch:
     def _beat(self) -> None:
         try:
             while not self._ended.wait(BEAT_S):
-                self._publish()
+                with suppress(*GONE):  # the collectives will say so
+                    self._publish()
                 self._guard()
-        except GONE:  # the collectives will say so
-            pass
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -219,7 +218,9 @@ class Watch:
             self._give_up()
         faulthandler.cancel_dump_traceback_later()
         if moved is not None:
-            with contextlib.suppress(OSError, AttributeError):  # a notebook's stderr is no file
+            with suppress(
+                OSError, AttributeError, OverflowError
+            ):  # a notebook's stderr is no file; a timeout of centuries
                 faulthandler.dump_traceback_later(self.timeout, exit=True)
 
     def _give_up(self) -> None:
