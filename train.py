@@ -76,6 +76,7 @@ class Trainer:
         info = dict(config=asdict(cfg), versions=versions(), data=self.data.facts())
         mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
+        run.watch.saving = self.checkpoints.saving
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None

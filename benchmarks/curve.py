@@ -90,7 +90,7 @@ def become_plain() -> None:
     def whole_loss(h_TD, weight_VD, targets_T):
         return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")
 
-    def dense_mask(documents_BS, window, S, device, width):
+    def dense_mask(documents_BS, window, S, device, width, sinks=False):
         return None if documents_BS is None else document_mask(documents_BS)
 
     def torchs_step(self):

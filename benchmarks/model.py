@@ -14,7 +14,7 @@ A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
     projections           three products for every matrix of attention, shared experts, dense feed-forward, router
-    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again)
+    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at rates by heads' width
     experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
     loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others;
@@ -49,15 +49,16 @@ from tmoe.accounting import (
     FP32,
     block_shapes,
     compute_bytes,
-    count_parameters,
     flops_per_token,
     memory_per_rank,
     mfu,
     numel,
     peak_bytes,
+    qk_width,
     root_shapes,
     rows_received,
     runs_beside,
+    v_width,
 )
 from tmoe.cli import parse
 from tmoe.config import MOST, Config, divisors
@@ -140,8 +141,7 @@ def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[
     moe_layers = sum(map(model.is_moe, range(model.layers)))
     matrices = [s for layer in range(model.layers) for s in block_shapes(model, layer)[0] if len(s) == 2]
     projections = sum(product(T, rows, columns, width, m) for rows, columns in matrices)
-    flops = FLASH * T * (flops_per_token(model, cfg.train.seq) - 6 * count_parameters(model).active_flops)
-    attention = flops / (m.isolated_attention_rate if cfg.train.isolate_documents else m.attention_rate)
+    attention = sum(attention_seconds(cfg, layer, m) for layer in range(model.layers))
     head = 3 * product(T, model.vocab, model.dim, width, m) + m.logit_bytes * T * model.vocab / m.memory_rate
     experts = expert_seconds(cfg, ep, m, skew)
     exchange = exchange_seconds(cfg, ep, m)
@@ -165,6 +165,19 @@ def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[
         "glue": glue * 2 / 3,
     }
     return forward, backward
+
+
+def attention_seconds(cfg: Config, layer: int, m: SimpleNamespace) -> float:
+    """Forward and backward of one layer, by cuDNN's plain causal kernel or by flex attention's, each with a curve of rates over heads'
+    channels; a window costs flex attention what some tokens more would."""
+    model, S = cfg.model, cfg.train.seq
+    window = model.window_of(layer)
+    windowed = 0 < window < S
+    plain = not (cfg.train.isolate_documents or windowed or model.sinks)
+    widths, seen = qk_width(model) + v_width(model), min(window + m.window_more, S) if windowed else S
+    rate = np.interp(widths / 2, *zip(*(m.attention_rate if plain else m.isolated_attention_rate), strict=True))
+    flops = FLASH * 6 * model.heads * widths * (seen - seen**2 / (2 * S)) * cfg.train.batch * S
+    return float(flops / rate)
 
 
 def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
@@ -192,12 +205,7 @@ def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tup
     N = skew * T * moe.top_k  # routed pairs
     one = 2 * N * D * F  # FLOPs of a product with F columns
     # elements: rows, pre-activations, activations, weights
-    x, h, a, w = (
-        N * D,
-        2 * N * F,
-        N * F,
-        moe.experts // ep * D * F,
-    )
+    x, h, a, w = N * D, 2 * N * F, N * F, moe.experts // ep * D * F
     sum_rows = kernel(0, width * (x + rows * D), m)
     up, down = kernel(2 * one, width * (x + 2 * w + h + a), m), kernel(one, width * (a + w + x), m)
     dh = kernel(one, width * (x + w + h + h + a), m)

@@ -4,12 +4,14 @@ next: test_model.py
 """
 
 import cmath
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tmoe import attend as attend_module
 from tmoe.attend import attend, block_mask, document_mask, make_mask, tiles
@@ -283,6 +285,36 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 1, 50, 128, 129, 400])
+@pytest.mark.parametrize("S", [5, 128, 129, 700, 1024])
+def test_blocks_are_those_that_hold_anything(S, window):
+    """torch looks at every pair for them. Documents one after another: the same blocks, in the same order. Ids that come again: none less."""
+    lengths = [torch.randint(1, 400, (S,)).cumsum(0) for _ in range(3)]
+    rows = torch.stack([torch.bucketize(torch.arange(S), ends, right=True) for ends in lengths])
+    for ids in (None, torch.zeros_like(rows), rows, rows.remainder(3).masked_fill(torch.rand(S) < 0.02, -1)):
+        ours = block_mask(ids, window, S, CPU)
+        theirs = create_block_mask(ours.mask_mod, None if ids is None else 3, None, S, S, device="cpu")
+        for side in ("kv", "q", "full_kv", "full_q"):
+            (n, at), (want_n, want) = (
+                [getattr(m, f"{side}_{w}") for w in ("num_blocks", "indices")] for m in (ours, theirs)
+            )
+            # flex attention's kernels read them so, whatever the strides say
+            assert n.is_contiguous() and at.is_contiguous()
+            seen, wanted = marked(n, at), marked(want_n, want)
+            if ids is rows or ids is None or not ids.any() or side.startswith("full"):
+                assert torch.equal(seen, wanted) and n.dtype == at.dtype == torch.int32 and n.shape == want_n.shape
+                assert (at.sort(-1).values == torch.arange(at.shape[-1])).all()
+            else:
+                assert not (wanted & ~seen).any()
+        assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+
+
+def marked(numbers, indices):
+    """[B, 1, blocks, blocks] bool of the first `numbers` indices of each row."""
+    within = torch.arange(indices.shape[-1]) < numbers[..., None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter(-1, indices.long(), within)
+
+
 def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypatch):
     """Dynamo stops at eight kinds of calls of a function."""
     compiled = []
@@ -298,29 +330,38 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
         q, k, v = (torch.randn(2, S, heads, 16) for heads in (4, 2, 2))
         got = attend(q, k, v, block_mask(ids, 0, S, CPU))
         torch.testing.assert_close(got, attend(q, k, v, document_mask(ids)), rtol=1e-5, atol=1e-5)
-        assert len(compiled) == 2 * n
+        assert len(compiled) == n
     attend_module._compiled.cache_clear()
 
 
 def test_tiles_fit_into_shared_memory():
-    """Queries once, two stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
-    room, kept = 232448 - 24 * 1024, 0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    """Queries once, stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
+    room, kept = 232448 - 16 * 1024, 0
+    for dtype, hopper in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
         for width in range(16, 513, 16):
             for values in (width, 128, 512):
-                chosen = tiles(dtype, width, values)
+                chosen = tiles(dtype, width, values, hopper)
                 rows, columns = (1 << (n - 1).bit_length() for n in (width, values))
                 if "fwd_BLOCK_M" in chosen:
-                    M, N = chosen["fwd_BLOCK_M"], chosen["fwd_BLOCK_N"]
-                    assert dtype.itemsize * (M * rows + 2 * N * (rows + columns)) < room
+                    M, N, stages = (chosen[f"fwd_{of}"] for of in ("BLOCK_M", "BLOCK_N", "num_stages"))
+                    assert dtype.itemsize * (M * rows + stages * N * (rows + columns)) < room
                 else:
                     kept += 1
                     assert max(rows, columns) * dtype.itemsize <= 512
     assert kept
     # torch's own for fp32 are of 177 KB where a width lies between two that it lists; an A100 has 163
     assert all(
-        "fwd_BLOCK_M" in tiles(torch.float32, width, values) for width in (65, 72, 96, 127) for values in (64, 96, 128)
+        "fwd_BLOCK_M" in tiles(torch.float32, width, values, False)
+        for width in (65, 72, 96, 127)
+        for values in (64, 96, 128)
     )
+
+
+def test_on_a_gpu_sinks_take_blocks_too():
+    """A dense mask takes four times as long, and plain causal attention has no room for them."""
+    meta = torch.device("meta")  # a GPU's rules
+    assert isinstance(make_mask(None, 0, 70, meta, 16, sinks=True), BlockMask)
+    assert make_mask(None, 0, 70, meta, 16) is None and make_mask(None, 0, 70, CPU, 16, sinks=True) is None
 
 
 @pytest.mark.parametrize("window", [0, 50])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,8 +22,10 @@ from test_faults import EP2, TIMEOUT, before_step, finish, start
 
 import train
 from benchmarks.launch import End, launch
+from tmoe import watch as watch_module
 from tmoe.data import convert
 from tmoe.metrics import Metrics
+from tmoe.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
@@ -59,6 +65,10 @@ def test_25_stopped_rank_is_named(tmp_path, world, who, where):
     assert not list(tmp_path.glob("checkpoints/step-4"))
 
 
+def raise_here() -> None:
+    raise RuntimeError("the cause")
+
+
 def stands(rank: int, world: int, argv: list[str], how: str) -> None:
     """In step 3 the last rank stops, or lives and does not go on, with Python's lock or without; or all do what takes longer than a step may stand still."""
     trainer = start(rank, world, argv)
@@ -67,6 +77,14 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
         before_step(trainer, 3, lambda _: mine and os.kill(os.getpid(), signal.SIGSTOP))
     elif how == "asleep":
         before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
+    elif how == "slow to end":
+        before_step(trainer, 3, lambda _: raise_here() if mine else None)
+        close = trainer.metrics.close
+        trainer.metrics.close = lambda: (time.sleep(6), close())[1]
+    elif how == "asleep behind a save":
+        before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
+        write = trainer.checkpoints._write
+        trainer.checkpoints._write = lambda *args: (time.sleep(6), write(*args))[1]
     elif how == "slow":
         before_step(trainer, 3, lambda _: time.sleep(5) if mine else None)
     elif how == "locked":  # as a launch into the full queue of a GPU does
@@ -94,6 +112,87 @@ def test_25_a_step_that_stands_still_ends(tmp_path, how):
     if how != "stopped":
         says = "Timeout (0:00:0" if how == "locked" else "time.sleep(60)"
         assert says in ends[1].said and "test_faults_ranks.py" in ends[1].said, ends
+
+
+def test_25_who_waits_has_not_failed(tmp_path):
+    flags = [*EP2, "--train.timeout", "2", "--parallel.ep", "1", "--out", str(tmp_path)]
+    ends = launch(3, stands, flags, "stopped", timeout=60, waits=2, limit=40)
+    for end in ends[:2]:
+        assert "rank 2 is silent for" in end.said and "the first to fail" not in end.said, end.said
+    assert any(f"rank {1 - rank} stood still as well" in ends[rank].said for rank in (0, 1)), ends
+
+
+def test_25_the_cause_is_said(tmp_path):
+    """Of a rank that raised, and whose end (metrics on their way to a server, say) takes longer than a step may stand still."""
+    ends = launch(
+        2, stands, [*EP2, "--train.timeout", "2", "--out", str(tmp_path)], "slow to end", timeout=60, limit=40
+    )
+    assert [end.code for end in ends] == [1, 1]
+    assert "RuntimeError: the cause" in ends[1].said and "raise_here" in ends[1].said, ends[1].said
+
+
+def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
+    monkeypatch.setattr(watch_module, "patience", lambda: timedelta(minutes=10))
+    watch = Watch(0, 1, dist.HashStore(), None)
+    watch.timeout, watch._moved, watch.saving = 0.2, time.monotonic() - 5.0, lambda: True
+    watch._give_up = lambda stood: pytest.fail(f"ended after {stood} s")
+    try:
+        watch._guard()
+        watch.saving = lambda: False
+        watch._guard()
+        ended = []
+        watch._give_up = ended.append
+        time.sleep(0.3)
+        watch._guard()
+        assert len(ended) == 1 and 0.2 < ended[0] < 1.0
+    finally:
+        watch.pause()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
+    watch = Watch(0, 1, dist.HashStore(), None)
+    monkeypatch.setattr(watch_module, "HEARS_S", 0.2)
+    monkeypatch.setattr(watch, "_last_words", lambda error: time.sleep(5))
+    began = time.monotonic()
+    assert watch._words(RuntimeError()).endswith("the store does not answer") and time.monotonic() - began < 2
+
+
+def test_25_a_save_under_way_ends_first(tmp_path):
+    flags = [*EP2, "--train.timeout", "2", "--checkpoint.every", "3", "--out", str(tmp_path)]
+    ends = launch(2, stands, flags, "asleep behind a save", timeout=60, limit=50)
+    assert [end.code for end in ends] == [1, 1] and (tmp_path / "checkpoints/step-3/manifest.json").exists(), ends
+
+
+@pytest.mark.parametrize(
+    "how", ["raise error", "raise ValueError('another') from error", "raise ExceptionGroup('of two', [error])", "pass"]
+)
+def test_a_process_leaves_behind_what_nobody_catches(how):
+    """With its traceback, and before what CUDA would do at the end; who catches the error goes on as if nothing had been, and holds nothing."""
+    code = f"""
+import atexit, gc, weakref
+from tmoe.watch import _leave_behind
+atexit.register(print, "the end")
+class Model: pass
+def fails(held):
+    model = Model()
+    held.append(weakref.ref(model))
+    raise RuntimeError("of all")
+held = []
+for _ in range(2):
+    try:
+        fails(held)
+    except RuntimeError as caught:
+        _leave_behind(caught)
+gc.collect()
+assert not any(model() for model in held)
+error = RuntimeError("of all")
+_leave_behind(error)
+{how}
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(train.__file__).parent)
+    assert (ran.returncode, ran.stdout) == ((0, "the end\n") if how == "pass" else (1, "")), ran
+    assert ("RuntimeError: of all" in ran.stderr) is (how != "pass")
 
 
 @pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])

@@ -52,8 +52,9 @@ def free(**costs: Any) -> SimpleNamespace:
     nothing = dict(
         product_rate=INFINITE,
         memory_rate=INFINITE,
-        attention_rate=INFINITE,
-        isolated_attention_rate=INFINITE,
+        attention_rate=[[1, INFINITE]],
+        isolated_attention_rate=[[1, INFINITE]],
+        window_more=0,
         nic_rate=INFINITE,
         collective=curve,
         exchange={"auto": "nccl", "nccl": backend(curve)},
@@ -76,7 +77,7 @@ def test_every_flop_is_counted_once(cfg, accumulate):
     tokens = cfg.train.batch * cfg.train.seq * accumulate
     parts = cost.predict(cfg, 1, 1, free(product_rate=1e12)).parts
     assert sum(parts.values()) * 1e12 == pytest.approx(6 * tokens * matrix_elements(cfg.model))
-    rates = dict(attention_rate=1e12, isolated_attention_rate=1e12)
+    rates = dict(attention_rate=[[1, 1e12]], isolated_attention_rate=[[1, 1e12]])
     attention = cost.predict(cfg, 1, 1, free(**rates)).seconds * 1e12
     counted = flops_per_token(cfg.model, cfg.train.seq) - 6 * count_parameters(cfg.model).active_flops
     assert attention == pytest.approx(7 / 6 * tokens * counted)
@@ -349,7 +350,7 @@ def test_what_a_prediction_says_agrees_with_itself(dp, ep, accumulate):
 @pytest.mark.parametrize("policy", ["none", "attention", "moe", "block"])
 def test_recomputation_worked_by_hand(policy):
     """It repeats forwards."""
-    m = free(product_rate=1e12, attention_rate=2e12, isolated_attention_rate=2e12)
+    m = free(product_rate=1e12, attention_rate=[[1, 2e12]], isolated_attention_rate=[[1, 2e12]])
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
     kept, again = cost.predict(OLMOE, 2, 4, m), cost.predict(cfg, 2, 4, m)
     D, T, layers = 2048, 16384, 16

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from triton import knobs
 
+from tmoe import loss
 from tmoe.ops import adamw, cross_entropy, parts
 from tmoe.ops.launch import compile_only
 from tmoe.warmup import traces
@@ -29,7 +30,7 @@ def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=340)
-    assert ran.returncode == 0 and "32 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0 and "36 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -57,8 +58,8 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
         for lr in (1e-2, 1e-3):
             adamw.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
         for rows, grad in ((8, True), (6, False)):
-            logits = torch.empty(rows, V, dtype=dtype, device="meta")
-            cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), -100, grad)
+            logits = torch.empty(rows, cross_entropy.aligned(V, dtype.itemsize), dtype=dtype, device="meta")
+            cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), V, -100, grad)
         for grad in (dtype, torch.float32):
             cross_entropy.scaled(torch.empty(V, D, dtype=grad, device="meta"), torch.empty((), device="meta"), dtype)
             parts.sum_parts(torch.empty(4, 8, 128, D, dtype=grad, device="meta"))
@@ -149,12 +150,55 @@ def test_cross_entropy(V, grad):
     logits = torch.randn(5, V) * 4
     targets = torch.tensor([0, V - 1, -100, V // 2, 7])
     before, keep = logits.clone(), targets != -100
-    got = cross_entropy.cross_entropy_(logits, targets, -100, grad)
+    got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
     torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
     want = before.softmax(-1)
     want[keep, targets[keep]] -= 1
     want[~keep] = 0
     torch.testing.assert_close(logits, want if grad else before, rtol=1e-5, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("grad", [True, False])
+def test_further_columns_of_logits_have_no_share(grad):
+    V, targets = 9001, torch.tensor([0, 9000, -100, 9001, 9003])
+    logits = torch.randn(5, 9004) * 4
+    logits[:, V:] = 100.0
+    before = logits.clone()
+    got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
+    inside = [0, 1, 2]
+    want = F.cross_entropy(before[inside, :V], targets[inside], reduction="none")
+    torch.testing.assert_close(got[inside], want, rtol=1e-5, atol=1e-6)
+    assert got[3:].isnan().all()
+    assert (logits[inside, V:] == 0).all() if grad else torch.equal(logits, before)
+    assert not grad or abs(logits[inside, :V].sum(1)).max() < 1e-4
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
+    """A GPU's way: rows of logits that begin at multiples of 16 bytes, in chunks of which the last is shorter."""
+    T, D, V = 23, 16, 51
+    h, w = (torch.randn(n, D).to(dtype) * 0.5 for n in (T, V))
+    targets = torch.randint(V, (T,))
+    targets[::5] = -100
+    want = loss.loss_and_gradients(h, w, targets, True, True)
+    seen = []
+
+    def softmax_and_gradient(logits, targets, V, needs):
+        seen.append(logits.shape)
+        return cross_entropy.cross_entropy_(logits, targets, V, loss.IGNORE, needs), logits
+
+    monkeypatch.setattr(loss, "softmax_and_gradient", softmax_and_gradient)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)
+    wide = torch.cat([w, w.new_zeros(cross_entropy.aligned(V, dtype.itemsize) - V, D)])
+    monkeypatch.setattr(loss, "widened", lambda _: wide)
+    got = loss.loss_and_gradients(h, w, targets, True, True)
+    width = {torch.float32: 52, torch.bfloat16: 56}[dtype]
+    assert seen == [(8, width), (8, width), (7, width)]
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-3)
 
 
 @interpreted
@@ -166,7 +210,7 @@ def test_logits_of_minus_infinity_have_no_share(masked):
     logits[1, 0] = 1.0
     logits[:2, 8199] = logits[2, 8195] = 0.5
     before = logits.clone()
-    got = cross_entropy.cross_entropy_(logits, targets, -100, True)
+    got = cross_entropy.cross_entropy_(logits, targets, 8200, -100, True)
     torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
     want = before.softmax(-1)
     want[torch.arange(3), targets] -= 1
@@ -184,7 +228,7 @@ def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype
     inside[outside] = 3
     logits = torch.randn(len(targets), V).to(dtype)
     same = logits.clone()
-    got, want = (cross_entropy.cross_entropy_(x, t, -100, grad) for x, t in ((logits, targets), (same, inside)))
+    got, want = (cross_entropy.cross_entropy_(x, t, V, -100, grad) for x, t in ((logits, targets), (same, inside)))
     want[outside] = float("nan")
     if grad:
         same[outside] = float("nan")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tmoe import optim
-from tmoe.attend import COMPILE, attend, document_mask, make_mask
+from tmoe.attend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Totals
 from tmoe.config import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
@@ -172,6 +172,25 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
     assert all(far(a, b) < 2e-5 for a, b in zip(gots, wants, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(300, [1024]), (0, [700, 324]), (0, [450, 62, 1, 255, 256]), (500, [130, 894])]
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_every_block_is_read_in_the_backward(window, lengths, sinks):
+    """Eight blocks a side, rows of blocks that do not begin at their diagonal: the orders by queries and by keys are different ones."""
+    S, draw = 1024, torch.Generator().manual_seed(1)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, S).to(CUDA)
+    q, k, v = (torch.randn(2, S, n, 64, generator=draw).to(CUDA).requires_grad_() for n in (4, 2, 2))
+    sink = torch.randn(4, generator=draw).to(CUDA).requires_grad_() if sinks else None
+    inputs = [t for t in (q, k, v, sink) if t is not None]
+    c = torch.randn(2, S, 4, 64, generator=draw).to(CUDA)
+    runs = []
+    for mask in (document_mask(ids), make_mask(ids, window, S, CUDA, 64)):
+        y = attend(q, k, v, mask, None, window, sink)
+        runs.append([y, *torch.autograd.grad((y * c).sum(), inputs)])
+    assert all(far(b, a) < 2e-5 for a, b in zip(*runs, strict=True))
+
+
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -183,6 +202,7 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
         (300, 0, dict(heads=2, kv_heads=1, head_dim=160)),
         (130, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(0, 32, 128, 16, 128))),
         (127, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(24, 32, 16, 8, 8))),
+        (384, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(0, 32, 128, 64, 128))),
     ],
 )
 def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, documents):
@@ -199,7 +219,9 @@ def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, docum
     want = module(x, *tables, document_mask(ids if documents else torch.zeros_like(ids)))
     wants = torch.autograd.grad(want, inputs, dy)
     compiled = torch.compile(module, fullgraph=True, **COMPILE)
-    mask = make_mask(ids if documents else None, window, S, CUDA, 8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16)
+    mask = make_mask(
+        ids if documents else None, window, S, CUDA, 8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16, cfg.sinks
+    )
     limit = 1e-4 if dtype == torch.float32 else 0.06
     for _ in range(2):
         held = [torch.full((1 << n,), 1e4, device=CUDA) for n in (8, 10, 12, 16, 20) for _ in range(4)]
@@ -208,6 +230,12 @@ def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, docum
         gots = torch.autograd.grad(got, inputs, dy)
         assert far(got, want) < limit
         assert all(far(a, b) < limit for a, b in zip(gots, wants, strict=True))
+
+
+def test_an_h200_takes_latent_attentions_widths_as_they_are():
+    if not on_hopper():
+        pytest.skip("another GPU")
+    assert unequal(192, 128, torch.bfloat16) and not unequal(192, 128, torch.float32)
 
 
 # ---- the whole step ----

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from tmoe.config import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
+from tmoe.ops.cross_entropy import aligned
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.symm import hides
@@ -313,12 +314,13 @@ def rows_received(T: int, top_k: int, ep: int) -> int:
 def loss_bytes(cfg: Config) -> int:
     """The loss's own worst moment: a chunk of logits in its forward, or in its backward the head's gradient twice.
 
-    Forward: logits, which become their gradient; the head's gradient in fp32. Backward: that gradient, and scaled in
-    the compute type. Always: hidden states before and after the final norm, and their gradient.
+    Forward: logits, which become their gradient; the head's gradient in fp32; the head once more where its rows are made more.
+    Backward: that gradient, and scaled in the compute type. Always: hidden states before and after the final norm, and their gradient.
     """
     T, V, width = cfg.train.batch * cfg.train.seq, cfg.model.vocab, compute_bytes(cfg)
-    table = V * cfg.model.dim
-    head = FP32 * table + width * max(min(chunk_rows(V, gpu=True), T) * V, table)
+    columns = aligned(V, width)
+    table, copy = columns * cfg.model.dim, (columns > V) * columns * cfg.model.dim
+    head = FP32 * table + width * max(min(chunk_rows(V, gpu=True), T) * columns + copy, table)
     return 3 * T * cfg.model.dim * width + head
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._mode_utils import no_dispatch
 
 # Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
 # power of two, is above the mask's 128. Its tiles are of queries' width and type alone; where they need more shared memory than an H200 has
@@ -21,6 +23,18 @@ KERNEL: Any = {"BACKEND": "TRITON"}
 SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 SMALLER: Any = KERNEL | {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
+# Latent attention's 192 and 128 in 16 bits on an H200, forward and backward: 1.10 and 3.73 ms; with torch's tiles 1.37 and 6.43. For heads of
+# 64 and of 128 nothing tried was more than 6% faster than torch's.
+LATENT: Any = KERNEL | {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 8}
+LATENT |= {
+    "bwd_BLOCK_M1": 64,
+    "bwd_BLOCK_N1": 128,
+    "bwd_BLOCK_M2": 128,
+    "bwd_BLOCK_N2": 64,
+    "bwd_num_stages": 2,
+    "bwd_num_warps": 8,
+}
+BLOCK = 128  # tokens a side of what a mask's blocks tell of
 NARROWEST = 16  # channels of a head that they take
 # How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11, beside a pad, a
 # view may be read with the longer ones of a buffer that was written with the shorter, in silence (pytorch issue 194281; docs/lab.md has
@@ -42,9 +56,33 @@ def fused(fn: Callable, *sizes: Any) -> Callable:
     return fn if torch.compiler.is_compiling() else _compiled(fn, *sizes)
 
 
-def tiles(dtype: torch.dtype, width: int, values: int) -> Any:
+@torch.compiler.assume_constant_result
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+
+
+@functools.cache
+def _cudnn(width: int, values: int, dtype: torch.dtype, enabled: bool, device: int) -> bool:
+    with no_dispatch(), torch._C._DisableFuncTorch():  # what a tracer or a transform would make is no memory
+        widths = width, width, values
+        q, k, v = (torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths)
+        return torch._fused_sdp_choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
+
+
+@torch.compiler.assume_constant_result
+def unequal(width: int, values: int, dtype: torch.dtype) -> bool:
+    """Whether torch, asked for one head of 128 tokens, takes cuDNN's kernels for queries and values of these two widths (H200, 192 and 128:
+    2.70 ms, and 4.13 for both of 192)."""
+    if not torch.cuda.is_available():  # a tensor on a GPU that is not there: a tracer's
+        return False
+    return _cudnn(width, values, dtype, torch.backends.cuda.cudnn_sdp_enabled(), torch.cuda.current_device())
+
+
+def tiles(dtype: torch.dtype, width: int, values: int, hopper: bool) -> Any:
     """What flex attention is told of its kernel for heads of so many channels."""
     wide = max(width, values)
+    if hopper and dtype.itemsize == 2 and values <= 128 < width < 256:
+        return LATENT
     if wide > 256:
         return SMALLER if dtype == torch.float32 else SMALL | BACKWARD
     if dtype == torch.float32 and 64 < width < 128:
@@ -53,32 +91,60 @@ def tiles(dtype: torch.dtype, width: int, values: int) -> Any:
 
 
 def make_mask(
-    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int
+    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int, sinks: bool = False
 ) -> Tensor | BlockMask | None:
     """What `attend` takes as mask for a layer of this window (0: none), so that tokens attend inside their document only.
 
-    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more.
+    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more. sinks: whether it has them, which
+    on a GPU only flex attention and masked kernels take (64 heads of 64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
     """
     if device.type == "cpu" or width < NARROWEST:
         return None if documents_BS is None else document_mask(documents_BS)
-    return None if documents_BS is None and not 0 < window < S else block_mask(documents_BS, window, S, device)
+    plain = documents_BS is None and not 0 < window < S and not sinks
+    return None if plain else block_mask(documents_BS, window, S, device)
 
 
 def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.device) -> BlockMask:
     """Which blocks of 128 x 128 hold anything to see. Their number changes with the documents, no shape does: nothing recompiles.
 
     (H200, S=4096, C=128: 73% of the speed of cuDNN's plain causal kernel, three times that of its masked one; FlashAttention 2 with
-    sequences of variable length is level at 16 documents and three times as slow with room for 1024.)
+    sequences of variable length is level at 16 documents and three times as slow with room for 1024. torch's create_block_mask looks at
+    all S x S pairs, for which it wants a compiler: gpt-oss's first step came after 94 s, and after 46 without it.)
     """
+    reach = window if 0 < window < S else S
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = i >= j
-        if 0 < window < S:
-            seen = seen & (i - j < window)
+        seen = (i >= j) & (i - j < reach) if reach < S else i >= j
         return seen if documents_BS is None else seen & (documents_BS[b, i] == documents_BS[b, j])
 
-    rows = None if documents_BS is None else documents_BS.shape[0]
-    return fused(create_block_mask, rows, S)(visible, rows, None, S, S, device=device)
+    first = torch.arange(0, S, BLOCK, device=device)
+    last = first + BLOCK - 1
+    some = (last[:, None] >= first) & (first[:, None] - last < reach)
+    whole = (first[:, None] >= last) & (last[:, None] - first < reach) & (last[:, None] < S)
+    some, whole = some[None, None], whole[None, None]
+    if documents_BS is not None:
+        low, high = _extremes(documents_BS)
+        # a pair of one document may be there only if the two blocks' ids overlap; where ids come again, or do not rise, none need be
+        some = some & (low[:, None, :, None] <= high[:, None, None]) & (low[:, None, None] <= high[:, None, :, None])
+        whole = whole & (low[:, None, :, None] == high[:, None, None]) & (low[:, None, None] == high[:, None, :, None])
+    part = some & ~whole
+    kv, q = (*_ordered(part), *_ordered(whole)), (*_ordered(part.mT), *_ordered(whole.mT))
+    return BlockMask((S, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
+
+
+def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest id of each block, [B, blocks]."""
+    short = -documents_BS.shape[1] % BLOCK
+    blocks = torch.cat([documents_BS, documents_BS[:, -1:].expand(-1, short)], 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are marked, and all of a row's, those that are marked first. Contiguous, as flex attention's kernels read them
+    whatever their strides say: a transposed order gives other keys' gradients, in silence."""
+    blocks = blocks.contiguous()
+    order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
@@ -119,9 +185,10 @@ def attend(
         mask = window_mask(S, S, q_BSHC.device) if mask is None else mask
         q_BSHC, k_BSGC, v_BSGC, mask = add_sinks(q_BSHC, k_BSGC, v_BSGC, mask, sinks_H / scale)
     G, width = k_BSGC.shape[2], v_BSGC.shape[-1]
-    if width < q_BSHC.shape[-1] and not (mask is not None and q_BSHC.is_cuda):
+    C, gpu = q_BSHC.shape[-1], q_BSHC.is_cuda
+    if width < C and not (gpu and (mask is not None or (G == H and unequal(C, width, q_BSHC.dtype)))):
         # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept (CPU: 2.5 times as slow)
-        v_BSGC = add_zeros(v_BSGC, q_BSHC.shape[-1] - width, -1)
+        v_BSGC = add_zeros(v_BSGC, C - width, -1)
     if mask is not None and q_BSHC.is_cuda:  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
         k_BSGC, v_BSGC = (t.repeat_interleave(H // G, 2) for t in (k_BSGC, v_BSGC))
     y_BHSC = F.scaled_dot_product_attention(
@@ -142,7 +209,7 @@ def attend_in_blocks(
     """attend through torch's flex attention, which skips blocks without anything to see (Dong et al. 2024)."""
     q, k, v = (t.transpose(1, 2) for t in (q_BSHC, k_BSGC, v_BSGC))
     aux = AuxRequest(lse=True) if sinks_H is not None else None
-    kernel = tiles(q.dtype, q.shape[-1], v.shape[-1])
+    kernel = tiles(q.dtype, q.shape[-1], v.shape[-1], on_hopper())
     how = dict(scale=scale, enable_gqa=k.shape[1] != q.shape[1], return_aux=aux, kernel_options=kernel)
     out: Any = fused(flex_attention, *q.shape, *v.shape, q.dtype)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:

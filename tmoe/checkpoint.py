@@ -104,6 +104,11 @@ class Checkpoints:
         else:
             self._write(step, named, local, states[0])
 
+    def saving(self) -> bool:
+        """Whether a background save is under way here."""
+        pending = self._pending  # the heartbeat asks
+        return pending is not None and not pending.done()
+
     def poll(self) -> None:
         """Raise the error of a background save that has failed; costs nothing otherwise. Not collective: call it every step."""
         if self._pending and self._pending.done():

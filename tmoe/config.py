@@ -323,7 +323,7 @@ class TrainConfig:
     eval_batches: int = 8
     """batches in a validation, each of as many sequences as a step has"""
     timeout: float = 120.0
-    """seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
+    """several ranks: seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from tmoe.ops.check import autocasts
-from tmoe.ops.cross_entropy import cross_entropy_, scaled
+from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
 from tmoe.ops.straight import no_second_derivative
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
@@ -23,21 +23,22 @@ def loss_and_gradients(
     With p = softmax(h W^T): d loss / d logits = p - onehot(target). Products in the type of h and W, softmax in fp32,
     the head's gradient accumulates in fp32.
     """
-    rows = chunk_rows(weight_VD.shape[0], h_TD.is_cuda)
+    V = weight_VD.shape[0]
+    rows, weight = chunk_rows(V, h_TD.is_cuda), widened(weight_VD)
     grad_h = torch.empty_like(h_TD) if needs_h else None
     grad_w = None
     loss = torch.zeros((), device=h_TD.device)
     for i in range(0, h_TD.shape[0], rows):
         h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
-        losses, grad = softmax_and_gradient(h @ weight_VD.t(), targets, needs_h or needs_w)
+        losses, grad = softmax_and_gradient(h @ weight.t(), targets, V, needs_h or needs_w)
         loss += losses.sum()
         if grad_h is not None:
-            grad_h[i : i + rows] = grad @ weight_VD
+            grad_h[i : i + rows] = grad @ weight
         if needs_w:
             grad_w = add_product(grad_w, grad.t(), h)
     if needs_w and grad_w is None:  # no rows
-        grad_w = torch.zeros_like(weight_VD, dtype=torch.float32)
-    return loss, grad_h, grad_w
+        grad_w = torch.zeros_like(weight, dtype=torch.float32)
+    return loss, grad_h, grad_w if grad_w is None else grad_w[:V]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -126,12 +127,19 @@ def chunk_rows(V: int, gpu: bool) -> int:
     return 1 << max(0, (CHUNK_LOGITS_GPU // V).bit_length() - 1) if gpu else max(1, CHUNK_LOGITS // V)
 
 
-def softmax_and_gradient(logits_RV: Tensor, targets_R: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+def widened(weight_VD: Tensor) -> Tensor:
+    """On a GPU with so many rows of zeros more that logits are aligned; their columns have no share in any softmax."""
+    V, D = weight_VD.shape
+    more = aligned(V, weight_VD.element_size()) - V if weight_VD.is_cuda else 0
+    return torch.cat([weight_VD, weight_VD.new_zeros(more, D)]) if more else weight_VD
+
+
+def softmax_and_gradient(logits: Tensor, targets_R: Tensor, V: int, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits, both 0 where a target is to be ignored. Uses up
-    the logits."""
-    if logits_RV.is_cuda:
-        return cross_entropy_(logits_RV, targets_R, IGNORE, needs_grad), logits_RV
-    logits, dtype = logits_RV.float(), logits_RV.dtype
+    the logits: [R, V], on a GPU perhaps with further columns, whose gradient is 0."""
+    if logits.is_cuda:
+        return cross_entropy_(logits, targets_R, V, IGNORE, needs_grad), logits
+    logits, dtype = logits.float(), logits.dtype
     keep = targets_R != IGNORE
     index = targets_R.where(keep, 0)[:, None]
     lse = logits.logsumexp(-1, keepdim=True)

@@ -148,7 +148,7 @@ class Transformer(nn.Module):
         windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
         mla, device = self.cfg.mla, tokens_BS.device
         width = self.cfg.head_dim if self.cfg.attention == "gqa" else min(mla.nope_dim + mla.rope_dim, mla.v_dim)
-        masks = {window: make_mask(documents_BS, window, S, device, width) for window in set(windows)}
+        masks = {window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks) for window in set(windows)}
         x, loads = self.embedding(tokens_BS), []
         if self.cfg.embedding_multiplier != 1.0:
             x = x * self.cfg.embedding_multiplier

@@ -38,8 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import c10d_logger, distributed_c10d
 
+from tmoe.parallel.mesh import patience
+
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
+HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
+LEAVES = "_tmoe_leaves"  # an exception's mark: uncaught, it ends the process at once
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
 METHODS = dict(  # of a process group, under the names by which people call them
     allreduce="all_reduce",
@@ -87,7 +91,10 @@ class Watch:
         self.sites: list[str] = []  # since the last vote
         self.checksum = 0
         self.timeout = 0.0
+        # Whether a save is under way, for which a step may wait as long as collectives.
+        self.saving: Callable[[], bool] = lambda: False
         self._moved: float | None = None  # when anything last did in this step
+        self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._beats = self._told = 0
@@ -194,11 +201,9 @@ class Watch:
         for method, original in self._originals.items():
             setattr(dist.ProcessGroup, method, original)
         if self._originals and isinstance(error, Exception):  # SystemExit: said already, by all ranks
-            error.add_note(self._last_words(error))
+            error.add_note(self._words(error))
             if torch.cuda.is_initialized():
-                # Behind the traceback: CUDA's own end waits for kernels, and those for a peer that does not come. Four ranks that
-                # shared an H200 had said all this after 21 s and were still there after 106.
-                atexit.register(_leave)
+                _leave_behind(error)
         self._originals = {}
 
     def _beat(self) -> None:
@@ -213,37 +218,59 @@ class Watch:
     def _guard(self) -> None:
         """Ends this process if its step stands still, or sees to it that it ends. Where the GPU waits for a peer and its queue is full,
         inductor's launches wait with Python's lock held and no thread of Python runs: faulthandler's, which needs no lock, ends it then."""
+        saves = self.saving()
+        if self._saved and not saves and self._moved is not None:  # what waited for its disk may go on now
+            self._moved = time.monotonic()
+        self._saved = saves
         moved = self._moved if self.timeout else None
-        if moved is not None and time.monotonic() - moved > self.timeout:
-            self._give_up()
+        limit = max(self.timeout, patience().total_seconds()) if saves else self.timeout
+        if moved is not None and time.monotonic() - moved > limit:
+            self._give_up(time.monotonic() - moved)
         faulthandler.cancel_dump_traceback_later()
         if moved is not None:
-            with suppress(
-                OSError, AttributeError, OverflowError
-            ):  # a notebook's stderr is no file; a timeout of centuries
-                faulthandler.dump_traceback_later(self.timeout, exit=True)
+            # a notebook's stderr is no file; a timeout of centuries
+            with suppress(OSError, AttributeError, OverflowError):
+                faulthandler.dump_traceback_later(limit, exit=True)
 
-    def _give_up(self) -> None:
-        """Says where the main thread is and what is known of the others, and ends the process: no exception reaches a thread that waits
-        for a peer in gloo, or for a GPU whose kernels do."""
-        where = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        error = TimeoutError(f"nothing has moved for {self.timeout:.1f} s (--train.timeout)")
+    def _give_up(self, stood: float) -> None:
+        """Says where the main thread is, and with which exception if it ends already, then what is known of the others, and ends the
+        process: no exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels do."""
+        faulthandler.cancel_dump_traceback_later()
+        main = threading.main_thread().ident or 0
+        error: Any = sys._current_exceptions().get(main)
+        error = error[1] if isinstance(error, tuple) else error  # Python 3.11
+        said = traceback.format_stack(sys._current_frames()[main])
+        said += traceback.format_exception(error) if error else []
         try:
-            print("".join(where) + f"error: {error}\n" + self._last_words(error), file=sys.stderr)
+            said.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
+            print("".join(said), file=sys.stderr, flush=True)
+            print(self._words(error), file=sys.stderr)
         finally:
             _leave()
 
-    def _publish(self, failure: str | None = None) -> None:
+    def _words(self, error: BaseException | None) -> str:
+        """_last_words, if they come: a stopped host of the store does not answer, and waits for nobody."""
+        heard: list[str] = []
+        hearing = threading.Thread(target=lambda: heard.append(self._last_words(error)), daemon=True)
+        hearing.start()
+        hearing.join(HEARS_S)
+        silence = f"{self._own_end()}\nnothing is known of the other ranks, the store does not answer"
+        return heard[0] if heard else silence
+
+    def _own_end(self) -> str:
+        return f"rank {self.rank} ended in step {self.step}, {_after(self.sites)}"
+
+    def _publish(self, failure: str | None = None, stands: bool = False) -> None:
         self._tell()
         self._beats += 1
-        words = dict(beat=self._beats, step=self.step, failure=failure, at=time.time())
+        words = dict(beat=self._beats, step=self.step, failure=failure, stands=stands, at=time.time())
         self.store.set(str(self.rank), json.dumps(words))
 
-    def _last_words(self, error: BaseException) -> str:
-        """What this rank knows of the others, after having told of its own end."""
-        lines = [f"rank {self.rank} ended in step {self.step}, {_after(self.sites)}"]
+    def _last_words(self, error: BaseException | None) -> str:
+        """What this rank knows of the others, after having told of its own end: an error, or that it stands still."""
+        lines = [self._own_end()]
         try:
-            self._publish(f"{type(error).__name__}: {error}".splitlines()[0])
+            self._publish(f"{type(error).__name__}: {error}".splitlines()[0] if error else None, stands=not error)
             before = self._hear()
             time.sleep(GRACE_S)
             now = self._hear()
@@ -261,6 +288,35 @@ class Watch:
                 votes, *sites = self.store.get(f"{r}.journal").decode().splitlines()
                 heard[r] = json.loads(self.store.get(str(r))) | dict(votes=int(votes), sites=sites)
         return heard
+
+
+def _leave_behind(error: BaseException) -> None:
+    """Ends the process if nobody catches the error, behind its traceback and what threads have to end: CUDA's own end waits for kernels,
+    and those for a peer that does not come. Four ranks that shared an H200 had said all after 21 s and were still there after 106."""
+    setattr(error, LEAVES, True)  # a mark: who holds the error holds its frames, and the model in them
+    hook = sys.excepthook
+    if hasattr(hook, LEAVES):
+        return
+
+    def escaped(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        hook(kind, value, trace)
+        if any(hasattr(of, LEAVES) for of in _all_of(value)):
+            atexit.register(_leave)
+
+    setattr(escaped, LEAVES, True)
+    sys.excepthook = escaped
+
+
+def _all_of(error: BaseException) -> list[BaseException]:
+    """The error, what it was raised from or behind, and what a group holds."""
+    found: list[BaseException] = []
+    more: list[Any] = [error]
+    while more:
+        one = more.pop()
+        if one is not None and all(one is not other for other in found):
+            found.append(one)
+            more += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return found
 
 
 def _leave() -> None:
@@ -310,7 +366,9 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
         first = min(ended, key=lambda r: ended[r]["at"])
         yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}"
     for other, words in now.items():
-        if other != rank and not words["failure"] and words["beat"] == before.get(other, {}).get("beat"):
+        if other != rank and words["stands"]:
+            yield f"rank {other} stood still as well, in step {words['step']}, {_after(words['sites'])}"
+        elif other != rank and not words["failure"] and words["beat"] == before.get(other, {}).get("beat"):
             silence = time.time() - words["at"]
             yield (
                 f"rank {other} is silent for {silence:.1f} s, stopped or dead; "

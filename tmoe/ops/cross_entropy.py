@@ -9,10 +9,17 @@ from tmoe.ops.launch import cdiv, launch
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, targets, losses, V: tl.constexpr, IGNORE: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    losses,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    IGNORE: tl.constexpr,
+    GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * V
+    logits += row * W
     target = tl.load(targets + row)
     columns = tl.arange(0, BLOCK)
     top = tl.full((), float("-inf"), tl.float32)
@@ -27,32 +34,38 @@ def cross_entropy_kernel(
     if target == IGNORE:
         tl.store(losses + row, 0.0)
         if GRAD:
-            for start in range(0, V, BLOCK):
-                tl.store(logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < V)
+            for start in range(0, W, BLOCK):
+                tl.store(logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < W)
     else:
         inside = (target >= 0) & (target < V)  # else this would read another row's logits
         lse = tl.where(inside, lse, float("nan"))
         tl.store(losses + row, lse - tl.load(logits + target, inside, other=0.0).to(tl.float32))
         tl.debug_barrier()  # the target's logit is read before a thread writes over it
         if GRAD:
-            for start in range(0, V, BLOCK):
+            for start in range(0, W, BLOCK):
                 x = tl.load(logits + start + columns, start + columns < V, other=float("-inf")).to(tl.float32)
                 p = tl.exp(x - lse) - tl.where(start + columns == target, 1.0, 0.0)
-                tl.store(logits + start + columns, p.to(logits.dtype.element_ty), start + columns < V)
+                tl.store(logits + start + columns, p.to(logits.dtype.element_ty), start + columns < W)
 
 
-def cross_entropy_(logits_RV, targets_R, ignore, grad):
-    """-log softmax(logits)[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
+def aligned(V, width):
+    """Columns of logits for V tokens, of `width` bytes each, so that each row begins at a multiple of 16 bytes: products with others run at a sixth of the speed
+    (V = 49155 in bf16, 16384 rows of 1536, H200: loss and gradients 62 ms, and 11 for 49152; rows that are only spaced so: 49)."""
+    return cdiv(V * width, 16) * 16 // width
 
-    With grad the logits become softmax - onehot (zeros in rows to ignore), rounded to their type; else they stay.
+
+def cross_entropy_(logits_RW, targets_R, V, ignore, grad):
+    """-log softmax(logits[:, :V])[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
+
+    With grad the logits become softmax - onehot (zeros in rows to ignore, and from column V on), rounded to their type; else they stay.
     A target that is neither `ignore` nor in 0 .. V - 1 makes its row's loss and gradient NaN: to raise, the host would have to wait.
-    logits_RV: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read from memory once.
+    logits_RW: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read from memory once.
     """
-    R, V = logits_RV.shape
-    losses = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
+    R, W = logits_RW.shape
+    losses = torch.empty(R, dtype=torch.float32, device=logits_RW.device)
     if R:
-        with torch.cuda.device_of(logits_RV):
-            launch(cross_entropy_kernel, (R,), logits_RV, targets_R, losses, V, ignore, grad, 8192, num_warps=8)
+        with torch.cuda.device_of(logits_RW):
+            launch(cross_entropy_kernel, (R,), logits_RW, targets_R, losses, V, W, ignore, grad, 8192, num_warps=8)
     return losses
 
 
@@ -75,8 +88,8 @@ def scaled(x, factor, dtype):
 
 def trace(V, D, ignore, dtype):
     """Launch the kernels, for logits with and without gradient and for that of the head [V, D], on meta tensors, inside compile_only."""
-    logits, targets = torch.empty(1, V, dtype=dtype, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=dtype, device="meta")
     for grad in (True, False):
-        cross_entropy_(logits, targets, ignore, grad)
+        cross_entropy_(logits, torch.empty(1, dtype=torch.int64, device="meta"), V, ignore, grad)
     for of in dict.fromkeys((torch.float32, dtype)):  # the head's, and the hidden states'
         scaled(torch.empty(V, D, dtype=of, device="meta"), torch.empty((), device="meta"), dtype)
