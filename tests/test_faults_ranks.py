@@ -133,21 +133,20 @@ def test_25_the_cause_is_said(tmp_path):
 
 def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
     monkeypatch.setattr(watch_module, "patience", lambda: timedelta(minutes=10))
+    armed = []  # for real it would end this process, which no beat tells that all is well
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: armed.append(seconds))
     watch = Watch(0, 1, dist.HashStore(), None)
     watch.timeout, watch._moved, watch.saving = 0.2, time.monotonic() - 5.0, lambda: True
     watch._give_up = lambda stood: pytest.fail(f"ended after {stood} s")
-    try:
-        watch._guard()
-        watch.saving = lambda: False
-        watch._guard()
-        ended = []
-        watch._give_up = ended.append
-        time.sleep(0.3)
-        watch._guard()
-        assert len(ended) == 1 and 0.2 < ended[0] < 1.0
-    finally:
-        watch.pause()
-        faulthandler.cancel_dump_traceback_later()
+    watch._guard()
+    watch.saving = lambda: False
+    watch._guard()
+    assert armed == [600.0, 0.2]
+    ended = []
+    watch._give_up = ended.append
+    time.sleep(0.3)
+    watch._guard()
+    assert len(ended) == 1 and 0.2 < ended[0] < 1.0
 
 
 def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
