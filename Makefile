@@ -11,7 +11,7 @@ train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
 
 test: .venv/ready
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0
 
 check: .venv/ready
 	$(BIN)/ruff check .
