@@ -80,7 +80,7 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
     elif how == "slow to end":
         before_step(trainer, 3, lambda _: raise_here() if mine else None)
         close = trainer.metrics.close
-        trainer.metrics.close = lambda: (time.sleep(6), close())[1]
+        trainer.metrics.close = lambda **how: (time.sleep(6), close(**how))[1]
     elif how == "asleep behind a save":
         before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
         write = trainer.checkpoints._write
@@ -119,7 +119,7 @@ def test_25_who_waits_has_not_failed(tmp_path):
     ends = launch(3, stands, flags, "stopped", timeout=60, waits=2, limit=40)
     for end in ends[:2]:
         assert "rank 2 is silent for" in end.said and "the first to fail" not in end.said, end.said
-    assert any(f"rank {1 - rank} stood still as well" in ends[rank].said for rank in (0, 1)), ends
+    assert any(f"rank {1 - rank} stood still, in step 3" in ends[rank].said for rank in (0, 1)), ends
 
 
 def test_25_the_cause_is_said(tmp_path):
@@ -129,6 +129,7 @@ def test_25_the_cause_is_said(tmp_path):
     )
     assert [end.code for end in ends] == [1, 1]
     assert "RuntimeError: the cause" in ends[1].said and "raise_here" in ends[1].said, ends[1].said
+    assert "error: nothing has moved for" in ends[1].said
 
 
 def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +48,7 @@ class Runtime:
     control: dist.ProcessGroup
     watch: Watch
     stop: bool = field(default=False)  # SIGTERM or Ctrl-C arrived here
+    handlers: dict[int, Any] = field(default_factory=dict)  # of the signals, before this run heard them
 
     def sums(self, *values: float) -> list[float]:
         """Sum of each value over all ranks."""
@@ -139,6 +140,9 @@ class Runtime:
             log.warning("step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank])
 
     def close(self) -> None:
+        if not self.stop:  # who was told to end is not ended halfway by being told again
+            for signum, handler in self.handlers.items():
+                signal.signal(signum, handler)
         dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it
         dist.destroy_process_group()
 
@@ -205,14 +209,15 @@ def start(seed: int) -> Runtime:
         runtime.stop = True
         if signum == signal.SIGINT and not launcher:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # not print, which may be at work
-            os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends at once\n")
+            with suppress(OSError):  # Ctrl-C ends `tee` first
+                # not print, which may be at work
+                os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without it\n")
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, hear)
+        runtime.handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, hear)
         # a shell makes what it starts in the background ignore Ctrl-C
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, hear)
+            runtime.handlers[signal.SIGINT] = signal.signal(signal.SIGINT, hear)
     return runtime
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import sys
@@ -43,8 +44,17 @@ from tmoe.parallel.mesh import patience
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
 HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
+ENTRIES = (
+    itertools.count()
+)  # of all watches of this process, counted alike on all ranks: each has the store's keys for itself
 LEAVES = "_tmoe_leaves"  # an exception's mark: uncaught, it ends the process at once
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
+NO_FILE = (
+    OSError,
+    AttributeError,
+    RuntimeError,
+    ValueError,
+)  # of faulthandler: a notebook's stderr, a closed one, none
 METHODS = dict(  # of a process group, under the names by which people call them
     allreduce="all_reduce",
     allreduce_coalesced="all_reduce_coalesced",
@@ -78,14 +88,15 @@ class DivergenceError(RuntimeError):
 
 
 class Watch:
-    """Inside `with watch:` collectives are journalled, the heart beats, and what escapes carries a note. One rank watches nothing.
+    """Inside `with watch:` the collectives of the thread that entered are journalled, the heart beats, and what escapes carries a note. One
+    rank watches nothing.
 
     store: reachable by all ranks. control: group of the votes, of which no member's call is journalled.
     """
 
     def __init__(self, rank: int, world: int, store: dist.Store, control: dist.ProcessGroup):
         self.rank, self.world, self.control = rank, world, control
-        self.store = dist.PrefixStore("watch", store.clone()) if world > 1 else store  # a connection of its own
+        self.connection = store.clone() if world > 1 else store  # of its own
         self.step = 0
         self.votes = 0
         self.sites: list[str] = []  # since the last vote
@@ -96,6 +107,8 @@ class Watch:
         self._moved: float | None = None  # when anything last did in this step
         self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
+        self._guarding, self._armed = threading.Lock(), False  # faulthandler has one timer, which may be the user's
+        self._thread = threading.current_thread()
         self._originals: dict[str, Callable[..., Any]] = {}
         self._beats = self._told = 0
         self._telling = threading.Lock()
@@ -105,6 +118,10 @@ class Watch:
         before took on top (a host may have all of it to wait for), before this process ends. The first, which compiles, may always."""
         began = None
         for self.step in steps:
+            if (
+                timeout and began and self._originals and self._moved is None
+            ):  # others may still be at what this rank did not have to do
+                dist.barrier(group=self.control)
             now = time.monotonic()
             self.timeout = timeout + now - began if timeout and began else 0.0
             began = self._moved = now
@@ -115,9 +132,9 @@ class Watch:
 
     def pause(self) -> None:
         """Until the next step begins nothing needs to move: a save or a validation takes as long as it takes."""
-        self._moved = None
-        if self._originals:
-            self._guard()
+        with self._guarding:
+            self._moved = None
+            self._disarm()
 
     def vote(self) -> None:
         """A collective of all ranks. Raises DivergenceError on all of them unless they agree on this step's collectives so far."""
@@ -139,7 +156,8 @@ class Watch:
         @wraps(call)
         def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             # Background threads (Python's own, a checkpoint's) keep their own pace; autograd's threads are no Python threads.
-            if group is not self.control and threading.current_thread().name.startswith(("Main", "Dummy")):
+            thread = threading.current_thread()
+            if group is not self.control and (thread is self._thread or thread.name.startswith("Dummy")):
                 self._note(name, args, sys._getframe(1))
             return call(group, *args, **kwargs)
 
@@ -173,8 +191,10 @@ class Watch:
     def __enter__(self) -> Self:
         if self.world > 1:
             if not faulthandler.is_enabled():
-                with contextlib.suppress(OSError, AttributeError):  # a notebook's stderr is no file
+                with contextlib.suppress(*NO_FILE):
                     faulthandler.enable()  # what aborts says where, at least on its own stderr
+            self.store = dist.PrefixStore(f"watch {next(ENTRIES)}", self.connection)
+            self._thread, self._ended, self._moved = threading.current_thread(), threading.Event(), None
             self._begin_journal()
             self._publish()
             for method in METHODS.keys() & vars(dist.ProcessGroup).keys():
@@ -183,7 +203,7 @@ class Watch:
                 setattr(
                     dist.ProcessGroup, method, self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
                 )
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True).start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -198,6 +218,7 @@ class Watch:
 
     def _end(self, error: BaseException | None) -> None:
         self._ended.set()
+        self.pause()
         for method, original in self._originals.items():
             setattr(dist.ProcessGroup, method, original)
         if self._originals and isinstance(error, Exception):  # SystemExit: said already, by all ranks
@@ -206,47 +227,55 @@ class Watch:
                 _leave_behind(error)
         self._originals = {}
 
-    def _beat(self) -> None:
-        try:
-            while not self._ended.wait(BEAT_S):
-                with suppress(*GONE):  # the collectives will say so
-                    self._publish()
-                self._guard()
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(BEAT_S):
+            with suppress(*GONE):  # the collectives will say so
+                self._publish()
+            self._guard()
 
     def _guard(self) -> None:
         """Ends this process if its step stands still, or sees to it that it ends. Where the GPU waits for a peer and its queue is full,
         inductor's launches wait with Python's lock held and no thread of Python runs: faulthandler's, which needs no lock, ends it then."""
-        saves = self.saving()
-        if self._saved and not saves and self._moved is not None:  # what waited for its disk may go on now
-            self._moved = time.monotonic()
-        self._saved = saves
-        moved = self._moved if self.timeout else None
-        limit = max(self.timeout, patience().total_seconds()) if saves else self.timeout
-        if moved is not None and time.monotonic() - moved > limit:
-            self._give_up(time.monotonic() - moved)
-        faulthandler.cancel_dump_traceback_later()
-        if moved is not None:
-            # a notebook's stderr is no file; a timeout of centuries
-            with suppress(OSError, AttributeError, OverflowError):
-                faulthandler.dump_traceback_later(limit, exit=True)
+        with self._guarding:
+            if self._ended.is_set():
+                return
+            saves = self.saving()
+            if self._saved and not saves and self._moved is not None:  # what waited for its disk may go on now
+                self._moved = time.monotonic()
+            self._saved = saves
+            moved = self._moved if self.timeout else None
+            limit = max(self.timeout, patience().total_seconds()) if saves else self.timeout
+            stood = 0.0 if moved is None else time.monotonic() - moved
+            self._disarm()
+            if moved is not None and stood <= limit:
+                with suppress(OverflowError, *NO_FILE):  # a timeout of centuries
+                    faulthandler.dump_traceback_later(limit, exit=True)
+                    self._armed = True
+        if stood > limit:
+            self._give_up(stood)
+
+    def _disarm(self) -> None:
+        if self._armed:
+            faulthandler.cancel_dump_traceback_later()
+        self._armed = False
 
     def _give_up(self, stood: float) -> None:
-        """Says where the main thread is, and with which exception if it ends already, then what is known of the others, and ends the
+        """Says where the watched thread is, and with which exception if it ends already, then what is known of the others, and ends the
         process: no exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels do."""
-        faulthandler.cancel_dump_traceback_later()
-        main = threading.main_thread().ident or 0
-        error: Any = sys._current_exceptions().get(main)
-        error = error[1] if isinstance(error, tuple) else error  # Python 3.11
-        said = traceback.format_stack(sys._current_frames()[main])
-        said += traceback.format_exception(error) if error else []
-        try:
-            said.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
-            print("".join(said), file=sys.stderr, flush=True)
-            print(self._words(error), file=sys.stderr)
-        finally:
-            _leave()
+        with open(os.devnull, "w") as nowhere:
+            # what is said reads files and writes into pipes, which may be what hangs
+            faulthandler.dump_traceback_later(2 * HEARS_S, exit=True, file=nowhere)
+            main = self._thread.ident or 0
+            error: Any = sys._current_exceptions().get(main)
+            error = error[1] if isinstance(error, tuple) else error  # Python 3.11
+            said = traceback.format_stack(sys._current_frames().get(main))
+            said += traceback.format_exception(error) if error else []
+            try:
+                said.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
+                print("".join(said), file=sys.stderr, flush=True)
+                print(self._words(error), file=sys.stderr)
+            finally:
+                _leave()
 
     def _words(self, error: BaseException | None) -> str:
         """_last_words, if they come: a stopped host of the store does not answer, and waits for nobody."""
@@ -270,7 +299,7 @@ class Watch:
         """What this rank knows of the others, after having told of its own end: an error, or that it stands still."""
         lines = [self._own_end()]
         try:
-            self._publish(f"{type(error).__name__}: {error}".splitlines()[0] if error else None, stands=not error)
+            self._publish(_cause(error) if error else None, stands=not error)
             before = self._hear()
             time.sleep(GRACE_S)
             now = self._hear()
@@ -319,6 +348,15 @@ def _all_of(error: BaseException) -> list[BaseException]:
     return found
 
 
+def _cause(error: BaseException | None) -> str:
+    """What was raised, behind what was being handled then: the end of a run may fail too, and is not why it ends."""
+    said: list[str] = []
+    while error:
+        said.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        error = None if error.__suppress_context__ else error.__context__
+    return ", then ".join(reversed(said))
+
+
 def _leave() -> None:
     try:
         sys.stdout.flush()
@@ -364,10 +402,12 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
     ended = {r: words for r, words in now.items() if words["failure"]}
     if ended:
         first = min(ended, key=lambda r: ended[r]["at"])
-        yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}"
+        before_it = [str(r) for r, words in now.items() if words["stands"] and words["at"] < ended[first]["at"]]
+        behind = f", behind the standstill of rank {', '.join(before_it)}" if before_it else ""
+        yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}{behind}"
     for other, words in now.items():
         if other != rank and words["stands"]:
-            yield f"rank {other} stood still as well, in step {words['step']}, {_after(words['sites'])}"
+            yield f"rank {other} stood still, in step {words['step']}, {_after(words['sites'])}"
         elif other != rank and not words["failure"] and words["beat"] == before.get(other, {}).get("beat"):
             silence = time.time() - words["at"]
             yield (
