@@ -443,11 +443,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
     parser.add_argument("--parts", action="store_true", help="of the one layout that the words of train.py name")
     parser.add_argument(
-        "--check",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="of python -m benchmarks.train --json; none: the shipped steps",
+        "--check", type=Path, nargs="*", metavar="FILE", help="of benchmarks.train --json; none: the shipped steps"
     )
     parser.add_argument(
         "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
@@ -457,8 +453,12 @@ def main() -> None:
     args = parser.parse_args()
     try:
         constants = json.loads(args.constants.read_text())
-        if unknown := json.loads(CONSTANTS.read_text()).keys() - constants.keys():
+        shipped = json.loads(CONSTANTS.read_text())
+        if unknown := shipped.keys() - constants.keys():
             raise ValueError(f"lacks {', '.join(sorted(unknown))}")
+        for name, value in ((name, c["value"]) for name, c in constants.items() if name in shipped):
+            if isinstance(value, (int, float)) != isinstance(shipped[name]["value"], (int, float)):
+                raise ValueError(f"{name}: {value} must be of the kind of {shipped[name]['value']}")
         numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         parser.error(f"--constants={args.constants}: {error}")

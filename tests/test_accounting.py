@@ -308,7 +308,13 @@ def test_the_losss_worst_moment_worked_by_hand():
     D, hidden = 2048, 3 * 16384 * 2048 * 2
     for model, V, rows in ((OLMOE, 50304, 16384), (QWEN3, 151936, 4096)):
         assert loss_bytes(Config(model=model)) == hidden + 4 * V * D + 2 * rows * V
-    few = Config(model=OLMOE, train=TrainConfig(batch=1, seq=128))
+    odd = dataclasses.replace(OLMOE, vocab=50299)  # and the head once more, with five rows of zeros
+    one = dict(batch=1, seq=128)
+    assert loss_bytes(Config(model=odd)) == hidden + 4 * 50304 * D + 2 * (16384 * 50304 + 50304 * D)
+    assert loss_bytes(Config(model=odd, train=TrainConfig(**one))) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * (
+        D + 128
+    )
+    few = Config(model=OLMOE, train=TrainConfig(**one))
     assert loss_bytes(few) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
 
 

@@ -316,7 +316,7 @@ def marked(numbers, indices):
 
 
 def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypatch):
-    """Dynamo stops at eight kinds of calls of a function."""
+    """And for any mode: Dynamo stops at eight kinds of calls of a function."""
     compiled = []
 
     def backend(graph, inputs):
@@ -331,6 +331,13 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
         got = attend(q, k, v, block_mask(ids, 0, S, CPU))
         torch.testing.assert_close(got, attend(q, k, v, document_mask(ids)), rtol=1e-5, atol=1e-5)
         assert len(compiled) == n
+    q, k, v = (torch.randn(2, 60, heads, 16) for heads in (4, 2, 2))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for ids, window in itertools.product((None, torch.randint(4, (2, 60)), torch.zeros(2, 60).int()), (0, 20)):
+            n += 1
+            with mode():
+                attend(q, k, v, block_mask(ids, window, 60, CPU), window=window)
+            assert len(compiled) == n, (mode, window)
     attend_module._compiled.cache_clear()
 
 
@@ -349,6 +356,9 @@ def test_tiles_fit_into_shared_memory():
                     kept += 1
                     assert max(rows, columns) * dtype.itemsize <= 512
     assert kept
+    latent, blocks = tiles(torch.bfloat16, 192, 128, True), ("M1", "N1", "M2", "N2")
+    assert [latent[f"bwd_BLOCK_{of}"] for of in blocks] == [64, 128, 128, 64]  # as measured
+    assert all("bwd_BLOCK_M1" not in tiles(torch.bfloat16, *of) for of in ((192, 128, False), (128, 128, True)))
     # torch's own for fp32 are of 177 KB where a width lies between two that it lists; an A100 has 163
     assert all(
         "fwd_BLOCK_M" in tiles(torch.float32, width, values, False)

@@ -103,6 +103,7 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
         ("curve --steps 0", "--steps=0: must be 20 or more"),
         ("layouts --timeout -1", "--timeout=-1.0: must be a positive number of seconds"),
         ("model --constants EMPTY -- tiny", "lacks attention_rate"),
+        ("model --constants KIND -- tiny", "attention_rate: 5.0 must be of the kind of [["),
         ("model --constants /nonexistent -- tiny", "--constants=/nonexistent: "),
         ("curve -- --optim.offload", "--optim.offload: not here"),
         ("tune --merge EMPTY", "holds no records of this benchmark"),
@@ -114,7 +115,10 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
 def test_a_word_that_cannot_work_is_named(monkeypatch, capsys, tmp_path, words, says):
     """And the shipped table of configurations stays as it is."""
     (tmp_path / "empty.json").write_text("{}")
-    name, *rest = words.replace("EMPTY", str(tmp_path / "empty.json")).split()
+    constants = json.loads((ROOT / "benchmarks" / "h200.json").read_text())
+    (tmp_path / "kind.json").write_text(json.dumps(constants | {"attention_rate": {"value": 5.0}}))
+    files = {"EMPTY": "empty.json", "KIND": "kind.json"}
+    name, *rest = [str(tmp_path / files[word]) if word in files else word for word in words.split()]
     before = table.PATH.read_bytes()
     monkeypatch.setattr(sys, "argv", [name, *rest])
     with pytest.raises(SystemExit) as ended:

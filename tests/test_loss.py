@@ -6,6 +6,7 @@ next: test_router.py
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -133,6 +134,47 @@ def test_logits_of_all_tokens_never_exist():
     assert V * D < seen.numel <= loss_module.CHUNK_LOGITS < T * V
 
 
+class MostHeld(TorchDispatchMode):
+    """Remembers the most elements that were alive at once, of what operations have returned; `given` is not counted."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.given, self.held, self.numel = {t.untyped_storage()._cdata for t in given}, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.given:
+                storage = t.untyped_storage()
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // t.element_size()
+        self.held = {key: (ref, n) for key, (ref, n) in self.held.items() if not ref.expired()}
+        self.numel = max(self.numel, sum(n for _, n in self.held.values()))
+        return out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("D", "rows"), [(4, 100), (200, 10)])  # a chunk is more than the head's gradient, and less
+def test_one_chunk_of_logits_and_one_gradient_of_the_head_are_held(monkeypatch, grad, D, rows):
+    V, T = 1000, 4 * rows
+    h, weight, targets = batch(T, D, V, dtype=torch.float32)
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", rows * V)
+    with MostHeld(h, weight, targets) as seen:
+        loss_module.loss_and_gradients(h, weight, targets, grad, grad)
+    want = rows * V + (V * D + T * D if grad else 0)
+    assert want <= seen.numel < want + 0.1 * max(rows * V, V * D)
+
+
+@pytest.mark.parametrize("needs_w", [True, False])
+def test_a_compilers_loss_takes_a_head_that_lies_by_columns(needs_w):
+    h, weight, targets = batch(T=6, D=8, V=17, dtype=torch.float32)
+    weight = weight.t().contiguous().t()
+    given = [t.clone().requires_grad_() for t in (h, weight)] if needs_w else [h.requires_grad_(), weight]
+    half = torch.compile(lambda *given: cross_entropy_sum(*given) * 0.5, fullgraph=True)(*given, targets)
+    grads = torch.autograd.grad(half, given[: 1 + needs_w])
+    for got, want in zip((2 * half, *grads), reference(h, weight, targets, 0.5), strict=False):
+        assert far(got, want) < 1e-6
+
+
 def test_without_gradients_none_are_made(monkeypatch):
     """Validation holds no fp32 gradient of the head: nothing larger than a chunk of logits."""
     T, D, V = 6, 50, 40
@@ -157,7 +199,7 @@ def count_products(h, weight, targets):
             self.seen = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen += func is torch.ops.aten.mm.default
+            self.seen += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
             return func(*args, **(kwargs or {}))
 
     calls = {}

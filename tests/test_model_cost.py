@@ -83,6 +83,35 @@ def test_every_flop_is_counted_once(cfg, accumulate):
     assert attention == pytest.approx(7 / 6 * tokens * counted)
 
 
+@pytest.mark.parametrize(
+    ("preset", "layer", "isolated", "per_pair", "seen"),
+    [
+        # 7 products of 2 * widths / 2 FLOPs over the rate of the mean width, in TFLOP/s
+        ("olmoe-1b-7b", 0, False, 16 * 7 * 256 / 2, 4096 * 4096 / 2),
+        ("olmoe-1b-7b", 0, True, 16 * 7 * 256 / 5, 4096 * 4096 / 2),
+        ("gpt-oss-20b", 1, False, 64 * 7 * 128 / 3, 4096 * 4096 / 2),  # sinks alone
+        (
+            "gpt-oss-20b",
+            0,
+            False,
+            64 * 7 * 128 / 3,
+            228 * 4096 - 228 * 228 / 2,
+        ),  # a window of 128, as wide as one of 228
+        ("gpt-oss-20b", 0, True, 64 * 7 * 128 / 3, 228 * 4096 - 228 * 228 / 2),
+        ("deepseek-v2-lite", 0, False, 16 * 7 * 320 / 2.5, 4096 * 4096 / 2),  # half the way from 128 to 192
+        ("deepseek-v2-lite", 0, True, 16 * 7 * 320 / 6, 4096 * 4096 / 2),
+    ],
+)
+def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
+    """Plain causal attention has one curve of rates over the mean width of a head, and what documents, windows or sinks make flex
+    attention's has another."""
+    cfg = presets()[preset]
+    cfg = replace(cfg, train=replace(cfg.train, batch=3, seq=4096, isolate_documents=isolated))
+    slow, fast = [[64, 1.0], [128, 2.0], [192, 3.0]], [[64, 3.0], [128, 5.0], [192, 7.0]]
+    m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
+    assert cost.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
+
+
 def matrix_elements(model: ModelConfig) -> int:
     """By hand: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
     D, moe = model.dim, model.moe

@@ -264,7 +264,9 @@ def latent_elements(cfg: Config) -> int:
     kept += 2 * queries  # q and k, joined of their parts with and without position
     if cfg.train.isolate_documents or mla.v_dim >= qk_width(cfg.model):
         return kept + cfg.model.heads * (mla.nope_dim + mla.v_dim)  # the keys' and values' product: v is a view into it
-    return kept + 2 * queries  # v and the result, as wide as q and k (attend pads them)
+    return (
+        kept + 2 * queries
+    )  # v and the result, as wide as q and k: attend pads them but where cuDNN is the one to ask
 
 
 def moe_bytes(cfg: Config, ep: int) -> int:

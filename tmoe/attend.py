@@ -44,15 +44,15 @@ COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 @functools.cache
 def _compiled(fn: Any, *sizes: Any) -> Callable:
-    """A copy of fn for each size: Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
-    attention holds all of [B, H, S, S] in fp32."""
+    """A copy of fn for each size and mode: Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
+    attention holds all of [B, H, S, S] in fp32. (Of one size and mode six are left: two windows, documents of two types or none.)"""
     copy = FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return torch.compile(copy, **COMPILE)  # at first use: importing its compiler takes two seconds
 
 
 def fused(fn: Callable, *sizes: Any) -> Callable:
-    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes; a compiled block takes it into its graph."""
+    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes and modes; a compiled block takes it into its graph."""
     return fn if torch.compiler.is_compiling() else _compiled(fn, *sizes)
 
 
@@ -62,8 +62,9 @@ def on_hopper() -> bool:
 
 
 @functools.cache
-def _cudnn(width: int, values: int, dtype: torch.dtype, enabled: bool, device: int) -> bool:
-    with no_dispatch(), torch._C._DisableFuncTorch():  # what a tracer or a transform would make is no memory
+def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
+    # what a tracer or a transform would make is no memory; training is asked for, whoever asks first
+    with no_dispatch(), torch._C._DisableFuncTorch(), torch.inference_mode(False):
         widths = width, width, values
         q, k, v = (torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths)
         return torch._fused_sdp_choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
@@ -75,7 +76,12 @@ def unequal(width: int, values: int, dtype: torch.dtype) -> bool:
     2.70 ms, and 4.13 for both of 192)."""
     if not torch.cuda.is_available():  # a tensor on a GPU that is not there: a tracer's
         return False
-    return _cudnn(width, values, dtype, torch.backends.cuda.cudnn_sdp_enabled(), torch.cuda.current_device())
+    settings = (
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.cuda.current_device(),
+    )
+    return _cudnn(width, values, dtype, *settings)
 
 
 def tiles(dtype: torch.dtype, width: int, values: int, hopper: bool) -> Any:
@@ -211,7 +217,9 @@ def attend_in_blocks(
     aux = AuxRequest(lse=True) if sinks_H is not None else None
     kernel = tiles(q.dtype, q.shape[-1], v.shape[-1], on_hopper())
     how = dict(scale=scale, enable_gqa=k.shape[1] != q.shape[1], return_aux=aux, kernel_options=kernel)
-    out: Any = fused(flex_attention, *q.shape, *v.shape, q.dtype)(q, k, v, block_mask=mask, **how)
+    sizes = *q.shape, *v.shape, mask.kv_num_blocks.shape[0], q.dtype
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    out: Any = fused(flex_attention, *sizes, *modes)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:
         y = out
     else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens

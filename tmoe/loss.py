@@ -36,8 +36,9 @@ def loss_and_gradients(
             grad_h[i : i + rows] = grad @ weight
         if needs_w:
             grad_w = add_product(grad_w, grad.t(), h)
+        del grad  # a chunk of logits, on a GPU, beside which the next would be made
     if needs_w and grad_w is None:  # no rows
-        grad_w = torch.zeros_like(weight, dtype=torch.float32)
+        grad_w = weight.new_zeros(weight.shape, dtype=torch.float32)
     return loss, grad_h, grad_w if grad_w is None else grad_w[:V]
 
 
@@ -83,7 +84,9 @@ def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w:
 @torch.library.register_fake("tmoe::cross_entropy", lib=_lib)
 def _forward_fake(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
     grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
-    grad_w = torch.empty_like(weight, dtype=torch.float32) if needs_w else h.new_empty(0)
+    grad_w = (
+        weight.new_empty(weight.shape, dtype=torch.float32) if needs_w else h.new_empty(0)
+    )  # row by row, however the weight lies
     return h.new_empty((), dtype=torch.float32), grad_h, grad_w
 
 
@@ -156,6 +159,8 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if total is not None and a.dtype == torch.float32:
+        return total.addmm_(a, b)
     product = (a @ b).float()
     return product if total is None else total.add_(product)
 
