@@ -148,6 +148,8 @@ class Trainer:
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
         targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
+        if stops:
+            self.run.stop = True  # as if it had been told itself: the others' word may still come
         sequences = batch.tokens_ABS[..., 0].numel() * self.run.world
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
