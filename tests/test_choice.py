@@ -17,6 +17,7 @@ from tmoe.config import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, 
 from tmoe.layout import BUFFERS
 from tmoe.manifest import dtype_of, read_manifest
 from tmoe.model import Transformer
+from tmoe.moe import MoE
 from tmoe.offline import main as offline
 from tmoe.optim import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
@@ -322,3 +323,43 @@ def test_a_run_keeps_it(gloo, tmp_path):
     argv = [*flags, "--out", str(tmp_path / "c"), "--init", str(tmp_path / "ema")]
     for rank in gloo(4, load, argv):
         assert all(torch.equal(rank[name], straight[0][name]) for name in names)
+
+
+def test_a_layers_load_is_of_its_own_scores():
+    moe = MoE(16, MoEConfig(experts=6, top_k=2, ffn_dim=8, score="sigmoid"))
+    moe.router.weight.data.normal_()
+    x_TD = torch.randn(9, 16)
+    moe(x_TD)
+    scores_TE = (x_TD @ moe.router.weight.T).sigmoid()
+    want = (scores_TE / scores_TE.sum(-1, keepdim=True)).sum(0)
+    torch.testing.assert_close(moe.load.probs_BE[0], want)
+
+
+def test_sigmoids_that_are_all_zero():
+    router = Router(4, MoEConfig(experts=6, top_k=2, score="sigmoid"))
+    router.weight.data.fill_(-100.0)
+    assert router(torch.ones(3, 4)).weights_TK.isfinite().all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_between_micro_batches_changes_no_gradient(training):
+    """Of the global-batch loss, which adds up the counts of a step's micro-batches."""
+    moe = MoEConfig(experts=8, top_k=2, ffn_dim=16, balance="global", balance_coeff=0.1)
+    model = Transformer(ModelConfig(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, moe=moe))
+    model.init_weights(0)
+    tokens = torch.randint(64, (2, 2, 16))
+    tokens[1] //= 8
+    totals, grads = Totals(*map(torch.tensor, (64.0, 64.0, 4.0))), []
+    for between in (False, True):
+        model.zero_grad()
+        model.balancer.start_step()
+        for part in tokens:
+            model(part, part.roll(-1, 1), totals=totals).backward()
+            if between:
+                model.train(training)
+                with torch.no_grad():
+                    model(part // 2, part.roll(-1, 1))
+                model.train()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+    assert model.balancer.seen_YE.sum() == 2 * 2 * tokens.numel()

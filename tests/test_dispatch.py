@@ -141,3 +141,16 @@ def odd_calls(rank: int, world: int) -> tuple:
 def test_odd_calls(gloo):
     for exact, words in gloo(2, odd_calls):
         assert exact and words == [0, 1]
+
+
+def parts_of_a_token(rank: int, world: int) -> torch.Tensor:
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, 2)
+    ids_TK = torch.arange(2 * world, dtype=torch.int32).repeat(5, 1)
+    routing = Routing(torch.ones(5, 2 * world), ids_TK, torch.empty(0))
+    rows, plan = dispatcher.dispatch(torch.ones(5, 4).bfloat16(), routing)
+    return dispatcher.combine(rows.x_RD * (1.0 if rank else 256.0), plan)
+
+
+def test_ranks_are_added_in_fp32(gloo):
+    for y_TD in gloo(4, parts_of_a_token):
+        assert (y_TD == 260).all()  # 259, rounded once; in bf16 256 + 1 is 256

@@ -257,7 +257,7 @@ def poison(rank: int, world: int, argv: list[str], steps: list[int]) -> dict:
 def test_21_nan_gradient_on_one_rank(tmp_path, gloo):
     """All ranks skip the step together; nothing changes by a bit; the next clean step is taken."""
     flags = [*EP2, "--out", str(tmp_path), "--checkpoint.mode", "off", "--optim.ema", "0.9"]
-    results = gloo(2, poison, flags, [3])
+    results = gloo(2, poison, [*flags, "--model.moe.choice-bias"], [3])
     for result in results:
         assert result["error"] is None and result["skipped"] == 1
         assert_equal_state(result["seen"][3], result["seen"][4])
@@ -274,7 +274,7 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
     for result in results:
         assert "step 4" in result["error"] and "3 times in a row" in result["error"]
         assert_equal_state(result["seen"][2], result["end"])
-    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} <= {"step-2", "step-4"}
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-2"}
 
 
 def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:

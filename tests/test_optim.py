@@ -317,3 +317,28 @@ def test_grad_scaler_unscales_and_skips(monkeypatch):
 def test_other_rules_are_refused(name):
     with pytest.raises(ValueError, match=f"AdamW: {name}=True"):
         AdamW([torch.nn.Parameter(torch.ones(3))], **{name: True})
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(0.1, 1.0), (4.0, 0.25)])
+def test_clipping_never_enlarges(norm, factor):
+    optimizer = build_optimizer([("w", nn.Parameter(torch.zeros(1)))], OptimConfig(), torch.device("cpu"))
+    optimizer.decide(torch.ones(()), torch.tensor(norm), 1.0)
+    assert optimizer.factor.item() == pytest.approx(factor)
+    optimizer.decide(torch.ones(()), torch.tensor(norm), 0.0)
+    assert optimizer.factor is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_takes_the_weights_place_and_gives_it_back(dtype):
+    """Of fp32 weights no copy is held; either comes back bit for bit, behind an error too."""
+    weights = {name: nn.Parameter(torch.randn(300, 7).to(dtype)) for name in "ab"}
+    ema = Ema(weights.items(), 0.5)
+    with torch.no_grad():
+        for w in weights.values():
+            w.normal_()
+    ema.update()
+    before, averages = ({n: t.detach().clone() for n, t in of.items()} for of in (weights, ema.tensors()))
+    with pytest.raises(KeyError), ema.swapped():
+        assert all(torch.equal(weights[n], averages[n].to(dtype)) for n in weights)
+        raise KeyError
+    assert all(torch.equal(weights[n], before[n]) and torch.equal(ema.tensors()[n], averages[n]) for n in weights)

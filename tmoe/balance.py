@@ -100,18 +100,20 @@ class Balancer:
         A load made where gradients were off, as in a checkpoint with use_reentrant=True, gives a loss without any, and no error: its
         tensors look like those of a frozen router, whose loss rightly has none."""
         cfg = self.cfg
+        part = (
+            totals is not None and torch.is_grad_enabled()
+        )  # else an evaluation between two micro-batches would count as one
         if totals is None:
-            self.seen_YE = None
             totals = Totals(
                 load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_full((), load.tokens_B.shape[1])
             )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":
-            loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals)
+            loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals, part)
         return loss
 
-    def _overlap(self, load: Load, totals: Totals) -> Tensor:
-        """sum_e f_e P_e, f_e the share of routed pairs in the scope, P_e the mean probability."""
+    def _overlap(self, load: Load, totals: Totals, part: bool) -> Tensor:
+        """sum_e f_e P_e, f_e the share of routed pairs in the scope, P_e the mean probability. part: of a step, whose counts add up."""
         if self.cfg.balance == "sequence":
             share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
             mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
@@ -119,8 +121,9 @@ class Balancer:
         counts_YE = load.counts_BE.sum(1)
         if self.cfg.balance == "global":
             counts_YE = self.all_reduce(counts_YE)
-            counts_YE = counts_YE if self.seen_YE is None else counts_YE + self.seen_YE
-            self.seen_YE = counts_YE
+            if part:
+                counts_YE = counts_YE if self.seen_YE is None else counts_YE + self.seen_YE
+                self.seen_YE = counts_YE
         share_YE = counts_YE / counts_YE.sum(-1, keepdim=True).clamp(min=1)
         return (share_YE * load.probs_BE.sum(1)).sum() / totals.tokens.clamp(min=1)
 

@@ -38,3 +38,4 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         full = torch.empty(parameter.shape, device=local.device).normal_(0.0, scale, generator=generator)
         local.copy_(full[local_slices(parameter)])
+        del full  # of the whole parameter's size on every rank: not beside the next

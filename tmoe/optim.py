@@ -260,16 +260,19 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """The parameters hold the average inside, and exactly what they held before afterwards, also after an exception.
 
-        Holds a copy of the weights meanwhile. FSDP2 modules have to be sharded at both ends (after a backward they are;
-        after a forward alone call `.reshard()` inside)."""
-        weights = _locals(self._parameters)
-        kept = [w.clone() for w in weights]
-        _copy(weights, _locals(self._averages))
+        fp32 weights and averages change places one by one, and no second copy of a model is held; of others a copy is. FSDP2 modules have to
+        be sharded at both ends (after a backward they are; after a forward alone call `.reshard()` inside)."""
+        pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
+        exact, rounded = ([(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False))
+        kept = [w.clone() for w, _ in rounded]
+        _exchange(exact)
+        _copy([w for w, _ in rounded], [a for _, a in rounded])
         make_stale(self._parameters.values())
         try:
             yield
         finally:
-            _copy(weights, kept)
+            _exchange(exact)
+            _copy([w for w, _ in rounded], kept)
             make_stale(self._parameters.values())
 
 
@@ -282,8 +285,17 @@ def _locals(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for a, b in pairs:
+        held = a.clone()
+        a.copy_(b)
+        b.copy_(held)
+
+
+@torch.no_grad()
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    torch._foreach_copy_(into, values)
+    if into:
+        torch._foreach_copy_(into, values)
 
 
 class SkipGuard:
