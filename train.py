@@ -22,7 +22,7 @@ from tmoe import hf, runtime, warmup
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
 from tmoe.balance import Totals
 from tmoe.checkpoint import Checkpoints
-from tmoe.cli import parse
+from tmoe.cli import flags_of, parse
 from tmoe.config import Config, require
 from tmoe.data import Batch, Loader, open_data, unigram_entropy
 from tmoe.loss import IGNORE
@@ -58,11 +58,13 @@ class Trainer:
 
     def __init__(self, cfg: Config, run: Runtime):
         self.cfg, self.run, p = cfg, run, cfg.parallel
+        run.alike(flags_of(cfg))
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
         self.data, self.val_data = run.together(
             lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
         )
+        run.alike(self.data.extent("training") | self.val_data.extent("validation"))
         self.entropy = run.together(lambda: unigram_entropy(self.val_data))
         with run.refusing():  # a dispatcher that was asked for and does not work here
             self.model = build_model(cfg, self.mesh, run.device)
@@ -148,8 +150,6 @@ class Trainer:
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
         targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
-        if stops:
-            self.run.stop = True  # as if it had been told itself: the others' word may still come
         sequences = batch.tokens_ABS[..., 0].numel() * self.run.world
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0

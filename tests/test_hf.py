@@ -183,7 +183,7 @@ def test_a_window_of_nothing_is_named(tmp_path, value):
     "index", ["{}", '{"weight_map": {}}', '{"weight_map": ["x"]}', '{"weight_map": {"x": 3}}', "[" * 9999]
 )
 def test_a_malformed_index_is_named(tmp_path, index):
-    hf_dir = saved(tmp_path / "hf", "llama")
+    hf_dir = saved(tmp_path / "hf", "llama", files=2)
     (hf_dir / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json: malformed"):
         import_hf(hf_dir, tmp_path / "step")
@@ -388,3 +388,30 @@ def test_train_from_an_import_and_export(gloo, tmp_path):
     model = Transformer(cfg.model)
     model.load_state_dict({n.removeprefix("model."): t for n, t in final.items() if n.startswith("model.")})
     assert far(tuned(x).logits, model(x)) < 1e-5 < far(theirs(x).logits, model(x)) < 0.5
+
+
+@pytest.mark.parametrize("newer", [1.0, 1.5])
+def test_one_file_of_weights_goes_before_an_index(tmp_path, newer):
+    """As in transformers: saving over a folder of many files removes these and leaves their index."""
+    hf_dir = saved(tmp_path / "hf", "qwen3_moe", files=3)
+    tensors = {n: newer * t for file in hf_dir.glob("*.safetensors") for n, t in load_file(file).items()}
+    if newer == 1.0:  # as such a save does; else both are there
+        for file in hf_dir.glob("*.safetensors"):
+            file.unlink()
+    save_file(tensors, hf_dir / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(hf_dir)
+    import_hf(hf_dir, tmp_path / "step")
+    export_hf(tmp_path / "step", tmp_path / "back")
+    assert not (tmp_path / "back" / "model.safetensors.index.json").exists()
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], t) for name, t in tensors.items())
+    assert torch.equal(theirs.lm_head.weight, back["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"])
+def test_an_epsilon_that_is_not_said_is_the_classs_own(tmp_path, name):
+    hf_dir = saved(tmp_path / "hf", name)
+    config = json.loads((hf_dir / "config.json").read_text())
+    del config["rms_norm_eps"]
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    assert read_config(Folder(hf_dir).config).norm_eps == AutoConfig.from_pretrained(hf_dir).rms_norm_eps

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -37,8 +37,9 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
             cfg = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
-        if rank == 0 and isinstance(error, ValueError):
-            print(f"error: {error}", file=sys.stderr)
+        # of a node: what is wrong on it alone, rank 0 does not see
+        if (rank == 0 or os.environ.get("LOCAL_RANK") == "0") and isinstance(error, ValueError):
+            print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
         if rank and code and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(LAG_S)  # torchrun ends all others when one has: rank 0, still importing, would never say why
         raise SystemExit(code) from None
@@ -95,10 +96,30 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     return cfg
 
 
+def flags_of(cfg: Config) -> dict[str, str]:
+    """--section.field to value: what all ranks have to agree on; not what may be another on another node, paths and compilers."""
+    told: dict[str, Any] = asdict(cfg)
+    told["data"]["path"] = told["out"] = told["compile"] = None
+    told["init"] = bool(cfg.init)
+    return dict(_flags("-", told))
+
+
+def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(told, dict):
+        for key, value in told.items():
+            yield from _flags(f"{name}{'.' if name != '-' else '-'}{key.replace('_', '-')}", value)
+    else:
+        yield name, repr(told)
+
+
 def require_writable(out: str, place: str) -> None:
     """Raise ConfigError unless the place in the run folder is a folder to be written, or can be made."""
     path = Path(place).absolute()
-    nearest = next(p for p in (path, *path.parents) if os.path.exists(p))  # Path.exists raises where it may not look
+    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))  # Path.exists raises where it may not look
+    if nearest.is_symlink() and not os.path.exists(nearest):
+        raise ConfigError(
+            f"--out={out}: {nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"
+        )
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")
 

@@ -192,6 +192,11 @@ class Dataset:
         """What a step keeps of the data that it was trained on: JSON-able."""
         return {"is": self.describe(), "tokenizer": self.fingerprint, "eos": self.eos}
 
+    def extent(self, split: str) -> dict[str, Any]:
+        """What tells two nodes' copies apart without reading them."""
+        found = dict(tokens=self.tokens, samples=self.samples, tokenizer=self.fingerprint, eos=self.eos)
+        return {f"--data.path: {name} of the {split} data": value for name, value in found.items()}
+
     def describe(self) -> str:
         shares = (f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True))
         return f"{self.tokens:,} tokens, {self.samples:,} samples of {self.seq} an epoch: {', '.join(shares)}"

@@ -36,6 +36,8 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
 
 def entries(folder: Path, published: bool) -> list[Path]:
     """Published step folders (a displaced one too, while its successor is not there), or the others."""
+    if folder.is_symlink() and not folder.exists():  # a disk that is not mounted: no run may start anew beside it
+        raise CheckpointError(f"{folder}: a link to nothing, {os.readlink(folder)}; mount it, or remove the link")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     steps = [match for match in map(_STEP.fullmatch, names) if match]
     present = {match[1] for match in steps if not match[2]}

@@ -42,7 +42,9 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self.config: HF = self._json(CONFIG)
-        index = self._index() if (path / INDEX).is_file() else {}
+        # where both lie, transformers reads the one file: a save over a folder of many removes these, and leaves their index
+        self.indexed = (path / INDEX).is_file() and not (path / SINGLE).is_file()
+        index = self._index() if self.indexed else {}
         self.layout: Layout = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.file_of: dict[str, str] = {}
@@ -113,7 +115,7 @@ class Folder:
     def others(self) -> list[str]:
         """Files that travel with the weights: config, generation settings, tokenizer, licence; the index too."""
         names = sorted(entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != ".")
-        return [name for name in names if name == INDEX or not name.endswith(WEIGHTS)]
+        return [name for name in names if (self.indexed if name == INDEX else not name.endswith(WEIGHTS))]
 
     def content(self, name: str) -> bytes:
         """One of `others`; config.json and the index of a quantised folder as they are for the tensors that it stands for."""

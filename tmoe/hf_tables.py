@@ -126,6 +126,7 @@ SIZES = (
     Field("tied", ("tie_word_embeddings",), False),
     Field("init_std", ("initializer_range",), 0.02),
 )
+NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # behind SIZES, whose default it replaces
 HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head)
 FFN = Field("ffn_dim", ("intermediate_size",))
 EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
@@ -206,6 +207,7 @@ ARCHITECTURES = (
         DECODER + MIXTRAL_MOE,
         (
             *SIZES,
+            NORM_EPS,
             HEAD_DIM,
             EXPERT_FFN,
             LOCAL_EXPERTS,
@@ -308,6 +310,7 @@ ARCHITECTURES = (
         DECODER + QK_NORM + MOE,
         (
             *SIZES,
+            NORM_EPS,
             *BIASES,
             HEAD_DIM._replace(keys=()),  # always D/H: the query norm is as wide as the model
             EXPERT_FFN,
@@ -345,7 +348,7 @@ ARCHITECTURES = (
         DECODER + GPT_OSS,
         (
             *SIZES,
-            Field("norm_eps", ("rms_norm_eps",), 1e-5),
+            NORM_EPS,
             *(bias._replace(default=True) for bias in BIASES),
             HEAD_DIM._replace(default=64),
             EXPERT_FFN,

@@ -70,7 +70,9 @@ class Lines:
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def note(self, text: str) -> None:
-        with suppress(OSError):  # a log on a full disk, a pipe that nobody reads: no reason to end training
+        with suppress(
+            OSError, UnicodeError
+        ):  # a full disk, a pipe that nobody reads, a name that is no text: no reason to end training
             print(text, flush=True)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,6 +91,21 @@ class Runtime:
             raise SystemExit(2)
         return cast(T, result)
 
+    def alike(self, facts: Mapping[str, Any]) -> None:
+        """Ends all ranks with code 2 where one has other facts than rank 0, which says which: ranks that train with other settings or data
+        sum what does not belong together, and nothing else would tell."""
+        told: list[Any] = [None] * self.world
+        dist.all_gather_object(told, dict(facts), group=self.control)
+        unlike = {name: [r for r in range(self.world) if told[r].get(name) != value] for name, value in told[0].items()}
+        if lines := [
+            f"{name}: {told[ranks[0]].get(name)} on rank {ranks}, {told[0][name]} on rank 0; must be the same on all"
+            for name, ranks in unlike.items()
+            if ranks
+        ]:
+            if self.rank == 0:
+                print("error: " + "\n".join(lines), file=sys.stderr)
+            raise SystemExit(2)
+
     @contextmanager
     def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
         """Around collective work whose errors of these kinds (CheckpointError and ValueError) all ranks raise alike: they end with
@@ -140,10 +155,10 @@ class Runtime:
             log.warning("step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank])
 
     def close(self) -> None:
-        if not self.stop:  # who was told to end is not ended halfway by being told again
+        (told,) = self.sums(self.stop)  # together: rank 0 holds the store, and nobody may still need it
+        if not told:  # who was told to end, or is to be, is not ended halfway
             for signum, handler in self.handlers.items():
                 signal.signal(signum, handler)
-        dist.barrier(group=self.control)  # rank 0 holds the store: nobody may still need it
         dist.destroy_process_group()
 
 
