@@ -109,6 +109,7 @@ class Watch:
         self._ended = threading.Event()
         self._guarding, self._armed = threading.Lock(), False  # faulthandler has one timer, which may be the user's
         self._thread = threading.current_thread()
+        self._heart: threading.Thread | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         self._beats = self._told = 0
         self._telling = threading.Lock()
@@ -203,7 +204,8 @@ class Watch:
                 setattr(
                     dist.ProcessGroup, method, self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
                 )
-            threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True).start()
+            self._heart = threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True)
+            self._heart.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -225,7 +227,9 @@ class Watch:
             error.add_note(self._words(error))
             if torch.cuda.is_initialized():
                 _leave_behind(error)
-        self._originals = {}
+        if self._heart:  # a thread that comes back from the store while Python ends takes the process with it: std::terminate, code -6
+            self._heart.join(BEAT_S if error else HEARS_S)
+        self._originals, self._heart = {}, None
 
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT_S):
