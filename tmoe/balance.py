@@ -100,9 +100,8 @@ class Balancer:
         A load made where gradients were off, as in a checkpoint with use_reentrant=True, gives a loss without any, and no error: its
         tensors look like those of a frozen router, whose loss rightly has none."""
         cfg = self.cfg
-        part = (
-            totals is not None and torch.is_grad_enabled()
-        )  # else an evaluation between two micro-batches would count as one
+        # an evaluation between two micro-batches is none
+        part = totals is not None and torch.is_grad_enabled()
         if totals is None:
             totals = Totals(
                 load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_full((), load.tokens_B.shape[1])

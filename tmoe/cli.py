@@ -101,13 +101,13 @@ def flags_of(cfg: Config) -> dict[str, str]:
     told: dict[str, Any] = asdict(cfg)
     told["data"]["path"] = told["out"] = told["compile"] = None
     told["init"] = bool(cfg.init)
-    return dict(_flags("-", told))
+    return dict(_flags("--", told))
 
 
 def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
     if isinstance(told, dict):
         for key, value in told.items():
-            yield from _flags(f"{name}{'.' if name != '-' else '-'}{key.replace('_', '-')}", value)
+            yield from _flags(f"{name}{'' if name == '--' else '.'}{key.replace('_', '-')}", value)
     else:
         yield name, repr(told)
 

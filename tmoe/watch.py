@@ -17,7 +17,6 @@ gloo ranks.)
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
 import itertools
 import json
@@ -44,17 +43,12 @@ from tmoe.parallel.mesh import patience
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
 HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
-ENTRIES = (
-    itertools.count()
-)  # of all watches of this process, counted alike on all ranks: each has the store's keys for itself
+# Of all watches of this process, counted alike on all ranks: each has the store's keys for itself.
+ENTRIES = itertools.count()
 LEAVES = "_tmoe_leaves"  # an exception's mark: uncaught, it ends the process at once
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
-NO_FILE = (
-    OSError,
-    AttributeError,
-    RuntimeError,
-    ValueError,
-)  # of faulthandler: a notebook's stderr, a closed one, none
+# What faulthandler raises for a notebook's stderr, a closed one, none.
+NO_FILE = (OSError, AttributeError, RuntimeError, ValueError)
 METHODS = dict(  # of a process group, under the names by which people call them
     allreduce="all_reduce",
     allreduce_coalesced="all_reduce_coalesced",
@@ -119,9 +113,8 @@ class Watch:
         before took on top (a host may have all of it to wait for), before this process ends. The first, which compiles, may always."""
         began = None
         for self.step in steps:
-            if (
-                timeout and began and self._originals and self._moved is None
-            ):  # others may still be at what this rank did not have to do
+            if timeout and began and self._originals and self._moved is None:
+                # others may still be at what this rank did not have to do
                 dist.barrier(group=self.control)
             now = time.monotonic()
             self.timeout = timeout + now - began if timeout and began else 0.0
@@ -192,7 +185,7 @@ class Watch:
     def __enter__(self) -> Self:
         if self.world > 1:
             if not faulthandler.is_enabled():
-                with contextlib.suppress(*NO_FILE):
+                with suppress(*NO_FILE):
                     faulthandler.enable()  # what aborts says where, at least on its own stderr
             self.store = dist.PrefixStore(f"watch {next(ENTRIES)}", self.connection)
             self._thread, self._ended, self._moved = threading.current_thread(), threading.Event(), None
