@@ -341,6 +341,22 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
     attend_module._compiled.cache_clear()
 
 
+def test_compiled_blocks_ask_for_no_mode(monkeypatch):
+    """torch 2.11's Dynamo cannot trace the question for inference mode: every compiled run with documents kept apart ended there."""
+    real = torch.is_inference_mode_enabled
+
+    def asked():
+        torch._dynamo.graph_break()  # nothing, unless Dynamo comes here
+        return real()
+
+    q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
+    ids = torch.randint(4, (2, 40))
+    mask, want = block_mask(ids, 0, 40, CPU), attend(q, k, v, document_mask(ids))
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(torch, "is_inference_mode_enabled", asked)
+    torch.testing.assert_close(compiled(q, k, v, mask), want, rtol=1e-5, atol=1e-5)
+
+
 def test_tiles_fit_into_shared_memory():
     """Queries once, stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
     room, kept = 232448 - 16 * 1024, 0

@@ -52,8 +52,10 @@ def _compiled(fn: Any, *sizes: Any) -> Callable:
 
 
 def fused(fn: Callable, *sizes: Any) -> Callable:
-    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes and modes; a compiled block takes it into its graph."""
-    return fn if torch.compiler.is_compiling() else _compiled(fn, *sizes)
+    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes in this mode; a compiled block takes it into its graph."""
+    if torch.compiler.is_compiling():  # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
+        return fn
+    return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)
 
 
 @torch.compiler.assume_constant_result
@@ -218,8 +220,7 @@ def attend_in_blocks(
     kernel = tiles(q.dtype, q.shape[-1], v.shape[-1], on_hopper())
     how = dict(scale=scale, enable_gqa=k.shape[1] != q.shape[1], return_aux=aux, kernel_options=kernel)
     sizes = *q.shape, *v.shape, mask.kv_num_blocks.shape[0], q.dtype
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    out: Any = fused(flex_attention, *sizes, *modes)(q, k, v, block_mask=mask, **how)
+    out: Any = fused(flex_attention, *sizes)(q, k, v, block_mask=mask, **how)
     if sinks_H is None:
         y = out
     else:  # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that is left for tokens
