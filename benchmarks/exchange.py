@@ -20,7 +20,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 from datetime import date
 from pathlib import Path
 
@@ -30,7 +29,7 @@ import triton
 import triton.language as tl
 
 import tmoe
-from benchmarks.moe_layer import in_turn, require_gpu
+from benchmarks.moe_layer import require_gpu, time_all
 from tmoe.ops import exchange, router_product
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
@@ -157,27 +156,16 @@ class Sizes:
         return float((self.y - want).norm() / want.norm())
 
 
-def time_all(fns, rounds, ex):
-    """Median microseconds of each, in rounds over all; ranks start together, where they meet in `ex`, the host five milliseconds ahead."""
-    times = [[] for _ in fns]
-    for i in range(rounds + 2):
-        for fn, mine in in_turn(i, fns, times):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(10_000_000)
-            ex.meet()
-            start.record()
-            fn()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 2:
-                mine.append(1000 * start.elapsed_time(end))
-    return slowest([statistics.median(t) for t in times])
+def slowest(fns, rounds, ex):
+    """Median milliseconds of each on the slowest rank; ranks start together, where they meet in `ex`, the host five milliseconds ahead."""
 
+    def begin():
+        torch.cuda._sleep(10_000_000)
+        ex.meet()
 
-def slowest(numbers):
-    t = torch.tensor(numbers, device="cuda", dtype=torch.float64)
-    dist.all_reduce(t, dist.ReduceOp.MAX)
-    return t.tolist()
+    ms = torch.tensor(time_all(fns, rounds, begin=begin), device="cuda", dtype=torch.float64)
+    dist.all_reduce(ms, dist.ReduceOp.MAX)
+    return ms.tolist()
 
 
 def time_size(mib, rounds, programs, fp8):
@@ -187,7 +175,8 @@ def time_size(mib, rounds, programs, fp8):
     assert errors[0] < 2**-8, "more than bfloat16's rounding"
     pairs = [(name + "_there", name + "_back") for name in ("expert", "same", "nccl", "fp8")[: 3 + fp8]]
     names = "put", "dispatch", "combine", *(name for pair in pairs for name in pair)
-    us = dict(zip(names, time_all([getattr(s, name) for name in names], rounds, s.ex), strict=True))
+    ms = slowest([getattr(s, name) for name in names], rounds, s.ex)
+    us = {name: 1e3 * t for name, t in zip(names, ms, strict=True)}
     return dict(
         kind="exchange", mib=mib, world=s.world, tokens=s.x.shape[0], bytes=s.bytes, programs=programs, us=us, errors=errors,
         gb_s={name: s.bytes / us[name] / 1e3 for name in ("put", "dispatch", "combine")},
@@ -225,8 +214,8 @@ def time_layer(name, mesh, rounds, fp8):
     fns = [layer(name, mesh, 1), *(layer(name, mesh, world, wire) for wire in wires)]
     for fn in fns:
         fn()
-    one, *many = time_all(fns, rounds, symm.exchange_of(dist.group.WORLD.group_name))
-    return dict(kind="layer", name=name, world=world, ms_ep1=one / 1e3, ms=[m / 1e3 for m in many], wires=wires,
+    one, *many = slowest(fns, rounds, symm.exchange_of(dist.group.WORLD.group_name))
+    return dict(kind="layer", name=name, world=world, ms_ep1=one, ms=many, wires=wires,
                 kept=[one / m for m in many])  # fmt: skip
 
 

@@ -144,8 +144,11 @@ def in_turn(i, *lists):
     return random.Random(i).sample(list(zip(*lists, strict=True)), len(lists[0]))
 
 
-def time_all(fns, rounds=9, give_up=None, head_start=CYCLES_PER_MS):
-    """Median GPU ms of each function, in rounds over all; with give_up, who takes that many times the best drops out early."""
+def time_all(fns, rounds=9, give_up=None, begin=prepare):
+    """Median GPU ms of each function, in rounds over all, `begin` before each; with give_up, who takes that many times the best drops out early.
+
+    Before the first round each is called once, in the order given: some read what one before them has left.
+    """
     times = [[] for _ in fns]
     for fn in fns:
         fn()
@@ -153,7 +156,7 @@ def time_all(fns, rounds=9, give_up=None, head_start=CYCLES_PER_MS):
         for fn, mine in in_turn(i, fns, times):
             if give_up and i > 1 and min(mine) > give_up * min(min(t) for t in times):
                 continue
-            prepare(head_start)
+            begin()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             fn()
@@ -209,7 +212,9 @@ def measure(name, contestants):
     once = weights_once(logits, K, gate_up, down)
     host = [host_ms(call) for call in calls]
     ahead = int(CYCLES_PER_MS * max(1, 1.5 * max(host, default=0)))
-    dense, read, *times = time_all([lambda: [bench.dense(k) for k in table.KERNELS], once, *calls], head_start=ahead)
+    dense, read, *times = time_all(
+        [lambda: [bench.dense(k) for k in table.KERNELS], once, *calls], begin=functools.partial(prepare, ahead)
+    )
     for i, result in enumerate(results.values()):
         result |= {"fwd": times[2 * i], "both": times[2 * i + 1], "host_fwd": host[2 * i], "host_both": host[2 * i + 1]}
     torch.compiler.reset()

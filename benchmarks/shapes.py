@@ -21,7 +21,7 @@ import torch
 import triton
 
 from benchmarks import rivals
-from benchmarks.moe_layer import CYCLES_PER_MS, both, make, require_gpu, time_all
+from benchmarks.moe_layer import CYCLES_PER_MS, both, make, prepare, require_gpu, time_all
 from tmoe.ops.precompile import precompile, trace, trace_router
 from tmoe.warmup import local_arch
 
@@ -51,7 +51,7 @@ def measure(T, D, F, E, K):
     apart = max(
         float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(calls[1](), calls[3](), strict=True)
     )
-    return *time_all(calls, 5, head_start=HEAD_START), apart
+    return *time_all(calls, 5, begin=functools.partial(prepare, HEAD_START)), apart
 
 
 def main():

@@ -35,7 +35,7 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(shapes, "require_gpu", lambda parser: None)
     monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
     monkeypatch.setattr(shapes, "precompile", lambda arch, traces, processes: compiled.extend(traces))
-    monkeypatch.setattr(shapes, "time_all", lambda fns, rounds, head_start: [float(fn() is not None) for fn in fns])
+    monkeypatch.setattr(shapes, "time_all", lambda fns, rounds, begin: [float(fn() is not None) for fn in fns])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     grouped = shapes.rivals.CONTESTANTS["tmoe"]  # torch._grouped_mm's gradients want a GPU
     monkeypatch.setitem(shapes.rivals.CONTESTANTS, "grouped_mm", grouped)
