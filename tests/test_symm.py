@@ -51,6 +51,18 @@ def test_compiles(arch):
             assert name == "meet_kernel" or ("st.global.v4" in ptx and "st.global.b16" not in ptx), "16 bytes at a time"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "programs", "rows"),
+    [(1, 1, 2), (100, 50, 2), (600, 132, 4), (2112, 132, 16), (2113, 133, 16), (4224, 264, 16), (16384, 264, 16)],
+)
+def test_programs_for_few_tokens(tokens, programs, rows):
+    """One for each of 132 multiprocessors until each has 16 rows, then two."""
+    from tmoe.ops import exchange
+
+    grid, sizes = exchange._tiling(tokens, 264, 2048, 8, 2)
+    assert (grid, sizes[5]) == ((programs,), rows) and sizes[5] * sizes[6] <= exchange.TILE
+
+
 # ---- in the interpreter: ranks are lists of sections in one process
 
 
