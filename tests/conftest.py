@@ -6,6 +6,7 @@ next: gloo.py
 from __future__ import annotations
 
 import random
+from collections.abc import Generator
 
 import gloo as gloo_module
 import numpy as np
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False"))
         if limited and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What is not marked `gpu` means the same on a machine that has one: neither test, fixture nor a process of theirs sees it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not item.get_closest_marker("gpu"):
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
