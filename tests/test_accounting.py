@@ -1,11 +1,13 @@
 """Closed-form counts against published numbers, hand-worked ones, built models, and the tensors that autograd keeps."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from held import MostHeld
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +32,8 @@ from tmoe.cli import parse
 from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
+from tmoe.ops import gpu
+from tmoe.ops.launch import compile_only
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.dispatch import SymmDispatcher, pairs_bound
 from tmoe.parallel.mesh import build_mesh
@@ -300,7 +304,34 @@ def test_a_further_window_of_pairs_worked_by_hand():
     assert window_bytes(cfg, 4, 0) == 5 * pairs * 1024 * 2
     assert backward_bytes(cfg, 4, 0) == layer_bytes(cfg, 4, 0) + 5 * pairs * 1024 * 2
     portable = dataclasses.replace(cfg, parallel=ParallelConfig(ep=4, dispatch="nccl"))
-    assert window_bytes(cfg, 1, 0) == window_bytes(portable, 4, 0) == 0
+    assert window_bytes(portable, 4, 0) == 2 * pairs * 1024 * 2, (
+        "H again; dH and activations take the place of the first's"
+    )
+    few = dataclasses.replace(portable.model, moe=dataclasses.replace(OLMOE.moe, top_k=1))
+    assert window_bytes(dataclasses.replace(portable, model=few), 4, 0) == 0, (
+        "no more than T slots arrive, where there is room for 1.5 T"
+    )
+    assert window_bytes(cfg, 1, 0) == 0
+
+
+@pytest.mark.parametrize(("tokens", "windows"), [(3072, 2), (8192, 6)])
+def test_windows_of_pairs_do_not_pile_up(tokens, windows):
+    """Live storages of gpu.py's own calls on meta tensors: of the windows behind the first, one at a time is there."""
+    D, F, E, K, pairs = 512, 640, 4, 4, 6144
+    assert -(-tokens * K // pairs) == windows
+    make = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    x, gate_up, down = make(tokens, D), make(E, 2 * F, D), make(E, D, F)
+    weights, ids = make(tokens, K, dtype=torch.float32), make(tokens, K, dtype=torch.int32)
+    how = None, "swiglu", pairs
+    with compile_only("cuda:90", lambda *launched: None):
+        with MostHeld(x, gate_up, down, weights, ids) as forward:
+            y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
+        with MostHeld(x, gate_up, down, weights, ids, h, packed) as backward:
+            grads = [g for g in gpu.backward(x, x, gate_up, down, weights, h, packed, *how) if g is not None]
+    act, row, small = pairs * F * 2, pairs * D * 2, 8 * tokens * K * 4 + 8 * pairs * 4
+    assert 0 <= forward.bytes - y.nbytes - h.nbytes - (act + row) < small
+    # H once more, dH, activations, and gathered rows where no kernel gathers
+    assert 5 * act <= backward.bytes - sum(g.nbytes for g in grads) < 5 * act + row + small
 
 
 def test_the_losss_worst_moment_worked_by_hand():

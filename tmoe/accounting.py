@@ -327,15 +327,17 @@ def loss_bytes(cfg: Config) -> int:
 
 
 def backward_bytes(cfg: Config, ep: int, layer: int) -> int:
-    """Temporaries of one block's backward: a gradient for each saved tensor, what is recomputed, and symm's further windows."""
+    """Temporaries of one block's backward: a gradient for each saved tensor, what is recomputed, and further windows."""
     whole = layer_bytes(cfg, ep, layer)
     return 2 * whole - layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) + window_bytes(cfg, ep, layer)
 
 
 def window_bytes(cfg: Config, ep: int, layer: int) -> int:
-    """H, dH and activations of a window behind the first, which symm's backward allocates beside the first's, empty or not."""
+    """What windows behind the first add to a block's backward, empty or not: H, and through symm dH and activations beside the first's."""
     moe, T = cfg.model.moe, cfg.train.batch * cfg.train.seq
-    if not (cfg.model.is_moe(layer) and uses_symm(cfg, ep)):
+    if ep == 1 or not cfg.model.is_moe(layer):
         return 0
-    pairs = pairs_bound(T, moe.top_k, ep, moe.experts // ep) or 0
-    return 5 * pairs * moe.ffn_dim * compute_bytes(cfg) if pairs < T * ep * min(moe.top_k, moe.experts // ep) else 0
+    symm, L = uses_symm(cfg, ep), moe.experts // ep
+    slots = T * ep * min(moe.top_k, L) if symm else rows_received(T, moe.top_k, ep) * moe.top_k
+    pairs = pairs_bound(T, moe.top_k, ep, L) or slots
+    return (5 if symm else 2) * pairs * moe.ffn_dim * compute_bytes(cfg) if pairs < slots else 0

@@ -299,6 +299,7 @@ def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
         layer = Layer(x, down.shape, ids.shape[1], window, weights, (gate_up, down), activation)
         rows = layer.products(gate_up, bias, h if keep and y is None else None, down)
         y, _ = layer.combine(rows, weights, y)
+        del rows  # before the next window's are made
     return y, h, meta.packed
 
 
@@ -314,7 +315,7 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
-            h = layer.empty(*h.shape)
+            h = layer.empty(pairs, gate_up.shape[1])
             layer.up(gate_up, bias, h)
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
         dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
@@ -325,6 +326,7 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
         d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up)
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
+        del h, dh, ds  # before the next window's are made
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
