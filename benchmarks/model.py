@@ -38,7 +38,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -49,6 +49,7 @@ from tmoe.accounting import (
     FP32,
     block_shapes,
     compute_bytes,
+    expert_shard,
     flops_per_token,
     memory_per_rank,
     mfu,
@@ -58,6 +59,7 @@ from tmoe.accounting import (
     root_shapes,
     rows_received,
     runs_beside,
+    sharded,
     v_width,
 )
 from tmoe.cli import parse
@@ -117,11 +119,14 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     local = sum(n for n, size in groups if size == 1) + keeps * groups[1][0]
     width = compute_bytes(cfg)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
-    shared = [(elements, size) for elements, size in groups[: 1 if keeps else 2] if size > 1]
+    shared = [(elements, size) for elements, size in padded_groups(cfg, dp, ep)[: 1 if keeps else 2] if size > 1]
     copied = sum(again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared)
     if keeps:  # what arrives of the gradients is read, and a sum written
         copied += (width + FP32 / dp) * groups[1][0]
-    added = local * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
+    waiting = local + sum(
+        n for n, size in groups[: 1 if keeps else 2] if size > 1
+    )  # FSDP2 adds up what it has not reduced yet
+    added = waiting * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
     parts = {part: again * (forward[part] + backward[part]) for part in forward}
     parts["recomputed"] = again * recomputed
     parts["copies"] = (m.copy_factor * copied + added) / m.memory_rate
@@ -187,6 +192,18 @@ def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
     return [(dense, dp * ep), (sum(numel(experts) for _, experts in blocks) / ep, dp)]
 
 
+def padded_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
+    """The same as FSDP2 moves them: the fullest rank's piece, as often as there are ranks."""
+    units = padded_units(cfg, dp, ep)
+    return [(sum(dense for dense, _ in units), dp * ep), (sum(experts for _, experts in units), dp)]
+
+
+def padded_units(cfg: Config, dp: int, ep: int) -> list[tuple[int, int]]:
+    """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each block."""
+    blocks = [(root_shapes(cfg.model), []), *(block_shapes(cfg.model, layer) for layer in range(cfg.model.layers))]
+    return [(dp * ep * sharded(dense, dp * ep), dp * expert_shard(experts, dp, ep)) for dense, experts in blocks]
+
+
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
     """Seconds of a kernel of so many FLOPs and bytes."""
     arithmetic, traffic = flops / m.product_rate, moved / m.memory_rate
@@ -219,7 +236,9 @@ def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tup
 def exchange_of(cfg: Config, ep: int, m: SimpleNamespace) -> dict:
     """The constants of the backend that --parallel.dispatch finds."""
     backend = cfg.parallel.dispatch
-    return m.exchange[(m.exchange["auto"] if ep <= m.node else "nccl") if backend == "auto" else backend]
+    if backend == "auto":
+        backend = "nccl" if ep > m.node or cfg.model.moe.bias else m.exchange["auto"]
+    return m.exchange[backend]
 
 
 def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
@@ -265,12 +284,12 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     model, width, world = cfg.model, compute_bytes(cfg), dp * ep
 
     def once(size: int) -> float:
-        return sum(ring(size * n, world, 1, m) for n in dense) + sum(ring(size * n / ep, dp, ep, m) for n in experts)
+        return sum(ring(size * n, world, 1, m) for n in dense) + sum(ring(size * n, dp, ep, m) for n in experts)
 
-    blocks = [tuple(map(numel, block_shapes(model, layer))) for layer in range(model.layers)]
-    dense = [sum(blocks[i][0] for i in unit) for unit in units([width * n for n, _ in blocks])]
-    experts = [] if kept(cfg, dp, ep) else [n for _, n in blocks]
-    root = numel(root_shapes(model))
+    (root, _), *blocks = padded_units(cfg, dp, ep)
+    sizes = [width * numel(block_shapes(model, layer)[0]) for layer in range(model.layers)]
+    dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
+    experts = [] if kept(cfg, dp, ep) else [n for _, n in blocks if n]
     return once(width) + ring(width * root, world, 1, m), once(width), once(FP32) + ring(FP32 * root, world, 1, m)
 
 
@@ -281,11 +300,14 @@ def kept(cfg: Config, dp: int, ep: int) -> bool:
 
 
 def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
-    """Seconds of a step's gathering of such experts, and of the way of their gradients, in the compute type but for sums of micro-batches."""
+    """Seconds of a step's gathering of such experts, and of the way of their gradients, in the compute type but for sums of micro-batches.
+
+    Gradients go straight to the rank that sums them (parallel/gathered.py): unlike a ring, all members of a node send theirs out.
+    """
     width, layers = compute_bytes(cfg), range(cfg.model.layers if kept(cfg, dp, ep) else 0)
-    experts = [numel(block_shapes(cfg.model, layer)[1]) / ep for layer in layers]
+    experts = [n / ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
     sent = width if cfg.train.accumulate == 1 else FP32
-    return sum(ring(width * n, dp, ep, m) for n in experts), sum(ring(sent * n, dp, ep, m) for n in experts)
+    return sum(ring(width * n, dp, ep, m) for n in experts), sum(all_to_all(sent * n, dp, ep, m) for n in experts)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
@@ -298,6 +320,15 @@ def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
     seconds = times(m.collective, sent) if local > 1 else 0.0
     if nodes > 1:
         seconds = max(seconds, sent / (local * m.nic_rate)) + (nodes - 1) * m.nic_hop + (size - nodes) * m.link_hop
+    return seconds
+
+
+def all_to_all(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
+    """Seconds until each of `size` ranks, `stride` apart, has every other's piece of its `whole` bytes."""
+    local = min(size, max(1, m.node // stride))  # members in a node
+    seconds = times(m.collective, whole * (local - 1) / size) if local > 1 else 0.0
+    if size > local:
+        seconds = max(seconds, whole * (size - local) / size / m.nic_rate) + (math.ceil(size / local) - 1) * m.nic_hop
     return seconds
 
 
@@ -339,6 +370,8 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return (
             "" if p.dispatch in ("auto", "nccl") else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
         )
+    if p.dispatch == "symm" and cfg.model.moe.bias:
+        return "--parallel.dispatch=symm: experts have biases (--model.moe.bias); valid: auto, nccl"
     if p.dispatch == "symm" and p.ep > m.node:
         return f"--parallel.dispatch=symm: one node of {m.node} at most, not --parallel.ep={p.ep}"
     if bad := [n for n in gpus if not fits(p.ep, n, m.node)]:
@@ -433,6 +466,22 @@ def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, 
     return best
 
 
+def check_constant(name: str, value: Any, like: Any) -> None:
+    """ValueError unless it is of the shipped one's kind, a number not below 0 (what is divided by, above), a curve of two points or more."""
+    kinds = [(int, float) if isinstance(v, (int, float)) else type(v) for v in (value, like)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"{name}: {value} must be of the kind of {like}")
+    if isinstance(value, (int, float)):
+        divides = name.endswith("_rate") or name in ("peak", "memory", "memory_factor", "node")
+        least = 1 if name in ("node", "skew") else 0
+        if not (math.isfinite(value) and value >= least and (value > 0 or not divides)):
+            raise ValueError(
+                f"{name}: {value} must be finite and {'above 0' if divides and not least else f'{least} or more'}"
+            )
+    if isinstance(value, list) and not (len(value) > 1 and all(len(p) == 2 and min(p) >= 0 for p in value)):
+        raise ValueError(f"{name}: {value} must be two points or more, of two numbers not below 0 each")
+
+
 def values(constants: dict[str, dict]) -> SimpleNamespace:
     return SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
 
@@ -456,9 +505,8 @@ def main() -> None:
         shipped = json.loads(CONSTANTS.read_text())
         if unknown := shipped.keys() - constants.keys():
             raise ValueError(f"lacks {', '.join(sorted(unknown))}")
-        for name, value in ((name, c["value"]) for name, c in constants.items() if name in shipped):
-            if isinstance(value, (int, float)) != isinstance(shipped[name]["value"], (int, float)):
-                raise ValueError(f"{name}: {value} must be of the kind of {shipped[name]['value']}")
+        for name in shipped:
+            check_constant(name, constants[name]["value"], shipped[name]["value"])
         numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         parser.error(f"--constants={args.constants}: {error}")
@@ -479,7 +527,7 @@ def main() -> None:
         console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
-    if not args.parts and (taken := [w for w in words if w.startswith(("--parallel.ep", "--parallel.dp"))]):
+    if not args.parts and (taken := [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]):
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:  # before the words are held to it as a world

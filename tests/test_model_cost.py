@@ -8,6 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import model as cost
 from benchmarks.moe_layer import ALL
@@ -18,7 +22,11 @@ from tmoe.accounting import (
     peak_bytes,
     rows_received,
 )
+from tmoe.cli import parse
 from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model import Transformer
+from tmoe.parallel.apply import parallelize
+from tmoe.parallel.mesh import build_mesh
 from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
@@ -247,6 +255,64 @@ def test_a_ring_inside_a_node_runs_over_nvlink():
     assert cost.ring(1e9, 8, 1, m) == cost.ring(1e9, 4, 2, m) * (7 / 8) / (3 / 4) == pytest.approx(7 / 16)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "local", "nodes"), [(64, 1, 8, 8), (8, 8, 1, 8), (32, 2, 4, 8), (12, 1, 8, 2)]
+)
+def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stride, local, nodes):
+    m = free(collective=line(1e10), nic_rate=1e9, nic_hop=1.0)
+    assert cost.all_to_all(1e9, size, stride, m) == pytest.approx((size - local) / size + (nodes - 1))
+    assert cost.all_to_all(1e9, local, stride, m) == pytest.approx((local - 1) / local / 10)
+    assert cost.all_to_all(1e9, 1, stride, m) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "ep", "times"),
+    [
+        ("gpt-oss-20b", 128, 8, 32),
+        ("deepseek-v2-lite", 512, 8, 64),
+        ("qwen3-30b-a3b", 64, 8, 1),
+        ("gpt-oss-20b", 7, 1, 35 / 32),
+    ],
+)
+def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
+    """FSDP2's own buffers on a group that is none: 4 experts over 128 ranks are gathered as 128 experts."""
+    words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
+    cfg, moved = parse(words.split(), "", world=dp * ep), {1: 0, ep: 0}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
+    try:
+        with torch.device("meta"):
+            model = parallelize(Transformer(cfg.model), build_mesh(dp, ep), cfg)
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+        for group in filter(None, groups):
+            ranks = group._all_gather_process_group.size()
+            moved[dp * ep // ranks] += sum(p._sharded_param_data.numel() * ranks for p in group.fsdp_params)
+    finally:
+        dist.destroy_process_group()
+    (dense, _), (experts, _) = cost.padded_groups(cfg, dp, ep)
+    assert sum({dense, experts}) == sum(moved.values()) if ep > 1 else dense + experts == moved[1]
+    assert ep == 1 or moved == {1: dense, ep: experts}
+    assert experts == pytest.approx(times * cost.parameter_groups(cfg, dp, ep)[1][0], rel=1e-6)
+    gathered, layer = memory_per_rank(cfg, dp, ep)["gathered"], experts / sum(map(cfg.model.is_moe, range(2)))
+    assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
+
+
+def test_a_layer_without_experts_pays_no_collective_for_them():
+    """Root, the first layer and the second are a unit each, the second's experts one more: gathered, again but for the root, reduced."""
+    m = free(nic_hop=1.0, link_hop=0.0)
+    words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
+    seconds = [sum(cost.fsdp_seconds(parse(w, "", world=64), 64, 1, m)) for w in words]
+    assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
+
+
+def test_experts_with_biases_take_the_portable_exchange():
+    cfg = parse(["gpt-oss-20b"], "", world=1)
+    symm, nccl = backend(line(1e9)), backend(line(2e9))
+    m = free(exchange={"auto": "symm", "symm": symm, "nccl": nccl})
+    assert cost.exchange_of(cfg, 8, m) is nccl and cost.exchange_of(OLMOE, 8, m) is symm
+    asked = replace(cfg, parallel=replace(cfg.parallel, dispatch="symm", ep=8))
+    assert "--parallel.dispatch=symm: experts have biases" in cost.refused(asked, [8], 1e12, m, True)
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("dp", "ep"), [(8, 1), (2, 4), (1, 8)])
 def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
@@ -333,8 +399,9 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
     kept = experts / ep if dp > 1 else 0
-    # of a gradient that stays here: the first of two is widened from 2 bytes to 4, the second added
-    for cfg, here in ((OLMOE, alone + kept), (sharded, alone)):
+    # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4, the second added
+    here = parameters - experts + experts / ep
+    for cfg in (OLMOE, sharded):
         m, twice = free(memory_rate=1e9), replace(cfg, train=replace(cfg.train, accumulate=2))
         assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
         assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)

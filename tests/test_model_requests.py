@@ -1,5 +1,6 @@
 """What benchmarks/model.py does not model is refused by name, and never with code 0."""
 
+import json
 import sys
 
 import pytest
@@ -43,3 +44,31 @@ def test_the_page_has_no_layout_that_train_would_refuse():
     cfg = presets()["granite-3b-a800m"]
     assert cost.layouts(cfg, 40, 8) == [1, 2, 4, 8]
     assert cost.layouts(cfg, 5, 8) == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("nic_rate", 0, "must be finite and above 0"),
+        ("node", 0, "must be finite and 1 or more"),
+        ("skew", -1, "must be finite and 1 or more"),
+        ("glue_passes", float("nan"), "must be finite and 0 or more"),
+        ("collective", [], "must be two points or more"),
+        ("collective", [[0, 1], [2]], "must be two points or more"),
+        ("exchange", 3, "must be of the kind of"),
+    ],
+)
+def test_constants_that_no_machine_has_are_refused(capsys, monkeypatch, tmp_path, name, value, says):
+    constants = json.loads(cost.CONSTANTS.read_text())
+    constants[name]["value"] = value
+    (tmp_path / "c.json").write_text(json.dumps(constants))
+    code, said = page_ends(monkeypatch, capsys, "--constants", str(tmp_path / "c.json"), "--", "olmoe-1b-7b")
+    assert code == 2 and f"c.json: {name}: {value}" in said and says in said
+
+
+def test_what_says_nothing_of_a_layout_passes(capsys, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["model", "--gpus", "8", "--", "tiny", "--train.dtype", "bf16", "--parallel.ep-across-nodes"]
+    )
+    cost.main()
+    assert "tokens a GPU" in capsys.readouterr().out

@@ -87,13 +87,35 @@ def real_mesh(rank: int, world: int, sizes: list[int], ep: int, across: bool) ->
     return build_mesh(ep=ep, ep_across_nodes=across).ep.mesh.tolist()
 
 
-def test_launchers_that_set_the_local_size_alone(gloo):
-    for said in gloo(4, mesh_or_error, [2, 2], 4, False, ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+@pytest.mark.parametrize(
+    ("sizes", "ep", "valid"), [([2, 2], 4, "[1, 2]"), ([1, 2, 1], 2, "[1]"), ([1, 1], 2, "[1]")], ids=str
+)
+def test_launchers_that_set_the_local_rank_alone(gloo, sizes, ep, valid):
+    for said in gloo(
+        sum(sizes), mesh_or_error, sizes, ep, False, ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    ):
+        assert f"--parallel.ep={ep}" in said and f"valid: {valid}" in said
+
+
+def test_launchers_that_set_ranks_alone(gloo):
+    for said in gloo(4, by_hosts, [2, 2], 4):
         assert "--parallel.ep=4" in said and "valid: [1, 2]" in said
+    assert gloo(4, by_hosts, [2, 2], 2) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def by_hosts(rank: int, world: int, sizes: list[int], ep: int):
+    node = on_nodes(rank, sizes)["GROUP_RANK"]
+    socket.gethostname = lambda: f"host{node}"
+    for name in on_nodes(rank, sizes):
+        os.environ.pop(name, None)
+    try:
+        return build_mesh(ep=ep).ep.mesh.tolist()
+    except ValueError as error:
+        return str(error)
 
 
 def test_without_a_launcher_nothing_is_refused(gloo):
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     assert gloo(2, without_launcher, names) == [[0, 1]] * 2
 
 
@@ -144,7 +166,7 @@ def test_train_ends_with_code_2_on_every_rank(gloo, tmp_path):
     ends = gloo(4, run_train, [3, 1], argv, tmp_path)
     assert [code for code, _ in ends] == [2] * 4
     assert ends[0][1].startswith("error: --parallel.ep=2: 1 of 2 expert groups would span nodes (of [1, 3] processes)")
-    assert [said for _, said in ends[1:]] == [""] * 3, "said once"
+    assert [said for _, said in ends[1:]] == ["", "", ends[0][1]], "said once on each node"
     assert not (tmp_path / "run").exists()
 
 

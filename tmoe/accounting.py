@@ -155,22 +155,22 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     own = sharded(root, dp * ep) + sum(sharded(d, dp * ep) + expert_shard(e, dp, ep) for d, e in blocks)
     width, alone = compute_bytes(cfg), dp * ep == 1
     dense = [numel(shapes) for shapes, _ in blocks]
+    padded = [sharded(shapes, dp * ep) * dp * ep for shapes, _ in blocks]  # as FSDP2 gathers them
     experts = [numel(shapes) // ep for _, shapes in blocks]
     held = own if alone else sum(experts) if dp == 1 else 0  # by this rank alone
     together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
     # what passes through FSDP2's hands at each block: its unit, and experts that are not kept
-    passing = [sum(dense[i] for i in unit) for unit in together for _ in unit]
+    passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
     keeps = keeps_whole(dp, [model.moe.experts // ep], width * sum(experts), cfg.parallel.whole_gib)
-    shared = [0 if keeps or dp == 1 else n for n in experts]
-    gathered = 0 if alone else numel(root) + 2 * max(map(sum, zip(passing, shared, strict=True)))
+    shared = [0 if keeps or dp == 1 else dp * expert_shard(shapes, dp, ep) for _, shapes in blocks]
+    gathered = 0 if alone else sharded(root, dp * ep) * dp * ep + 2 * max(map(sum, zip(passing, shared, strict=True)))
     gathered += sum(experts) if keeps else 0
-    sent = 2 * width if keeps else FP32 if dp > 1 else 0
     kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
     backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
     # in the compute type, and what travels: FSDP2's in fp32, of kept experts another layer's and what arrives
     gradients = [
-        (width + FP32 * (not alone)) * unreduced + (width + sent) * n
-        for unreduced, n in zip(passing, experts, strict=True)
+        (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * n + FP32 * fsdp
+        for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
     ]
     head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
     return {
@@ -216,7 +216,7 @@ def compute_bytes(cfg: Config) -> int:
 
 
 def sharded(shapes: list[Shape], ranks: int) -> int:
-    """Elements on the fullest rank: FSDP2 cuts dimension 0 into equal pieces, rounded up (the last ones are short)."""
+    """Elements on the fullest rank: FSDP2 cuts dimension 0 into equal pieces, rounded up (the last ones are short, but travel as long)."""
     return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
 
 

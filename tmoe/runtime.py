@@ -61,6 +61,11 @@ class Runtime:
         return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
 
     @property
+    def speaks(self) -> bool:
+        """Whether this rank says why all end: one of each node, as each has a log of its own."""
+        return self.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+
+    @property
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
@@ -74,8 +79,8 @@ class Runtime:
         )
 
     def together(self, work: Callable[[], T]) -> T:
-        """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and rank
-        0 prints each different message once, with the ranks that met it."""
+        """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and the
+        first of each node prints each different message once, with the ranks that met it."""
         result, error = None, None
         try:
             result = work()
@@ -86,7 +91,7 @@ class Runtime:
         if messages := sorted({e for e in errors if e}):
             who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
-            if self.rank == 0:
+            if self.speaks:
                 print("error: " + "\n".join(lines), file=sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
@@ -102,19 +107,19 @@ class Runtime:
             for name, ranks in unlike.items()
             if ranks
         ]:
-            if self.rank == 0:
+            if self.speaks:
                 print("error: " + "\n".join(lines), file=sys.stderr)
             raise SystemExit(2)
 
     @contextmanager
     def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
         """Around collective work whose errors of these kinds (CheckpointError and ValueError) all ranks raise alike: they end with
-        code 2, and rank 0 says why, once and without a traceback."""
+        code 2, and the first of each node says why, once and without a traceback."""
         kinds = kinds or (CheckpointError, ValueError)
         try:
             yield
         except kinds as error:
-            if self.rank == 0:
+            if self.speaks:
                 print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 

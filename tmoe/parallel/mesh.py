@@ -16,6 +16,7 @@ next: parallel/collectives.py
 import itertools
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,14 +63,14 @@ def build_mesh(
     """Mesh over the default process group (made for a single process when there is none).
 
     dp None takes what the other axes leave of the world. Raises ValueError, on every rank and before any collective, when
-    the axes do not multiply to the world, or when an expert group would span nodes (as torchrun counts them) without
+    the axes do not multiply to the world, or when an expert group would span nodes (torchrun's, else by host and LOCAL_RANK) without
     ep_across_nodes, naming the flag to change. tp, cp and pp are axes to come: only 1 is valid today.
     """
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
-    if ep > 1 and not ep_across_nodes and "LOCAL_WORLD_SIZE" in os.environ:
+    if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
         require_ep_inside_nodes(ep, nodes_of_ranks())
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
@@ -110,13 +111,15 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
 
 
 def nodes_of_ranks() -> list[str]:
-    """The node of each rank, by torchrun's environment (or, from a launcher without GROUP_RANK, LOCAL_WORLD_SIZE ranks each).
+    """The node of each rank, by torchrun's environment. Other launchers set LOCAL_RANK at most: then ranks of one host, whose LOCAL_RANKs
+    go on where they began, are a node.
 
     No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", _get_default_store())
-    store.set(str(rank), os.environ.get("GROUP_RANK") or str(rank // int(os.environ["LOCAL_WORLD_SIZE"])))
+    first = rank - int(os.environ.get("LOCAL_RANK") or rank)
+    store.set(str(rank), os.environ.get("GROUP_RANK") or f"{socket.gethostname()} from rank {first}")
     if rank == 0:
         store.set("all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])]))
     return json.loads(store.get("all"))
