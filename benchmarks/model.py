@@ -51,6 +51,7 @@ from tmoe.accounting import (
     compute_bytes,
     expert_shard,
     flops_per_token,
+    kept_whole,
     memory_per_rank,
     mfu,
     numel,
@@ -64,7 +65,7 @@ from tmoe.accounting import (
 )
 from tmoe.cli import parse
 from tmoe.config import MOST, Config, divisors
-from tmoe.parallel.mesh import keeps_whole, units
+from tmoe.parallel.mesh import units
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -114,7 +115,7 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     exposed, beside = collective_seconds(cfg, dp, ep, m, hiding_forward, hiding_backward)
     groups = parameter_groups(cfg, dp, ep)
     own = sum(elements / size for elements, size in groups)
-    keeps = kept(cfg, dp, ep)
+    keeps = kept_whole(cfg, dp, ep)
     # gradients in the compute type that add up in fp32 over micro-batches, if there are several
     local = sum(n for n, size in groups if size == 1) + keeps * groups[1][0]
     width = compute_bytes(cfg)
@@ -289,14 +290,8 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     (root, _), *blocks = padded_units(cfg, dp, ep)
     sizes = [width * numel(block_shapes(model, layer)[0]) for layer in range(model.layers)]
     dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
-    experts = [] if kept(cfg, dp, ep) else [n for _, n in blocks if n]
+    experts = [] if kept_whole(cfg, dp, ep) else [n for _, n in blocks if n]
     return once(width) + ring(width * root, world, 1, m), once(width), once(FP32) + ring(FP32 * root, world, 1, m)
-
-
-def kept(cfg: Config, dp: int, ep: int) -> bool:
-    """Whether ranks that share experts keep them whole."""
-    size = compute_bytes(cfg) * parameter_groups(cfg, dp, ep)[1][0]
-    return keeps_whole(dp, [cfg.model.moe.experts // ep], size, cfg.parallel.whole_gib)
 
 
 def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
@@ -304,7 +299,7 @@ def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
 
     Gradients go straight to the rank that sums them (parallel/gathered.py): unlike a ring, all members of a node send theirs out.
     """
-    width, layers = compute_bytes(cfg), range(cfg.model.layers if kept(cfg, dp, ep) else 0)
+    width, layers = compute_bytes(cfg), range(cfg.model.layers if kept_whole(cfg, dp, ep) else 0)
     experts = [n / ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
     sent = width if cfg.train.accumulate == 1 else FP32
     return sum(ring(width * n, dp, ep, m) for n in experts), sum(all_to_all(sent * n, dp, ep, m) for n in experts)

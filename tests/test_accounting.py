@@ -21,6 +21,7 @@ from tmoe.accounting import (
     memory_per_rank,
     mfu,
     moe_bytes,
+    padding,
     peak_bytes,
     peak_flops,
     require_room,
@@ -459,3 +460,24 @@ def test_peak_takes_the_larger_of_activations_and_gradients():
 def test_ep_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"--parallel\.ep=3.*--model\.moe\.experts=8"):
         memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), dp=1, ep=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "times", "without"),
+    [
+        ("gpt-oss-20b --world 1024 --parallel.ep 8", 32.0, "16, 32"),
+        ("deepseek-v2-lite --world 4096 --parallel.ep 8", 64.0, "16, 32, 64"),
+        ("qwen3-30b-a3b --world 64 --parallel.ep 8", 1.0, None),
+        ("qwen3-30b-a3b --world 3072", 24.0, None),  # 3072 ranks cut 128 experts, and 2 x 768 rows
+        ("tiny --world 3", 1.0, None),
+    ],
+)
+def test_experts_that_fsdp2_pads_are_told(capsys, words, times, without):
+    cfg = parse([*words.split(), "--dry-run"], "")
+    dp, said = cfg.world // cfg.parallel.ep, capsys.readouterr().err
+    assert padding(cfg, dp, cfg.parallel.ep) == pytest.approx(times, rel=0.13 if dp == 3 else 1e-6)
+    if times < 1.5:
+        assert "note" not in said
+    else:
+        assert said.startswith(f"note: --parallel.ep={cfg.parallel.ep}: FSDP2") and f"moves {times} times" in said
+        assert without is None or said.endswith(f"--parallel.ep without that: {without}\n")

@@ -161,7 +161,7 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
     # what passes through FSDP2's hands at each block: its unit, and experts that are not kept
     passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
-    keeps = keeps_whole(dp, [model.moe.experts // ep], width * sum(experts), cfg.parallel.whole_gib)
+    keeps = kept_whole(cfg, dp, ep)
     shared = [0 if keeps or dp == 1 else dp * expert_shard(shapes, dp, ep) for _, shapes in blocks]
     gathered = 0 if alone else sharded(root, dp * ep) * dp * ep + 2 * max(map(sum, zip(passing, shared, strict=True)))
     gathered += sum(experts) if keeps else 0
@@ -225,6 +225,20 @@ def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
     local = [(rows // ep, *rest) for rows, *rest in shapes]
     by_row = shard_dim(local, dp) == 1
     return sum(sharded([(M, L, *N) if by_row else (L, M, *N)], dp) for L, M, *N in local)
+
+
+def kept_whole(cfg: Config, dp: int, ep: int) -> bool:
+    """Whether ranks that share experts keep them whole."""
+    size = sum(numel(block_shapes(cfg.model, layer)[1]) // ep for layer in range(cfg.model.layers))
+    return keeps_whole(dp, [cfg.model.moe.experts // ep], compute_bytes(cfg) * size, cfg.parallel.whole_gib)
+
+
+def padding(cfg: Config, dp: int, ep: int) -> float:
+    """FSDP2 moves so many times a rank's experts when it gathers them, or reduces their gradients: each piece is as long as the longest."""
+    shapes = [block_shapes(cfg.model, layer)[1] for layer in range(cfg.model.layers)]
+    if dp == 1 or not any(shapes) or kept_whole(cfg, dp, ep):
+        return 1.0
+    return sum(dp * expert_shard(experts, dp, ep) for experts in shapes) / (sum(map(numel, shapes)) / ep)
 
 
 def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> int:

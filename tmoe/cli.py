@@ -5,6 +5,7 @@ next: config.py
 
 import importlib.util
 import io
+import math
 import os
 import re
 import sys
@@ -17,7 +18,8 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from tmoe.config import Config, ConfigError
+from tmoe.accounting import padding
+from tmoe.config import Config, ConfigError, divisors
 from tmoe.manifest import is_step
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
@@ -43,13 +45,30 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
         if rank and code and "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(LAG_S)  # torchrun ends all others when one has: rank 0, still importing, would never say why
         raise SystemExit(code) from None
-    if rank == 0 and not cfg.eval_only and not loss_reaches_routers(cfg):
-        print(
-            "note: --model.moe.top-k=1: a token's only weight is divided by itself, so balancing losses alone train the routers; "
-            "--model.moe.no-renormalize, with --model.moe.softmax before, lets the loss train them (Switch)",
-            file=sys.stderr,
-        )
+    for note in notes(cfg, world) if rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     return cfg
+
+
+def notes(cfg: Config, world: int) -> Iterator[str]:
+    """What can be meant, but hardly is."""
+    if not cfg.eval_only and not loss_reaches_routers(cfg):
+        yield (
+            "--model.moe.top-k=1: a token's only weight is divided by itself, so balancing losses alone train the routers; "
+            "--model.moe.no-renormalize, with --model.moe.softmax before, lets the loss train them (Switch)"
+        )
+    world, ep = planned_world(cfg, world), cfg.parallel.ep
+    if (times := padding(cfg, world // ep, ep)) > 1.5:
+        degrees = [e for e in divisors(math.gcd(cfg.model.moe.experts, world)) if padding(cfg, world // e, e) <= 1.1]
+        yield (
+            f"--parallel.ep={ep}: FSDP2 cuts a rank's {cfg.model.moe.experts // ep} experts over dp {world // ep} unevenly and moves {times:.1f} times "
+            f"their bytes at each gather; --parallel.ep without that: {', '.join(map(str, degrees)) or 'none in this world'}"
+        )
+
+
+def planned_world(cfg: Config, world: int) -> int:
+    """Of the run, or with dry_run of the one that is asked about."""
+    return (cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep) if cfg.dry_run else world
 
 
 def loss_reaches_routers(cfg: Config) -> bool:
@@ -72,11 +91,9 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         args=spell_booleans(argv),
         console_outputs=rank == 0,
     )
-    if cfg.dry_run:
-        world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
-    elif cfg.world is not None:
+    if cfg.world is not None and not cfg.dry_run:
         raise ConfigError(f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one")
-    mesh_shape(world, cfg.parallel.dp, cfg.parallel.ep)
+    mesh_shape(planned_world(cfg, world), cfg.parallel.dp, cfg.parallel.ep)
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
