@@ -60,6 +60,7 @@ def main() -> None:
                 raise SystemExit(f"{name}: train.py ended with code {process.returncode}")
         curves = {name: read(Path(out, name, "metrics.jsonl")) for name in RUNS}
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(curves) + "\n")
     print("| curve | first loss | last mean | largest, mean difference from reference bf16 |\n|---|---|---|---|")
     means = {name: torch.tensor(curve).unfold(0, WINDOW, 1).mean(-1) for name, curve in curves.items()}
@@ -98,7 +99,8 @@ def become_plain() -> None:
         for p in params:
             p.grad = p.grad.float()
         if self.finite:
-            torch._foreach_mul_([p.grad.to_local() for p in params], self.factor)
+            if self.factor is not None:
+                torch._foreach_mul_([p.grad.to_local() for p in params], self.factor)
             torch.optim.AdamW.step(self)
 
     experts.moe_mlp = lambda *args, **_: reference.moe_mlp(*args[:7])

@@ -18,7 +18,6 @@ Microseconds and milliseconds are medians over rounds in which all contestants t
 
 import argparse
 import functools
-import json
 import os
 from datetime import date
 from pathlib import Path
@@ -30,7 +29,8 @@ import triton.language as tl
 
 import tmoe
 from benchmarks.moe_layer import require_gpu, time_all
-from tmoe.ops import exchange, router_product
+from benchmarks.train import write_line
+from tmoe.ops import exchange, router_product, swiglu
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
 from tmoe.ops.precompile import precompile, trace, trace_router
@@ -242,10 +242,13 @@ def warm(names, world, fp8):
     for name in names:
         dim, cfg = LAYERS[name]
         traces += [
-            (trace_router, T, cfg.experts, cfg.top_k, True),
+            (trace_router, T, cfg.experts, cfg.top_k, cfg.renormalize or cfg.softmax == "after"),
             (router_product.trace, T, dim, cfg.experts, torch.bfloat16),
             (exchange.trace, T, dim, cfg.top_k, world, torch.bfloat16, fp8),
         ]
+        if cfg.shared_dim:
+            traces.append((swiglu.trace, T, cfg.shared_dim, torch.bfloat16))
+            traces.append((exchange.trace_routes, T, cfg.top_k, world, torch.bfloat16))
         for ep in (1, world):
             L = cfg.experts // ep
             pairs = pairs_bound(T, cfg.top_k, ep, L)
@@ -258,7 +261,11 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], help="MiB")
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument(
-        "--programs", type=int, nargs="*", default=[0], help="programs of each kernel; 0: what training uses"
+        "--programs",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="most programs of each kernel, half as many where rows are few; 0: what training uses",
     )
     parser.add_argument("--fp8", action="store_true", help="also rows packed to float8")
     parser.add_argument("--rounds", type=int, default=20)
@@ -279,8 +286,7 @@ def main():
         if dist.get_rank() == 0:
             print(show(line), flush=True)
             if args.json:
-                with args.json.open("a") as f:
-                    f.write(json.dumps(line) + "\n")
+                write_line(args.json, line)
 
     for mib in sorted(args.sizes):  # growing, as the buffers do: slots that nobody uses cost a little
         for programs in args.programs:

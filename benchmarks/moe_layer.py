@@ -201,12 +201,14 @@ def measure(name, contestants):
     for who in contestants:
         try:
             (layer, weights, _), errors = rivals.enter(who, x, logits, gate_up, down, dy, K, want)
+            held = kept(functools.partial(layer, x, logits)) / 2**20
         except Exception as reason:  # a rival's own code may raise anything
-            missing[who] = f"{type(reason).__name__}: {str(reason).strip().splitlines()[0][:200]}"
+            words = str(reason).strip().partition("\n")[0][:200]
+            missing[who] = f"{type(reason).__name__}: {words}"
             continue
         calls.append(functools.partial(layer, x, logits))
         calls.append(functools.partial(both, layer, (x, logits), weights, dy))
-        results[who] = {"version": rivals.version(who), "errors": errors, "kept_mib": kept(calls[-2]) / 2**20}
+        results[who] = {"version": rivals.version(who), "errors": errors, "kept_mib": held}
     del want
     bench = Bench(shape, "cuda")
     once = weights_once(logits, K, gate_up, down)

@@ -8,12 +8,11 @@ run's beside it. A run that fails is named in the table, the others go on, and t
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 from benchmarks.moe_layer import require_gpu
-from benchmarks.train import at_least_one, measure
+from benchmarks.train import at_least_one, measure, write_line
 from tmoe.accounting import memory_per_rank, peak_bytes
 from tmoe.cli import parse
 
@@ -59,8 +58,7 @@ def main() -> None:
             f"| {name} | {rate:,.0f} | {rate / first:.1%} | {mfu} | {result['peak_gib']:.1f} ({dry:.1f}) |", flush=True
         )
         if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            write_line(args.json, result)
     raise SystemExit(failed)
 
 

@@ -8,7 +8,6 @@ Without a GPU it says so and copies inside the host's memory, which times the di
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.train import write_line
 from tmoe.checkpoint import Checkpoints
 
 PIECE = 2**28  # fp32 elements of a tensor: 1 GiB
@@ -73,8 +73,7 @@ def main() -> None:
             flush=True,
         )
         if args.json:
-            with args.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            write_line(args.json, result)
         checkpoints.finish()
     finally:
         shutil.rmtree(folder)

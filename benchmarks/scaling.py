@@ -9,13 +9,12 @@ the first run. A run that fails is named in the table, the others go on, and the
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import torch
 
-from benchmarks.train import at_least_one, measure
+from benchmarks.train import at_least_one, measure, write_line
 
 
 def main() -> None:
@@ -35,13 +34,12 @@ def main() -> None:
         result: dict = {"gpus": gpus, "ep": ep}
         try:
             with tempfile.TemporaryDirectory() as out:
-                result |= measure(gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out), args.timeout)
+                result |= measure(gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out, "run"), args.timeout)
         except SystemExit as failure:
             result["failure"] = str(failure)
         results.append(result)
         if args.json and "failure" not in result:
-            with args.json.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            write_line(args.json, result)
     print(table(results))
     raise SystemExit(any("failure" in r for r in results))
 

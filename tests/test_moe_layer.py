@@ -54,3 +54,27 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
     with pytest.raises(SystemExit):
         shapes.main()
     assert "model 'dbrxx': valid are granite-1b" in capsys.readouterr().err
+
+
+def test_a_rival_that_raises_without_a_word_is_left_out_by_name(monkeypatch):
+    """The next one is timed none the less; so is one whose memory gives out behind its check."""
+
+    def enter(who, *given):
+        if who == "bare":
+            raise NotImplementedError
+        return (lambda *inputs: None, [], None), {}
+
+    def out_of_memory(forward):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore words")
+
+    shape, make = (8, 16, 8, 4, 2), moe_layer.make
+    monkeypatch.setitem(moe_layer.ALL, "small", shape)
+    monkeypatch.setattr(moe_layer, "make", lambda shape, device: make(shape, "cpu", torch.float32))
+    monkeypatch.setattr(moe_layer.rivals, "enter", enter)
+    monkeypatch.setattr(moe_layer, "kept", out_of_memory)
+    monkeypatch.setattr(moe_layer, "Bench", lambda shape, device: None)
+    monkeypatch.setattr(moe_layer, "host_ms", lambda call: 0.1)
+    monkeypatch.setattr(moe_layer, "time_all", lambda fns, begin: [1.0] * len(fns))
+    found = moe_layer.measure("small", ["bare", "large"])
+    assert found["missing"] == {"bare": "NotImplementedError: ", "large": "OutOfMemoryError: CUDA out of memory."}
+    assert found["results"] == {} and found["dense"] == 1.0
