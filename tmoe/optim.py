@@ -95,12 +95,13 @@ class AdamW(torch.optim.AdamW):
         if self.offload and not self.streams:
             self.streams = torch.cuda.Stream(), torch.cuda.Stream()
         streams = cycle(self.streams) if self.offload else None
+        ones: list[Tensor] = []  # other streams read them until they are waited for
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            one = torch.ones((), device=params[0].device)
-            factor, finite = (one if t is None else t for t in (self.factor, self.finite))
+            ones.append(torch.ones((), device=params[0].device))
+            factor, finite = (ones[-1] if t is None else t for t in (self.factor, self.finite))
             for p in params:
                 if not self.state[p]:
                     self.state[p] = _new_state(p, p.device, self.offload)
