@@ -315,9 +315,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "faults.json")
     args = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # cases fork, and stock DCP would ask CUDA on both sides; no GPU has a part in them
-    )
+    # cases fork, and stock DCP would ask CUDA on both sides; no GPU has a part in them
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)  # both systems describe at length what is about to be tabulated
     results: dict[str, dict[str, Any]] = {}

@@ -270,7 +270,7 @@ def push(
         weights_TK: float [T, K], or None: the receivers have ids and weights already.
         to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD * capacity, D], ids
             (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
-        programs: how many, the same on all ranks.
+        programs: at most so many, half of them where rows are few; the same on all ranks.
         meet: whether the kernel ends only when all ranks' rows have arrived everywhere.
         scales_T, to_scales: of packed rows, their scales and the addresses of each rank's, [WORLD * capacity].
     """
