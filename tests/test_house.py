@@ -1,4 +1,4 @@
-"""The house reads well: imports point downward, letters and lengths hold, the entry file stays one page."""
+"""The house reads well: imports point downward, every file says its job, the step is whole."""
 
 import ast
 from pathlib import Path
@@ -115,12 +115,6 @@ def test_nobody_imports_entries():
 def test_first_line_states_the_job(path):
     doc = ast.get_docstring(ast.parse(path.read_text()))
     assert doc and doc.splitlines()[0].rstrip().endswith((".", ":")), f"{path}: first line must say what the file does"
-
-
-def test_lengths():
-    assert len((ROOT / "train.py").read_text().splitlines()) < 250
-    for path in FILES:
-        assert len(path.read_text().splitlines()) <= 500, f"{path}: is it still one room?"
 
 
 def test_blocks_do_not_pad():
