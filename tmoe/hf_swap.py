@@ -11,9 +11,11 @@ next: experts.py
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,6 +28,8 @@ from tmoe.router import Routing
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
+SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"
+DEFAULT_GATE = "transformers.integrations.moe"  # the module whose _apply_gate a class gets that has none of its own
 
 
 class SwappedExperts(Experts):
@@ -40,13 +44,15 @@ class SwappedExperts(Experts):
 
     def __init__(self, theirs: Any, swap: Swap, mesh: Mesh | None):
         nn.Module.__init__(self)  # not Experts': the parameters exist and keep their names
+        # sizes, marks and whether the weights are drawn already: what code that knows the class reads
+        kept = {name: value for name, value in vars(theirs).items() if not name.startswith("_") and name != "forward"}
+        vars(self).update(kept, _is_hf_initialized=getattr(theirs, "_is_hf_initialized", False))
         for name, parameter in theirs.named_parameters():
             setattr(self, name, parameter)
         self.swap = swap
         self.dispatcher: Dispatcher = LocalDispatcher()
         if mesh is not None:
             self._spread(mesh)
-        self.train(theirs.training)
 
     def _spread(self, mesh: Mesh) -> None:
         """Rank p of the expert group keeps experts p*L and on, as a DTensor."""
@@ -82,15 +88,36 @@ class SwappedExperts(Experts):
         t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if self.swap.woven and name.startswith("gate_up") else t
         return t.contiguous()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy and a pickle make the class anew by `swapped_class`: it has no name to be found by."""
+        theirs = getattr(type(self), "stands_for", None)
+        if type(self) is not swapped_class(theirs):  # a class that something else has made of it, which says how itself
+            return super().__reduce_ex__(protocol)
+        return (_without_init, (theirs,), vars(self).copy())
+
+
+@cache
+def swapped_class(theirs: type | None) -> type[SwappedExperts]:
+    """SwappedExperts that are instances of the class `theirs` too: transformers' `_init_weights` knows experts by their class."""
+    if theirs is None:
+        return SwappedExperts
+    return type(f"Swapped{theirs.__name__}", (SwappedExperts, theirs), dict(stands_for=theirs))
+
+
+def _without_init(theirs: type | None) -> SwappedExperts:
+    made = swapped_class(theirs)
+    return made.__new__(made)
+
 
 def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
 
     mesh: spread the experts over its ep axis; every rank must hold the same weights, and every rank takes part in every forward and
     backward with a batch of its own. `tmoe.parallel.parallelize(model, mesh)` then shards the rest and sums gradients over the ranks,
-    so divide each rank's loss by the global count. Raises ConfigError: no table entry, no such block, experts that are sharded already,
-    an activation other than the op's, no Mesh, or ep does not divide the experts; the model is unchanged then. Forward hooks on
-    transformers' own experts modules go with these.
+    so divide each rank's loss by the global count. Raises ConfigError, and leaves the model unchanged: no table entry, no such block,
+    experts that the op does not compute, experts that are sharded, wrapped or offloaded already or have no weights yet, no Mesh, or ep
+    does not divide the experts. Forward hooks on transformers' own experts modules go with these; what accelerate hung on them to move
+    their inputs to their device stays.
     """
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"swap_experts: mesh={mesh!r}; must be a Mesh (tmoe.parallel.build_mesh), or None")
@@ -100,28 +127,113 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     swap = SWAPPABLE[kind]
     if done := sum(isinstance(module, SwappedExperts) for module in model.modules()):
         raise ConfigError(f"swap_experts: {done} blocks of this {kind} have tmoe's experts already; swap a model once")
-    found = {n: m for n, m in model.named_modules() if n.endswith(f".{swap.place}") and _is_experts(m, swap)}
+    modules = dict(model.named_modules())
+    found = {name: module for name, module in modules.items() if name.endswith(f".{swap.place}")}
+    for name, theirs in found.items():
+        reason = _held_otherwise(theirs, swap) or _held_elsewhere(model, name) or _computed_otherwise(theirs, swap)
+        if reason:
+            raise ConfigError(f"swap_experts: {name} {reason}")
+    astray = [name for name, m in modules.items() if {*WEIGHTS} <= m._parameters.keys() and name not in found]
+    if astray:
+        raise ConfigError(f"swap_experts: {astray[0]} holds experts, and not as *.{swap.place}; {SWAP_FIRST}")
     if not found:
         raise ConfigError(
             f"swap_experts: no module *.{swap.place} in this {kind} holds gate_up_proj and down_proj (and biases)"
         )
-    if spread := [n for n, m in found.items() if any(isinstance(p, DTensor) for p in m.parameters())]:
-        raise ConfigError(f"swap_experts: {spread[0]} is sharded already; swap before parallelize or fully_shard")
-    if model.config.hidden_act != "silu":
-        raise ConfigError(f"swap_experts: hidden_act={model.config.hidden_act!r}; the fused op computes silu")
-    for theirs in found.values() if swap.activation == "clamped" else ():
-        if (theirs.alpha, theirs.limit) != CLAMPED:
-            raise ConfigError(
-                f"swap_experts: swiglu_alpha={theirs.alpha}, swiglu_limit={theirs.limit}; computed: {CLAMPED}"
-            )
-    swapped = {name: SwappedExperts(theirs, swap, mesh) for name, theirs in found.items()}
+    swapped = {name: swapped_class(type(theirs))(theirs, swap, mesh) for name, theirs in found.items()}
     for name, ours in swapped.items():
         model.set_submodule(name, ours)
+        if hook := getattr(found[name], "_hf_hook", None):
+            from accelerate.hooks import add_hook_to_module  # there is a hook, so accelerate is there
+
+            add_hook_to_module(ours, hook)
     return model
 
 
 def _is_experts(module: nn.Module, swap: Swap) -> bool:
-    """Whether it has the weights that the entry says, lying as it says; transformers marks how they lie."""
-    lie = (getattr(module, "is_transposed", swap.transposed), not getattr(module, "is_concatenated", not swap.woven))
+    """Whether it has the weights that the entry says, lying as it says, and its gate: transformers marks all three."""
+    return not _held_otherwise(module, swap) and not _gated_otherwise(module, swap)
+
+
+def _held_otherwise(module: nn.Module, swap: Swap) -> str:
+    """How the module's weights are not those that the entry says, lying as it says; "" where they are."""
     names = {name for name, _ in module.named_parameters()}
-    return names in ({*WEIGHTS}, {*WEIGHTS, *BIASES}) and lie == (swap.transposed, swap.woven)
+    direct = {name for name, _ in module.named_parameters(recurse=False)}
+    deep = {part for name in names - direct for part in name.split(".")}
+    if deep & {*WEIGHTS}:
+        return f"is {type(module).__name__} around experts or their weights; {SWAP_FIRST}"
+    if names not in ({*WEIGHTS}, {*WEIGHTS, *BIASES}):
+        held = ", ".join(sorted(names)[:6]) or "nothing"
+        return f"must hold gate_up_proj and down_proj (and biases), and holds {held}"
+    lie = (getattr(module, "is_transposed", swap.transposed), not getattr(module, "is_concatenated", not swap.woven))
+    if lie != (swap.transposed, swap.woven):
+        return (
+            f"is marked is_transposed={lie[0]}, is_concatenated={not lie[1]}; "
+            f"the table entry is for {swap.transposed}, {not swap.woven}"
+        )
+    return ""
+
+
+def _held_elsewhere(model: nn.Module, name: str) -> str:
+    """Why the module's weights are not here, whole, to be taken; "" where they are."""
+    module = model.get_submodule(name)
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        return "is sharded already; swap before parallelize or fully_shard"
+    if any(p.is_meta for p in module.parameters()):
+        return (
+            "has its weights on meta: offloaded by accelerate (device_map), or never loaded; "
+            "load the model with its experts on a device, then swap"
+        )
+    parents = [name[:i] for i in range(len(name)) if name[i] == "."]
+    for place in ("", *parents):
+        hooks = _hooks(model.get_submodule(place))
+        if any(getattr(hook, "offload", False) and getattr(hook, "place_submodules", False) for hook in hooks):
+            return f"is offloaded by accelerate's hook on {place or 'the model'}; load it without, then swap"
+    own = _hooks(module)
+    if any(type(hook).__name__ != "AlignDevicesHook" or hook.offload for hook in own):
+        kinds = ", ".join(type(hook).__name__ for hook in own)
+        return (
+            f"has accelerate's hook {kinds}, which would go; swap a model without (accelerate.hooks' remove_hook_...)"
+        )
+    if "forward" in vars(module) and not own:
+        return "has a forward that something has put in place of its class's; swap first"
+    return ""
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """accelerate's hooks on the module itself, those of a chain one by one."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
+
+
+def _computed_otherwise(module: Any, swap: Swap) -> str:
+    """What the module computes that the fused op does not; "" where they compute the same."""
+    if reason := _gated_otherwise(module, swap):
+        return reason
+    if swap.activation == "clamped":
+        alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+        return (
+            "" if (alpha, limit) == CLAMPED else f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
+        )
+    x = torch.linspace(-30, 30, 61, device=module.gate_up_proj.device)
+    act = getattr(
+        module, "act_fn", None
+    )  # not the configuration's word: some experts do not read it, others have no such word
+    if act is None or not torch.allclose(act(x), F.silu(x), rtol=1e-3):
+        said = getattr(getattr(module, "config", None), "hidden_act", None)
+        return (
+            f"computes {getattr(act, '__name__', type(act).__name__)} (hidden_act={said!r}); the fused op computes silu"
+        )
+    return ""
+
+
+def _gated_otherwise(module: Any, swap: Swap) -> str:
+    """Which of transformers' marks says that the module is no down(act(gate) * up); "" where none does, or the entry says its gate."""
+    if not getattr(module, "has_gate", True):
+        return "is marked has_gate=False: no gate beside up, which the fused op needs"
+    if getattr(module, "has_post_expert_norm", False):
+        return "is marked has_post_expert_norm=True: a norm behind each expert, which the fused op does not compute"
+    gate = getattr(module, "_apply_gate", None)
+    if swap.activation == "swiglu" and gate is not None and gate.__module__ != DEFAULT_GATE:
+        return f"computes a gate of its own, {gate.__qualname__}; the fused op computes silu(gate) * up"
+    return ""
