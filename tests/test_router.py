@@ -117,6 +117,46 @@ def test_after_is_before_renormalised():
     assert torch.equal(before(x).ids_TK, after(x).ids_TK)
 
 
+FAR_APART = [[0.0, -300.0, -200.0, -150.0], [-150.0, -300.0, 0.0, -200.0], [-400.0, -120.0, -121.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        dict(softmax="after"),
+        dict(),
+        dict(renormalize=False),
+        dict(score="sigmoid"),
+        dict(groups=2, top_groups=2),
+        dict(groups=2, top_groups=1, top_k=1, renormalize=False),
+    ],
+    ids=str,
+)
+def test_underflowed_scores_are_chosen_by_logit(kw):
+    """exp(-150) is 0 in fp32: the second weight is 0 whoever has it, but counts and balancing losses see who it is."""
+    cfg = replace(MoEConfig(experts=4, top_k=2, ffn_dim=4), **kw)
+    logits = torch.tensor(FAR_APART) - 200.0 * (cfg.score == "sigmoid")
+    got = identity_router(cfg)(logits)
+    want = [[0, 3], [2, 0], [3, 1]]
+    assert got.ids_TK.tolist() == [row[: cfg.top_k] for row in want]
+    if cfg.score == "softmax":
+        assert torch.equal(got.weights_TK, torch.tensor([[1.0, 0.0][: cfg.top_k]] * 3))
+
+
+def test_saturated_sigmoids_are_chosen_by_logit():
+    """In fp32 the sigmoid of 20 and that of 40 are both 1."""
+    logits = torch.tensor([[20.0, 40.0, 30.0, -1.0], [30.0, -1.0, 20.0, 40.0]])
+    cfg = MoEConfig(experts=4, top_k=2, ffn_dim=4, score="sigmoid", renormalize=False)
+    got = identity_router(cfg)(logits)
+    assert got.ids_TK.tolist() == [[1, 2], [3, 0]] and torch.equal(got.weights_TK, torch.ones(2, 2))
+
+
+def test_the_best_group_of_underflowed_scores_is_that_of_the_best_logit():
+    logits = torch.tensor([[0.0, -170.0, -400.0, -190.0, -160.0, -390.0]])
+    cfg = MoEConfig(experts=6, top_k=3, ffn_dim=4, groups=3, top_groups=2, renormalize=False)
+    assert identity_router(cfg)(logits).ids_TK.tolist() == [[0, 4, 1]]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_fp32_under_bf16(autocast):
     cfg = config(experts=64, top_k=8)

@@ -66,7 +66,7 @@ class Router(nn.Module):
                 weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)
             else:
                 scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
-                ids_TK = self.preference(scores_TE.detach()).topk(cfg.top_k, -1).indices
+                ids_TK = self.preference(logits_TE.detach(), scores_TE.detach()).topk(cfg.top_k, -1).indices
                 weights_TK = scores_TE.gather(-1, ids_TK)
                 if cfg.renormalize:  # 1e-20 as in DeepSeek's code: every sigmoid may be 0
                     weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -75,18 +75,24 @@ class Router(nn.Module):
             ids_TK = ids_TK.masked_fill(padding_T[:, None], -1)
         return Routing(weights_TK * cfg.scaling, ids_TK, logits_TE)
 
-    def preference(self, scores_TE: Tensor) -> Tensor:
-        """What the K experts are the largest of: scores plus `choice_bias`, -inf outside a token's `top_groups` best groups.
+    def preference(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        """What the K experts are the largest of: [T, E], -inf outside a token's `top_groups` best groups.
 
-        A group counts as much as its best expert (DeepSeek-V2, 2024, section 2.2.2) or its two best (DeepSeek-V3, 2024, released code).
+        With `choice_bias` scores plus that bias. Without, logits: their order is the scores', and they still tell experts apart whose
+        scores have underflowed to 0 or rounded to 1. A group counts as much as its best expert (DeepSeek-V2, 2024, section 2.2.2) or
+        its two best scores (DeepSeek-V3, 2024, released code).
         """
         cfg = self.cfg
         if self.choice_bias is not None:
             scores_TE = scores_TE + self.choice_bias
+        wanted_TE = logits_TE if self.choice_bias is None else scores_TE
         if cfg.top_groups == cfg.groups:
-            return scores_TE
-        groups = scores_TE.unflatten(-1, (cfg.groups, -1))
-        worth = groups.amax(-1) if cfg.group_score == "max" else groups.topk(2, -1).values.sum(-1)
+            return wanted_TE
+        groups = wanted_TE.unflatten(-1, (cfg.groups, -1))
+        if cfg.group_score == "max":
+            worth = groups.amax(-1)
+        else:
+            worth = scores_TE.unflatten(-1, (cfg.groups, -1)).topk(2, -1).values.sum(-1)
         closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, worth.topk(cfg.top_groups, -1).indices, False)
         return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
 

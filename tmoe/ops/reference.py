@@ -38,9 +38,13 @@ def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=N
 
 
 def softmax_topk(logits_TE, K, renormalize):
-    """The K largest of softmax(logits), in fp32 or more, and which they are; divided by their sum if renormalize."""
-    wide = torch.promote_types(logits_TE.dtype, torch.float32)
-    weights_TK, ids_TK = logits_TE.to(wide).softmax(-1).topk(K, -1)
+    """The K largest of softmax(logits), in fp32 or more, and which they are; divided by their sum if renormalize.
+
+    Chosen by logits: a softmax that has underflowed to 0 no longer tells experts apart.
+    """
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    ids_TK = wide_TE.detach().topk(K, -1).indices
+    weights_TK = wide_TE.softmax(-1).gather(-1, ids_TK)
     return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalize else weights_TK), ids_TK.int()
 
 
