@@ -89,7 +89,9 @@ def refused(monkeypatch, capsys, set_, says):
     ],
 )
 def test_a_router_that_the_loss_does_not_train_is_told(capsys, words, trains):
+    """With weights that are given it is a note; tests/test_top_1.py has the error without."""
     words = f"tiny {words} --model.layers 2 --model.dim 64 --model.moe.balance-coeff 0 --model.moe.z-coeff 0".split()
+    words += ["--init", "a-step"]
     cfg = parse(words, "")
     assert ("balancing losses alone train the routers" in capsys.readouterr().err) != trains
     parse([*words, "--eval-only"], "")

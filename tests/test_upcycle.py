@@ -99,6 +99,15 @@ def test_logits_are_the_dense_models(tmp_path, name, experts, granularity, top_k
     assert far(logits(model), dense) < 1e-5
 
 
+def test_routers_that_the_loss_will_not_train_are_told(tmp_path, capsys):
+    save(tmp_path, LLAMA)
+    told = {}
+    for i, words in enumerate(("--top-k 1", "--top-k 1 --no-renormalize", "--top-k 2")):
+        run(tmp_path / "step-5", tmp_path / f"moe-{i}", "--experts", 4, *words.split())
+        told[words] = capsys.readouterr().out.count("note: --top-k=1 with --renormalize: ")
+    assert told == {"--top-k 1": 1, "--top-k 1 --no-renormalize": 0, "--top-k 2": 0}
+
+
 def test_routers_are_drawn_from_the_seed_and_the_layer(tmp_path):
     save(tmp_path, replace(LLAMA, dim=64, init_std=0.07))
     found = {}

@@ -52,11 +52,8 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:
     """What can be meant, but hardly is."""
-    if not cfg.eval_only and not loss_reaches_routers(cfg):
-        yield (
-            "--model.moe.top-k=1: a token's only weight is divided by itself, so balancing losses alone train the routers; "
-            "--model.moe.no-renormalize, with --model.moe.softmax before, lets the loss train them (Switch)"
-        )
+    if trains_routers(cfg) and (untrained := cfg.model.moe.untrained):
+        yield f"{untrained}, as in the model that this run goes on with"
     world, ep = planned_world(cfg, world), cfg.parallel.ep
     if (times := padding(cfg, world // ep, ep)) > 1.5:
         degrees = [e for e in divisors(math.gcd(cfg.model.moe.experts, world)) if padding(cfg, world // e, e) <= 1.1]
@@ -71,10 +68,17 @@ def planned_world(cfg: Config, world: int) -> int:
     return (cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep) if cfg.dry_run else world
 
 
-def loss_reaches_routers(cfg: Config) -> bool:
-    """Whether a router's weights can differ: one weight divided by itself is 1, and has no gradient."""
-    moe, routed = cfg.model.moe, any(cfg.model.is_moe(layer) for layer in range(cfg.model.layers))
-    return not routed or moe.top_k > 1 or moe.experts == 1 or not (moe.renormalize or moe.softmax == "after")
+def trains_routers(cfg: Config) -> bool:
+    """Whether the run has routers and trains them."""
+    return not cfg.eval_only and any(cfg.model.is_moe(layer) for layer in range(cfg.model.layers))
+
+
+def begins_anew(cfg: Config) -> bool:
+    """Whether the run draws its weights, as far as the disk says now: neither --init nor a step to resume from gives them."""
+    if cfg.init or cfg.resume not in ("auto", "none"):
+        return False
+    steps = (path for path in Path(cfg.out, "checkpoints").glob("step-*") if ".tmp-" not in path.name)
+    return cfg.resume == "none" or not any(map(is_step, steps))
 
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
@@ -97,6 +101,8 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(world, cfg.parallel.ep)
+    if trains_routers(cfg) and begins_anew(cfg):
+        cfg.model.moe.require_trained()
     if cfg.init:  # an export, made from anywhere, asks a step what it began from
         cfg = replace(cfg, init=str(Path(cfg.init).absolute()))
     if not (cfg.dry_run or cfg.eval_only):  # which write nothing

@@ -211,6 +211,25 @@ class MoEConfig:
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
 
+    @property
+    def untrained(self) -> str:
+        """Why the task's loss gives the router no gradient; "" where it does.
+
+        Published models may have been made so, and a config can say it: only who begins a new model must `require_trained`.
+        """
+        if self.top_k > 1 or self.experts == 1 or not (self.renormalize or self.softmax == "after"):
+            return ""
+        cause = "--model.moe.softmax=after" if self.softmax == "after" else "--model.moe.renormalize=True"
+        return (
+            f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself and constant, "
+            "so balancing losses alone train the routers"
+        )
+
+    def require_trained(self) -> None:
+        """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""
+        before = " --model.moe.softmax before" if self.softmax == "after" else ""
+        require(not self.untrained, f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does")
+
 
 # what grouped-query attention alone computes, and the value that switches it off
 LATENT_LACKS = dict(qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None)

@@ -42,6 +42,7 @@ from tmoe.hf_swap import swap_experts
 from tmoe.layout import Box, lay_out
 from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.metrics import versions
+from tmoe.moe import warn_if_untrained
 from tmoe.offline import one_message
 from tmoe.parallel.mesh import local_part, local_slices
 from tmoe.rewrite import Output, Plan, check_space, keeping, rewrite
@@ -77,6 +78,9 @@ def import_hf(
             rewrite(plan, step_dir)
     done = "nothing written" if dry_run else "verified"
     print(f"{step_dir}: {len(plan.outputs)} tensors, {decimal(needed)} of {decimal(free)} free; {done}")
+    model = build_config(plan.manifest.info["config"]["model"])
+    if model.moe.untrained and any(map(model.is_moe, range(model.layers))):
+        print(f"note: {model.moe.untrained}")
     if packed := plan.manifest.info["packed"]:
         print(f"{hf_dir}: {unpacked(packed)}")
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
@@ -154,7 +158,6 @@ def _as_tensor(raw: bytes) -> Tensor:
 # ---- direct start ----
 
 
-@torch.no_grad()
 def load_hf(
     hf_dir: str | Path, named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor], model_cfg: ModelConfig
 ) -> None:
@@ -164,9 +167,16 @@ def load_hf(
     Each rank reads the slices that it holds and nothing else, converted to the parameter's type. Collective: every rank calls it.
     Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute, MismatchError listing
     every setting in which config.json differs from `model_cfg` and every tensor that is missing, extra or of another shape.
+    Warns of a model whose routers the task's loss does not train (`MoEConfig.untrained`).
     """
-    parameters = dict(named_parameters)
-    plan = _together(lambda: _plan_load(Path(hf_dir), parameters, model_cfg))
+    _load_hf(Path(hf_dir), dict(named_parameters), model_cfg)
+    if any(map(model_cfg.is_moe, range(model_cfg.layers))):
+        warn_if_untrained(model_cfg.moe)
+
+
+@torch.no_grad()
+def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
+    plan = _together(lambda: _plan_load(hf_dir, parameters, model_cfg))
 
     def read() -> None:
         folder, found = plan
@@ -184,7 +194,7 @@ def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Ten
     Raises as load_hf does and as Checkpoints.load does; a step whose settings compute another model is a MismatchError too.
     """
     if is_folder(path):
-        return load_hf(path, parameters, model_cfg)
+        return _load_hf(path, parameters, model_cfg)
 
     def look() -> Path:
         require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")

@@ -18,7 +18,7 @@ from tmoe.experts import LocalExperts
 from tmoe.init import initialise
 from tmoe.loss import IGNORE, cross_entropy_sum
 from tmoe.mla import LatentAttention
-from tmoe.moe import MoE, SwiGLU, check_marks
+from tmoe.moe import MoE, SwiGLU, check_marks, warn_if_untrained
 
 
 class Block(nn.Module):
@@ -87,6 +87,8 @@ class Transformer(nn.Module):
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.balancer = Balancer(cfg.moe)
         self.init_weights()
+        if any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
+            warn_if_untrained(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)

@@ -3,9 +3,11 @@
 next: router.py
 """
 
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,6 +61,12 @@ def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dt
         require(False, name, got, valid)
 
 
+def warn_if_untrained(cfg: MoEConfig) -> None:
+    """Warn, once a process and on one rank, of routers that the task's loss does not train: a model whose weights may be loaded."""
+    if cfg.untrained and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(cfg.untrained, stacklevel=1)
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.
 
@@ -71,10 +79,13 @@ class MoE(nn.Module):
     """
 
     def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
-        """init: draw the weights (False: whoever builds the model does)."""
+        """init: draw the weights (False: whoever builds the model does, or loads them). ConfigError where they are drawn and the task's
+        loss would not train the router (`MoEConfig.untrained`)."""
         super().__init__()
         require(type(dim) is int and dim > 0, "dim", repr(dim), "a whole number from 1 on")
         require(isinstance(cfg, MoEConfig), "cfg", repr(cfg)[:80], "a MoEConfig")
+        if init:
+            cfg.require_trained()
         self.dim = dim
         self.router = Router(dim, cfg)
         self.experts = Experts(dim, cfg)

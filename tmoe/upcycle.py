@@ -93,6 +93,11 @@ def upcycle(
         ep=ep,
     )
     carry_out(plan, [dense], moe, dry_run)
+    if top_k == 1 and renormalize and experts > 1:
+        print(
+            "note: --top-k=1 with --renormalize: a token's only weight is always 1, so balancing losses alone will train "
+            "the routers; with --no-renormalize the loss does"
+        )
 
 
 def plan_upcycle(
