@@ -5,6 +5,7 @@ next: gloo.py
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Generator
 
@@ -15,12 +16,20 @@ import torch
 
 from tmoe import shards
 
+CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
 TEST_TIMEOUT_S = 360  # a neighbour that computes on the same cores must fail none
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    config.addinivalue_line(
+        "markers", "whole_gpu: starts ranks of its own, or needs several GPUs or most of one's memory"
+    )
+    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, and without it nothing")
     config.addinivalue_line("markers", "slow: takes more than 20 s; leave out with -m 'not slow'")
+    if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
+        os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,6 +56,15 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
     """Starts the server early, so that it imports beside the first tests, but inside pytest's capture of output."""
     if any("gloo" in item.fixturenames for item in request.session.items):
         gloo_module.start_server()
+
+
+@pytest.fixture(autouse=True)
+def _share_of_a_gpu(request: pytest.FixtureRequest) -> None:
+    """run_gpu.py: what a worker may hold of the memory that it shares with others, less its context."""
+    gib = os.environ.get("TMOE_TESTS_GIB")
+    if gib and request.node.get_closest_marker("gpu"):
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (float(gib) - CONTEXT_GIB) / total))
 
 
 @pytest.fixture(scope="session")

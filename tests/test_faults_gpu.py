@@ -22,6 +22,7 @@ FLAGS = "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batch
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("how", "layers"), [("stops", 4), ("stops", 16), ("raises", 4)])
 def test_the_others_end(tmp_path, how, layers):

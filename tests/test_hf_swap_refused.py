@@ -125,8 +125,16 @@ def own_gate(self, gate_up):
         ("qwen3_moe", dict(_apply_gate=own_gate), "computes a gate of its own, own_gate"),
         ("qwen3_moe", dict(has_gate=False), "is marked has_gate=False"),
         ("qwen3_moe", dict(has_post_expert_norm=True), "is marked has_post_expert_norm=True"),
-        ("qwen3_moe", dict(is_transposed=True), "is marked is_transposed=True, is_concatenated=True; .* is for False, True"),
-        ("gpt_oss", dict(is_concatenated=True), "is marked is_transposed=True, is_concatenated=True; .* is for True, False"),
+        (
+            "qwen3_moe",
+            dict(is_transposed=True),
+            "is marked is_transposed=True, is_concatenated=True; .* is for False, True",
+        ),
+        (
+            "gpt_oss",
+            dict(is_concatenated=True),
+            "is marked is_transposed=True, is_concatenated=True; .* is for True, False",
+        ),
     ],
 )
 def test_marks_of_other_mathematics_are_refused(name, mark, says):

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,21 @@ ROOT = Path(__file__).parents[1]
 RESULTS = points.RESULTS
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
 ONE_GPU, FOUR_GPUS = RESULTS / "steps-1xH200/steps.jsonl", RESULTS / "steps-4xH200/bench.jsonl"
-HELD = points.read_points(points.held())
-ERRORS = [cost.ratio(p, cost.values(CONSTANTS)) - 1 for p in HELD]
-FITTED = points.fitted_layouts(CONSTANTS)
+
+
+@cache
+def held() -> list[points.Point]:
+    return points.read_points(points.held())
+
+
+@cache
+def errors_of_held() -> list[float]:
+    return [cost.ratio(p, cost.values(CONSTANTS)) - 1 for p in held()]
+
+
+@cache
+def fitted() -> list:
+    return points.fitted_layouts(CONSTANTS)
 
 
 def records(path: Path) -> list[dict]:
@@ -30,17 +43,19 @@ def records(path: Path) -> list[dict]:
 
 def of(which: Callable[[points.Point], bool]) -> tuple[int, int, float, float]:
     """Steps, layouts, worst and mean error of some points."""
-    found = [(p, error) for p, error in zip(HELD, ERRORS, strict=True) if which(p)]
+    found = [(p, error) for p, error in zip(held(), errors_of_held(), strict=True) if which(p)]
     errors = [error for _, error in found]
     return len(found), len({p.layout for p, _ in found}), max(errors, key=abs), sum(errors) / len(errors)
 
 
 def test_every_shipped_step_is_predicted_within_ten_percent():
-    table, good = cost.check(HELD, CONSTANTS)
+    table, good = cost.check(held(), CONSTANTS)
     roles = list(table.columns[-1].cells)
-    assert good and all(abs(error) <= 0.1 for error in ERRORS)
-    assert roles == ["fitted" if p.layout in FITTED else "predicted" for p in HELD]
-    assert len({p.layout for p in HELD} & set(FITTED)) == len(set(FITTED)) == 6, "every constant's layout was measured"
+    assert good and all(abs(error) <= 0.1 for error in errors_of_held())
+    assert roles == ["fitted" if p.layout in fitted() else "predicted" for p in held()]
+    assert len({p.layout for p in held()} & set(fitted())) == len(set(fitted())) == 6, (
+        "every constant's layout was measured"
+    )
 
 
 def test_no_file_with_a_step_is_left_out_but_those_with_a_reason():
@@ -95,13 +110,13 @@ def test_a_layout_is_what_a_step_takes_not_how_it_was_measured(words, same):
     )
     first, second = (points.layout(cfg, 4 // cfg.parallel.ep, cfg.parallel.ep) for cfg in (one, other))
     assert (first == second) is same
-    assert (first in FITTED, second in FITTED) == (True, same)
+    assert (first in fitted(), second in fitted()) == (True, same)
 
 
 def test_the_readme_says_how_far_off_the_model_is():
     text = " ".join((ROOT / "README.md").read_text().split())
     steps, layouts, worst, _ = of(lambda p: True)
-    free, free_layouts, free_worst, free_mean = of(lambda p: p.layout not in FITTED)
+    free, free_layouts, free_worst, free_mean = of(lambda p: p.layout not in fitted())
     others = len(points.read_points([RESULTS / name for name in points.UNHELD]))
     assert (
         f"the cost model is held to {steps} measured steps of {layouts} layouts on one to four GPUs, all that are shipped but {others} in three "
@@ -111,7 +126,7 @@ def test_the_readme_says_how_far_off_the_model_is():
     one, _, worst_one, mean_one = of(lambda p: p.dp * p.ep == 1)
     dp, _, worst_dp, mean_dp = of(lambda p: p.dp > p.ep == 1)
     ep, _, worst_ep, mean_ep = of(lambda p: p.ep > 1)
-    low = sum(error < 0 for p, error in zip(HELD, ERRORS, strict=True) if p.ep > 1)
+    low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.ep > 1)
     assert (
         f"Its steps on one GPU come out {mean_one:+.1%} in the mean ({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} "
         f"({dp}, {worst_dp:+.1%}), with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast)."
@@ -119,7 +134,7 @@ def test_the_readme_says_how_far_off_the_model_is():
 
 
 def test_the_summary_counts_by_hand():
-    first, again, other = HELD[0], HELD[0]._replace(seconds=2.0), HELD[-1]
+    first, again, other = held()[0], held()[0]._replace(seconds=2.0), held()[-1]
     assert first.layout != other.layout
     said = points.summary([first, again, other], [0.02, -0.04, 0.01], [first.layout]).splitlines()
     assert said[0] == "all: 3 steps of 2 layouts, worst -4.0%, mean -0.3%"
@@ -135,7 +150,7 @@ def test_the_summary_counts_by_hand():
 )
 def test_constants_are_what_fits_their_steps(name, count, which):
     """The others were read off traces, layers or kernels."""
-    own = [p for p in HELD if which(p)]
+    own = [p for p in held() if which(p)]
     assert len(own) == count and {p.layout for p in own} == {
         points.layout(parse(run["command"].split()[1:], "", world=run["gpus"]), run["gpus"], 1)
         for run in CONSTANTS[name]["points"]
@@ -168,7 +183,7 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
 def test_pages_of_steps_quote_todays_predictions(page):
     """Each row's steps are found by their tokens/s; what stands there is what --check prints."""
     m, column, rows = cost.values(CONSTANTS), None, 0
-    speeds = {round(p.cfg.train.batch * p.cfg.train.seq / p.seconds): p for p in HELD}
+    speeds = {round(p.cfg.train.batch * p.cfg.train.seq / p.seconds): p for p in held()}
     for text in (RESULTS / page / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in text.split("|")]
         heads = [i for i, cell in enumerate(cells) if cell == "ms that benchmarks/model.py predicts"]
@@ -217,7 +232,7 @@ def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
 
 def test_fit_finds_the_constants_that_made_the_points():
     true = SimpleNamespace(**{**vars(cost.values(CONSTANTS)), "glue_passes": 61.0, "slowed": 0.6})
-    made = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true).seconds, skew=None) for p in HELD]
+    made = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true).seconds, skew=None) for p in held()]
     found = cost.fit(made, ["glue_passes", "slowed"], cost.values(CONSTANTS))
     assert found == pytest.approx(dict(glue_passes=61.0, slowed=0.6), rel=0.03)
 
@@ -230,7 +245,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     other.write_text('{"step": 0}\n')
     one, four = len(records(ONE_GPU)), len(records(FOUR_GPUS))
     for files, code, lines in (
-        ([], 0, len(HELD)),
+        ([], 0, len(held())),
         ([ONE_GPU], 0, one),
         ([FOUR_GPUS, off], 1, four + 1),
         ([other], None, 0),

@@ -16,11 +16,12 @@ CASES = {
     "mixtral": MoEConfig(experts=8, top_k=2, ffn_dim=448, softmax="after"),
     "shared": MoEConfig(experts=16, top_k=4, ffn_dim=128, shared_dim=256, shared_gate=True, renormalize=False),
 }
+SIZES = 700, 512  # T, D
 
 
 def build(name):
     torch.manual_seed(0)
-    return MoE(512, CASES[name]).cuda().bfloat16()
+    return MoE(SIZES[1], CASES[name]).cuda().bfloat16()
 
 
 def step(moe, call, x, dy):
@@ -30,8 +31,8 @@ def step(moe, call, x, dy):
     return [y.detach(), *grads]
 
 
-def inputs(T=700):
-    return (torch.randn(T, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def inputs(T=SIZES[0]):
+    return (torch.randn(T, SIZES[1], device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
 
 @pytest.mark.parametrize("name", CASES)

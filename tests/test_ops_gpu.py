@@ -152,8 +152,10 @@ def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(out, decided(*args), strict=True)), mode
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.whole_gpu
 def test_what_one_gpu_remembers_runs_on_no_other():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
     args = layer(500, 512, 256, 16, 4)
     want = [run(ops.moe_mlp, args) for _ in range(3)][-1]
     there = [t.to("cuda:1") for t in args]
@@ -214,6 +216,7 @@ def test_grouped_mm(dtype, D, F):
         assert ours <= max(1.5 * theirs, 3e-6)
 
 
+@pytest.mark.whole_gpu
 def test_more_than_2_to_the_31_elements():
     """N * D = 2^31 + 2^20: offsets of rows do not fit 32 bits."""
     T, D, F, E, K = 131136, 2048, 64, 8, 8
@@ -363,6 +366,7 @@ def test_edges_of_routing(shape, twice):
     assert all(ours <= max(1.5 * theirs, 3e-6) for ours, theirs in zip(got, plain, strict=True)), (got, plain)
 
 
+@pytest.mark.whole_gpu
 def test_gradients_beyond_2_to_the_31_elements():
     """N * D = 2^31 + 2^20: the first and the last tokens' gradients as by themselves, the weights' as the sum of two halves."""
     T, D, F, E, K = 131136, 2048, 64, 8, 8

@@ -29,12 +29,13 @@ def test_the_kernels_pieces_are_the_definitions(shape):
                 assert torch.equal(lay(source.cuda(), order).cpu(), lay(source, order))
 
 
+SHAPES = [
+    (16384, 2048, 128), (512, 2048, 128), (1, 2048, 128), (3000, 512, 60), (700, 201, 61), (4096, 1024, 256), (64, 8, 1),
+]  # fmt: skip
+
+
 @TYPES
-@pytest.mark.parametrize(
-    "shape",
-    [(16384, 2048, 128), (512, 2048, 128), (1, 2048, 128), (3000, 512, 60), (700, 201, 61), (4096, 1024, 256), (64, 8, 1)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_numbers(shape, dtype):
     x, w, g = operands(*shape, dtype, "cuda")
     assert_right(step(x, w, g), x, w, g, MATRIX_UNITS)

@@ -15,6 +15,7 @@ from test_symm import routes, run
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.timeout(920)  # four ranks on one GPU take two minutes where they have it to themselves
 def test_on_gpus():
     gpus = torch.cuda.device_count()
@@ -165,22 +166,29 @@ CASES = [
 ]  # fmt: skip
 
 
-def warm():
-    """All kernels of all cases, compiled by many processes before the process group exists."""
+def traces(world):
+    """All kernels of all cases, as tmoe/ops/precompile.py takes them."""
     from tmoe.ops import exchange, swiglu
-    from tmoe.ops.precompile import precompile, trace
+    from tmoe.ops.precompile import trace
     from tmoe.parallel.dispatch import pairs_bound
-    from tmoe.warmup import local_arch
 
-    world, traces = int(os.environ["WORLD_SIZE"]), []
+    found = []
     for dtype in (torch.float32, torch.bfloat16):
-        traces.append((swiglu.trace, 1, SHARED, dtype))
-        traces.append((exchange.trace_routes, 900, 4, world, dtype))
+        found.append((swiglu.trace, 1, SHARED, dtype))
+        found.append((exchange.trace_routes, 900, 4, world, dtype))
         for tokens in {max(1, max(tokens)) for _, tokens in CASES} | {64, 96}:
             pairs = pairs_bound(tokens, 4, world, 16 // world)
-            traces.append((trace, tokens * world, 128, 64, 16 // world, 4, dtype, pairs))
-            traces.append((exchange.trace, tokens, 128, 4, world, dtype, True))
-    precompile(local_arch(), traces, 8)
+            found.append((trace, tokens * world, 128, 64, 16 // world, 4, dtype, pairs))
+            found.append((exchange.trace, tokens, 128, 4, world, dtype, True))
+    return found
+
+
+def warm():
+    """All kernels of all cases, compiled by many processes before the process group exists."""
+    from tmoe.ops.precompile import precompile
+    from tmoe.warmup import local_arch
+
+    precompile(local_arch(), traces(int(os.environ["WORLD_SIZE"])), 8)
 
 
 def on_gpus():

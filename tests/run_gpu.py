@@ -1,0 +1,155 @@
+"""Runs the tests that need a GPU with the interpreter at hand: kernels compiled first, then as many workers as fit.
+
+    make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py; nothing is installed, no package index is asked
+    python3 tests/run_gpu.py -k router    # words behind it go to pytest
+
+Two pytests run beside each other. Most tests share GPUs with other workers, each of which may hold GIB_A_WORKER of one. Those marked
+`whole_gpu` start ranks of their own, need several GPUs or hold much of one's memory: a file of theirs is one worker's, and memory is
+left free for them. The kernels are compiled into triton's cache beforehand, and that time is told apart: a second call finds them there.
+
+next: conftest.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GIB_A_WORKER = 4.0  # of a GPU's memory, a worker's context (0.6 GiB) included
+GIB_KEPT = 20.0  # of each GPU's, for the ranks and the large tensors of `whole_gpu`
+CORES_KEPT = 2  # for the same
+WHOLE_WORKERS = 3  # its files
+# import name to the name that pip knows
+NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
+NEEDED |= {name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")}
+OPTIONAL = {"transformers": "tests/test_hf_gpu.py"}
+
+
+def workers(gpus: int, gib: float, cores: int) -> int:
+    """Processes that share GPUs of so many GiB each, on a machine of so many cores; at least one."""
+    of_one = max(1, int((gib - GIB_KEPT) // GIB_A_WORKER))
+    return max(1, min(gpus * of_one, cores - CORES_KEPT))
+
+
+def missing() -> list[str]:
+    """What pip calls the packages that the tests need and this interpreter lacks."""
+    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+
+def files() -> list[str]:
+    """Files with tests for a GPU: to import all others in every worker takes longer than many of these tests."""
+    found = (path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text())
+    return [f"tests/{path.name}" for path in found]
+
+
+def traces() -> list[tuple]:
+    """What the tests launch most, as tmoe/ops/precompile.py takes it; variants that few tests ask for are compiled by these."""
+    import test_moe_gpu
+    import test_ops_gpu
+    import test_router_gpu
+    import test_symm_gpu
+    import torch
+
+    from tmoe.config import ParallelConfig
+    from tmoe.loss import IGNORE
+    from tmoe.ops import adamw, cross_entropy, parts, router_product
+    from tmoe.ops.precompile import trace, trace_router
+    from tmoe.warmup import traces as traces_of
+    from tmoe.zoo import presets
+
+    found: list[tuple] = []
+    for T, D, F, E, K, _ in test_ops_gpu.SHAPES:
+        found += [(trace, T, D, F, E, K, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+        if T > 200:
+            activations = ("swiglu", "clamped")
+            found += [(trace, T, D, F, E, K, torch.bfloat16, None, act, True) for act in activations]
+    for cfg in test_moe_gpu.CASES.values():
+        T, D = test_moe_gpu.SIZES
+        found.append((trace, T, D, cfg.ffn_dim, cfg.experts, cfg.top_k, torch.bfloat16))
+        found.append((trace_router, T, cfg.experts, cfg.top_k, cfg.renormalize or cfg.softmax == "after"))
+        found.append((router_product.trace, T, D, cfg.experts, torch.bfloat16))
+    for T, D, E in test_router_gpu.SHAPES:
+        found += [(router_product.trace, T, D, E, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for dtype in (torch.bfloat16, torch.float32):
+        found += [(cross_entropy.trace, V, D, IGNORE, dtype) for D, V in ((64, 512), (128, 50304), (64, 1001))]
+        found += [(adamw.trace, dtype), (parts.trace, dtype)]
+    tiny = presets()["tiny"]
+    found += traces_of(replace(tiny, train=replace(tiny.train, batch=1), parallel=ParallelConfig(ep=4)))
+    return found + test_symm_gpu.traces(4)
+
+
+def warm(processes: int, env: dict[str, str]) -> None:
+    """Compile in a process of its own, so that none forks behind CUDA's start; its error is the tests' to repeat."""
+    code = (
+        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.precompile import precompile; "
+        "from tmoe.warmup import local_arch; "
+        f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
+    )
+    start = time.perf_counter()
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env)
+    failed = f" (failed, exit code {ended.returncode}: the tests compile)" if ended.returncode else ""
+    print(f"warm-up: {time.perf_counter() - start:.0f} s{failed}", flush=True)
+
+
+def commands(count: int, words: list[str]) -> list[list[str]]:
+    """pytest for the tests that share GPUs with `count` workers, and for those that do not."""
+    left_out = [path for package, path in OPTIONAL.items() if importlib.util.find_spec(package) is None]
+    chosen = [path for path in files() if path not in left_out]
+    common = [sys.executable, "-m", "pytest", *chosen, "--durations=10", "--max-worker-restart=0", *words]
+    shared = ["-m", "gpu and not whole_gpu", f"--numprocesses={count}", "--dist=worksteal"]
+    whole = ["-m", "gpu and whole_gpu", f"--numprocesses={WHOLE_WORKERS}", "--dist=loadfile"]
+    return [common + shared, common + whole]
+
+
+def main(words: list[str]) -> int:
+    """0: all passed; 1: some failed, or they cannot run here, and why in one line."""
+    if lacking := missing():
+        print(
+            f"error: {sys.executable} lacks {', '.join(lacking)}; without a package index bring their wheels: "
+            f"{sys.executable} -m pip install --no-index --find-links WHEELS {' '.join(lacking)}",
+            file=sys.stderr,
+        )
+        return 1
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: no GPU: torch.cuda.is_available() is False; `make test` runs what needs none", file=sys.stderr)
+        return 1
+    gpus = torch.cuda.device_count()
+    gib = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus)) / 2**30
+    cores = len(os.sched_getaffinity(0))
+    count = workers(gpus, gib, cores)
+    name = torch.cuda.get_device_name(0)
+    print(f"{gpus} x {name} ({gib:.0f} GiB), {cores} cores: {count} workers of {GIB_A_WORKER:.0f} GiB", flush=True)
+    for package, path in OPTIONAL.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"note: {package} is not here, so {path} is left out", flush=True)
+    # a worker compiles by itself: sixteen compilers for each of fourteen workers take longer to start than they save
+    env = dict(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1") | os.environ
+    warm(min(16, cores), env)
+    start = time.perf_counter()
+    shared, whole = commands(count, words)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    share = dict(TMOE_TESTS_GIB=str(GIB_A_WORKER), TMOE_TESTS_GPUS=visible)
+    with tempfile.TemporaryFile("w+") as said:
+        beside = subprocess.Popen(whole, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            codes = [subprocess.run(shared, cwd=ROOT, env=env | share).returncode, beside.wait()]
+        finally:
+            beside.terminate()
+            beside.wait()
+        said.seek(0)
+        print("\n---- whole GPUs: ranks, several GPUs, large tensors ----", said.read(), sep="\n")
+    print(f"tests: {time.perf_counter() - start:.0f} s")
+    return int(any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes))  # 5: none chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
