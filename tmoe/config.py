@@ -425,7 +425,7 @@ class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
     every: int = 0
-    """steps between checkpoints; 0: only after the last step (and on SIGTERM)"""
+    """steps between checkpoints; 0: only after the last step (and at a signal that ends the run)"""
     keep: int = 3
     """verified checkpoints that stay; older ones are removed; 0: all stay"""
     mode: Literal["sync", "async", "off"] = "async"

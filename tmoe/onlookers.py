@@ -20,7 +20,7 @@ class Onlooker:
     it is told in one line; then and from then on the answer is None, and `look` is not called again.
 
     fails: what the line says went wrong, "PATH: could not be written" say. say: prints the line. leave: called once, before the
-    line, to put right what a failed one leaves behind (a terminal's cursor, a profiler that records); may fail too.
+    line, to put right what a failed one leaves behind (a terminal without its cursor, say); may fail too.
     Only KeyboardInterrupt passes: the user's second Ctrl-C. SystemExit does not: a library may raise it (rich does when nobody
     reads its pipe any more), and the other ranks would wait for this one.
     """
@@ -37,10 +37,11 @@ class Onlooker:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.works = False
-            if self.leave is not None:
-                Onlooker(self.fails, lambda _: None)(self.leave)
-            self.say(f"{self.fails}, training goes on without it: {reason(error)}")
+            if self.works:  # else something inside `look` has been told of
+                self.works = False
+                if self.leave is not None:
+                    Onlooker(self.fails, lambda _: None)(self.leave)
+                self.say(f"{self.fails}, training goes on without it: {reason(error)}")
         return None
 
 

@@ -398,6 +398,10 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
         return (record if follows else save) if step in steps else warm if follows else none
 
     def write(p: torch.profiler.profile) -> None:
+        # raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops
+        look(lambda: export(p))
+
+    def export(p: torch.profiler.profile) -> None:
         path = Path(out, f"trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
         aside = path.with_name(f"part-of-{path.name}")
         try:
@@ -412,18 +416,22 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
 
 class Profiler(torch.profiler.profile):
-    """Of torch, as an onlooker: once anything of it has failed, it records nothing more."""
+    """Of torch, as an onlooker: once anything of it has failed, `write` above included, it records nothing more."""
 
     def __init__(self, look: Onlooker, **settings: Any):
         super().__init__(**settings)
         self.look = look
-        look.leave = super().stop
 
     def start(self) -> None:
         self.look(super().start)
 
     def step(self) -> None:
-        self.look(super().step)
+        self.look(self.step_or_stop)
+
+    def step_or_stop(self) -> None:
+        super().step()
+        if not self.look.works:
+            super().stop()
 
     def stop(self) -> None:
         self.look(super().stop)
