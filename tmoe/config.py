@@ -325,7 +325,7 @@ class TrainConfig:
     timeout: float = 120.0
     """several ranks: seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
     also_stop_on: tuple[Literal["SIGUSR1", "SIGUSR2"], ...] = ()
-    """signals at which the run saves and ends as at SIGTERM, as Slurm sends with --signal=USR1@120; without, they kill it"""
+    """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120); else they kill it"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")

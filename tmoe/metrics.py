@@ -65,9 +65,10 @@ class Metrics:
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
     held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
-    So it does without whatever else fails here, see onlookers.py. With cfg.eval_only nothing is written: notes are printed.
-    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any file is
-    touched, if it cannot be started.
+    So it does without whatever else fails here, see onlookers.py.
+    With cfg.eval_only nothing is written: notes are printed.
+    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any
+    file is touched, if it cannot be started.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class Metrics:
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= values | self.speed(rate)
-        line |= {"peak_gib": self.memory(lambda: peak_gib(self.device)), "skipped": skipped, "recompiles": recompiles}
+        memory = self.memory(lambda: peak_gib(self.device))
+        line |= {"peak_gib": memory, "skipped": skipped, "recompiles": recompiles}
         if router is not None:
             line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
             line["dropped"] = [round(count) for count in line["dropped"]]
@@ -216,7 +218,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def going_on(self, path: Path) -> Iterator[None]:
-        """Around writing the run's record: a failure is told, once until it works again, and never ends training."""
+        """Around writing the run's record: a failure is told, once until it works again; training goes on."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -413,8 +415,8 @@ def write_config(
 
 
 def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
-    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag. `say` gets a line
-    for each that cannot be read, which is None as well."""
+    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag.
+    `say` gets a line for each that cannot be read, which is None as well."""
     reads: dict[str, Callable[[], Any]] = {
         "python": platform.python_version,
         # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
@@ -425,7 +427,8 @@ def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
         "gpu": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git": git_state,
     }
-    return {name: Onlooker(f"version of {name}: could not be read", say)(read) for name, read in reads.items()}
+    looks = {name: Onlooker(f"version of {name}: could not be read", say) for name in reads}
+    return {name: looks[name](read) for name, read in reads.items()}
 
 
 def package_version(name: str) -> str | None:
@@ -440,7 +443,8 @@ def git_state() -> dict[str, Any] | None:
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
-        return os.fsdecode(subprocess.run(command, capture_output=True, check=True, timeout=10).stdout).strip()
+        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
+        return os.fsdecode(done.stdout).strip()
 
     try:
         # an environment inside someone else's repository is not tmoe's revision
@@ -494,10 +498,13 @@ class Wandb:
         self.session.finish()
 
 
-def make_sinks(cfg: Config, run: Path, start_step: int, note: Callable[[str], Any]) -> list[TensorBoard | Wandb]:
-    """Those that were asked for. Without TensorBoard the run goes on, with a note. A W&B that cannot be started is a ConfigError:
-    who asked for it looks there and nowhere else."""
-    sinks: list[TensorBoard | Wandb] = []
+Sink = TensorBoard | Wandb
+
+
+def make_sinks(cfg: Config, run: Path, start_step: int, note: Callable[[str], Any]) -> list[Sink]:
+    """Those that were asked for. Without TensorBoard the run goes on, with a note. A W&B that cannot be started is a
+    ConfigError: who asked for it looks there and nowhere else."""
+    sinks: list[Sink] = []
     if cfg.log.wandb is not None:
         sinks.append(start_wandb(cfg, run, start_step))
     if cfg.log.tensorboard:
@@ -514,6 +521,6 @@ def start_wandb(cfg: Config, run: Path, start_step: int) -> Wandb:
         raise
     except BaseException as error:  # SystemExit as well: other ranks wait to hear of it
         raise ConfigError(
-            f"--log.wandb={cfg.log.wandb}: W&B could not be started; mend that (`wandb login`, or WANDB_MODE=offline in "
-            f"the environment), or leave the flag out: {reason(error)}"
+            f"--log.wandb={cfg.log.wandb}: W&B could not be started; mend that (`wandb login`, or "
+            f"WANDB_MODE=offline in the environment), or leave the flag out: {reason(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""Keeps whatever only looks at a run (W&B, TensorBoard, the bar, the picture, a trace, a terminal) from ending it.
+"""Keeps whatever only looks at a run (W&B, TensorBoard, bar, picture, trace, terminal) from ending it.
 
 next: tmoe/progress.py
 """
@@ -16,13 +16,13 @@ LONGEST = 300  # characters of an error's own words in a line
 
 
 class Onlooker:
-    """One thing that only looks at the run: `onlooker(look)` returns what `look()` does. The first time that raises anything
-    it is told in one line; then and from then on the answer is None, and `look` is not called again.
+    """One thing that only looks at the run: `onlooker(look)` returns what `look()` does. The first time that raises
+    anything it is told in one line; then and from then on the answer is None, and `look` is not called again.
 
-    fails: what the line says went wrong, "PATH: could not be written" say. say: prints the line. leave: called once, before the
-    line, to put right what a failed one leaves behind (a terminal without its cursor, say); may fail too.
-    Only KeyboardInterrupt passes: the user's second Ctrl-C. SystemExit does not: a library may raise it (rich does when nobody
-    reads its pipe any more), and the other ranks would wait for this one.
+    fails: what the line says went wrong, "PATH: could not be written" for example. say: prints the line.
+    leave: called once, before the line, to put right what a failed one leaves behind (a hidden cursor); may fail too.
+    Only KeyboardInterrupt passes: the user's second Ctrl-C. SystemExit does not: a library may raise it (rich does
+    when nobody reads its pipe any more), and the other ranks would wait for this one.
     """
 
     def __init__(self, fails: str, say: Callable[[str], Any], leave: Callable[[], Any] | None = None) -> None:
@@ -46,7 +46,7 @@ class Onlooker:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in one line: the system's words for an OSError that has them, else the type and the error's own words."""
+    """Why, in one line: the system's words for an OSError that has them, else the type and its own words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     try:
@@ -58,15 +58,15 @@ def reason(error: BaseException) -> str:
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Prints a line to stdout (or `to`) at once. What cannot be printed is lost: a full disk, a terminal that was closed, a pipe
-    that nobody reads, a name that is no text, a stream that W&B has wrapped."""
+    """Prints a line to stdout (or `to`) at once. What cannot be printed is lost: a full disk, a terminal that was
+    closed, a pipe that nobody reads, a name that is no text, a stream that W&B has wrapped."""
     with suppress(Exception):
         print(text, file=to, flush=True)
 
 
 def settle_output() -> None:
-    """Before Python ends: what stdout and stderr cannot be given is thrown away, or Python's own last flush would fail and change
-    the exit code to 120."""
+    """Before Python ends: what stdout and stderr cannot be given is thrown away. Else Python's own last flush would
+    fail, and change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -21,7 +21,7 @@ PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines
 
 
 class Bar:
-    """Progress on a terminal: step, loss, tokens/s, time left. Drawn by who calls it, not by a thread: its errors come here."""
+    """Progress on a terminal: step, loss, tokens/s, time left. Without rich's thread: its errors would reach nobody."""
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         texts = ("step {task.completed}/{task.total}", "{task.fields[numbers]}", "left")

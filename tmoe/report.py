@@ -28,8 +28,8 @@ from tmoe.metrics import read_lines
 
 @contextmanager
 def any_backend() -> Iterator[None]:
-    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not here (a notebook's, say).
-    The picture needs none; who imports pyplot later finds the one that was asked for, if it is here."""
+    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not here (that of a
+    notebook). The picture needs none; who imports pyplot later finds the one that was asked for, if it is here."""
     asked = os.environ.pop("MPLBACKEND", None)
     first = "matplotlib" not in sys.modules
     try:

@@ -37,8 +37,7 @@ from tmoe.watch import Watch
 T = TypeVar("T")
 LINGERS = 10.0  # s that a run which was killed may take to be gone
 PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
-# By which terminals, launchers and schedulers end a job, and what each is set to in a process that never touched it. (By Ctrl-C
-# and Ctrl-\, when they close or the ssh session does, by torchrun, docker, kill; at a limit of CPU time: Slurm, LSF, ulimit -t.)
+# By which terminals, launchers and schedulers end a job, and what each is set to in a process that never touched it.
 ENDS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -209,8 +208,8 @@ def from_environment() -> tuple[int, int]:
 
 
 def start(seed: int, also_stop_on: Iterable[str] = ()) -> Runtime:
-    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears signals: those of
-    ENDS, and those named in `also_stop_on`."""
+    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears
+    signals: those of ENDS, and those named in `also_stop_on`."""
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
@@ -243,8 +242,9 @@ def start(seed: int, also_stop_on: Iterable[str] = ()) -> Runtime:
 
 
 def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
-    """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup makes a process
-    ignore SIGHUP, a shell what it starts in the background Ctrl-C); not SIGTERM and what was asked for by name."""
+    """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup
+    makes a process ignore SIGHUP, a shell what it starts in the background Ctrl-C); but for SIGTERM and what was
+    asked for by name."""
     launcher = "RANK" in os.environ  # which hands on the Ctrl-C that the terminal gave each process already
 
     def hear(signum, frame):
@@ -385,8 +385,8 @@ def collecting() -> Iterator[None]:
 
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
-    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start` on. A
-    trace that cannot be made or written is told of in one line, the run goes on, and nothing more is traced."""
+    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start`
+    on. Of a trace that cannot be made or written one line tells, the run goes on, and nothing more is traced."""
     none, warm, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE"))
 
     def action(i: int) -> ProfilerAction:
@@ -416,7 +416,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
 
 class Profiler(torch.profiler.profile):
-    """Of torch, as an onlooker: once anything of it has failed, `write` above included, it records nothing more."""
+    """Of torch, as an onlooker: once anything of it has failed, writing included, it records nothing more."""
 
     def __init__(self, look: Onlooker, **settings: Any):
         super().__init__(**settings)
