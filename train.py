@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
-    run = runtime.start(cfg.seed)
+    run = runtime.start(cfg.seed, cfg.train.also_stop_on)
     with run.watch, run.refusing(SkipGuard.TooMany):
         trainer = Trainer(cfg, run)
         with trainer.metrics:
@@ -75,14 +75,15 @@ class Trainer:
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
         self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), runtime.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
-        info = dict(config=asdict(cfg), versions=versions(), data=self.data.facts())
+        known = versions() if run.rank == 0 else {}  # who writes them down
+        info = dict(config=asdict(cfg), versions=known, data=self.data.facts())
         mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
         self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
         run.watch.saving = self.checkpoints.saving
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=versions(), held=held)
+        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=known, held=held)
         ours |= dict(flops_per_token=flops_per_token(cfg.model, cfg.train.seq), peak=peak, start_step=self.step)
         ours |= dict(facts=dict(data=self.data.describe(), unigram_entropy=self.entropy))
         self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with

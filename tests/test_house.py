@@ -32,6 +32,7 @@ FLOORS = [
         "tmoe.inspection",
         "tmoe.offline",
         "tmoe.checkpoint",
+        "tmoe.onlookers",
         "tmoe.progress",
         "tmoe.init",
         "tmoe.watch",

@@ -17,7 +17,7 @@ import torch
 from run_logs import Stats, config, routers, start, step
 
 from tmoe import metrics as module
-from tmoe import progress, report
+from tmoe import onlookers, progress, report
 from tmoe.config import ConfigError, ParallelConfig
 from tmoe.metrics import max_violation, to_host, versions
 
@@ -332,7 +332,7 @@ def test_progress_on_a_full_disk_ends_no_training(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(progress, "print", full, raising=False)
+    monkeypatch.setattr(onlookers, "print", full, raising=False)
     with start(config(tmp_path, progress=True)) as log:
         step(log, 0)
     assert len(lines(tmp_path)) == 1

@@ -184,11 +184,12 @@ SMALL = "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --m
 HERE = Path(train.__file__).parent
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_behind_a_run_signals_are_the_users_again(tmp_path, signum):
     code = f"""
 import os, signal, sys, time, train
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 train.main({[*SMALL.split(), "--steps", "2", "--out", str(tmp_path)]!r})
 os.kill(os.getpid(), {int(signum)})
 time.sleep(5)

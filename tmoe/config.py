@@ -343,6 +343,8 @@ class TrainConfig:
     """batches in a validation, each of as many sequences as a step has"""
     timeout: float = 120.0
     """several ranks: seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
+    also_stop_on: tuple[Literal["SIGUSR1", "SIGUSR2"], ...] = ()
+    """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120); else they kill it"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")
@@ -442,7 +444,7 @@ class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
     every: int = 0
-    """steps between checkpoints; 0: only after the last step (and on SIGTERM)"""
+    """steps between checkpoints; 0: only after the last step (and at a signal that ends the run)"""
     keep: int = 3
     """verified checkpoints that stay; older ones are removed; 0: all stay"""
     mode: Literal["sync", "async", "off"] = "async"

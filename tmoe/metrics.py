@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO
 
@@ -30,11 +31,13 @@ from torch import Tensor
 from tmoe.accounting import count_parameters, mfu
 from tmoe.config import Config, ConfigError, require
 from tmoe.manifest import naming
-from tmoe.progress import make_display
+from tmoe.onlookers import Onlooker, reason
+from tmoe.progress import Display
 
 GIB = 2**30
 COMPACT = (",", ":")  # of json: a line holds layers x E counts
 BLANK = b"null".ljust(24)  # a line's val_loss, its last number, before there is one; no float is written longer
+log = logging.getLogger(__name__)
 
 
 class RouterStats(Protocol):
@@ -62,8 +65,10 @@ class Metrics:
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
     held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
+    So it does without whatever else fails here, see onlookers.py.
     With cfg.eval_only nothing is written: notes are printed.
-    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed.
+    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any
+    file is touched, if it cannot be started.
     """
 
     def __init__(
@@ -89,13 +94,18 @@ class Metrics:
         self.clock = Clock()
         self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
         self.failing: set[Path] = set()  # files that could not be written when last tried
-        self.display = make_display(cfg, start_step) if rank == 0 else None
+        self.display = Display(cfg, start_step) if rank == 0 else None
+        self.memory = Onlooker("peak_gib: could not be read", self.note)
         if rank == 0 and not cfg.eval_only:
             self.open_files(versions, facts or {})
+        if self.display is not None:  # now: an error before would leave the terminal to a bar
+            self.display.begin()
 
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
         self.run = Path(self.cfg.out)
         self.run.mkdir(parents=True, exist_ok=True)
+        sinks = make_sinks(self.cfg, self.run, self.start_step, self.note)
+        self.sinks = [(Onlooker(f"{sink.where}: could not be written", self.note), sink) for sink in sinks]
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
         self.path = self.run / "metrics.jsonl"
         # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs; a run that begins has no
@@ -108,7 +118,6 @@ class Metrics:
             kept = f"; {keep.name} has all" if keep else ""
             self.note(f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on{kept}")
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open; each line goes out at once)
-        self.sinks = make_sinks(self.cfg, self.run, self.start_step)
 
     def due(self, step: int) -> bool:
         """Whether `step` deserves a line, the same on every rank: the first of this process (throughput counts from its
@@ -150,7 +159,8 @@ class Metrics:
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= values | self.speed(rate)
-        line |= {"peak_gib": peak_gib(self.device), "skipped": skipped, "recompiles": recompiles}
+        memory = self.memory(lambda: peak_gib(self.device))
+        line |= {"peak_gib": memory, "skipped": skipped, "recompiles": recompiles}
         if router is not None:
             line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
             line["dropped"] = [round(count) for count in line["dropped"]]
@@ -177,9 +187,8 @@ class Metrics:
 
     def show(self, numbers: dict[str, float]) -> None:
         """`numbers` of the line to the sinks, what a person watches to the display."""
-        for sink in self.sinks:
-            with self.going_on(sink.where):
-                sink.write(numbers, self.line["step"])
+        for look, sink in self.sinks:
+            look(lambda sink=sink: sink.write(numbers, self.line["step"]))
         if self.display is not None:
             self.display.show(self.line)
 
@@ -209,7 +218,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def going_on(self, path: Path) -> Iterator[None]:
-        """Around writing `path`: a failure is told, once until it works again, and never ends training."""
+        """Around writing the run's record: a failure is told, once until it works again; training goes on."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -231,14 +240,16 @@ class Metrics:
         self.lines = None
         if self.held:
             self.held.close()
-        for sink in self.sinks:
-            with self.going_on(sink.where):
-                sink.close()
-        if report and self.path.exists() and self.path.stat().st_size:
+        for look, sink in self.sinks:
+            look(sink.close)
+        if report:
+            Onlooker(f"{self.run / 'report.png'}: could not be written", self.note)(self.draw)
+
+    def draw(self) -> None:
+        if self.path.exists() and self.path.stat().st_size:
             from tmoe.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
 
-            with self.going_on(self.run / "report.png"):
-                draw(self.run)
+            draw(self.run)
 
     def __enter__(self) -> Metrics:
         return self
@@ -403,12 +414,21 @@ def write_config(
         file.write(json.dumps(content, indent=2) + "\n")
 
 
-def versions() -> dict[str, Any]:
-    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag."""
-    # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
-    found = {"torch": str(torch.__version__), **{name: package_version(name) for name in ("triton", "tmoe")}}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"python": platform.python_version(), **found, "cuda": torch.version.cuda, "gpu": gpu, "git": git_state()}
+def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
+    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag.
+    `say` gets a line for each that cannot be read, which is None as well."""
+    reads: dict[str, Callable[[], Any]] = {
+        "python": platform.python_version,
+        # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
+        "torch": lambda: str(torch.__version__),
+        "triton": lambda: package_version("triton"),
+        "tmoe": lambda: package_version("tmoe"),
+        "cuda": lambda: torch.version.cuda,
+        "gpu": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "git": git_state,
+    }
+    looks = {name: Onlooker(f"version of {name}: could not be read", say) for name in reads}
+    return {name: looks[name](read) for name, read in reads.items()}
 
 
 def package_version(name: str) -> str | None:
@@ -423,7 +443,8 @@ def git_state() -> dict[str, Any] | None:
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
+        return os.fsdecode(done.stdout).strip()
 
     try:
         # an environment inside someone else's repository is not tmoe's revision
@@ -461,14 +482,14 @@ class Wandb:
 
         self.where = run / "wandb"
         name = run / "wandb_id"  # a resumed run goes on in the same place
-        if start_step == 0 or not name.exists():
-            name.write_text(uuid.uuid4().hex)
+        here = name.read_text() if start_step and name.exists() else uuid.uuid4().hex
         config = dataclasses.asdict(cfg)
         self.session = wandb.init(
-            project=cfg.log.wandb, name=run.name, id=name.read_text(), resume="allow", dir=str(run), config=config
+            project=cfg.log.wandb, name=run.name, id=here, resume="allow", dir=str(run), config=config
         )
         # steps as a value: wandb refuses its own step to go back, which a resumed run's does
         self.session.define_metric("*", step_metric="step")
+        name.write_text(here)  # not before: a start that failed leaves the old one's
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.session.log(numbers | {"step": step})
@@ -477,6 +498,29 @@ class Wandb:
         self.session.finish()
 
 
-def make_sinks(cfg: Config, run: Path, start_step: int) -> list[TensorBoard | Wandb]:
-    boards = [TensorBoard(run, start_step)] if cfg.log.tensorboard else []
-    return [*boards, *([Wandb(cfg, run, start_step)] if cfg.log.wandb is not None else [])]
+Sink = TensorBoard | Wandb
+
+
+def make_sinks(cfg: Config, run: Path, start_step: int, note: Callable[[str], Any]) -> list[Sink]:
+    """Those that were asked for. Without TensorBoard the run goes on, with a note. A W&B that cannot be started is a
+    ConfigError: who asked for it looks there and nowhere else."""
+    sinks: list[Sink] = []
+    if cfg.log.wandb is not None:
+        sinks.append(start_wandb(cfg, run, start_step))
+    if cfg.log.tensorboard:
+        look = Onlooker(f"{run / 'tensorboard'}: could not be written", note)
+        board = look(lambda: TensorBoard(run, start_step))
+        sinks += [board] if board else []
+    return sinks
+
+
+def start_wandb(cfg: Config, run: Path, start_step: int) -> Wandb:
+    try:
+        return Wandb(cfg, run, start_step)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit as well: other ranks wait to hear of it
+        raise ConfigError(
+            f"--log.wandb={cfg.log.wandb}: W&B could not be started; mend that (`wandb login`, or "
+            f"WANDB_MODE=offline in the environment), or leave the flag out: {reason(error)}"
+        ) from error

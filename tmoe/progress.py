@@ -1,4 +1,4 @@
-"""Shows a run's progress: a bar on a terminal, now and then a line elsewhere.
+"""Shows a run's progress: a bar on a terminal, now and then a line elsewhere. If that fails, the run goes on.
 
 next: tmoe/report.py
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,26 +14,38 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tmoe.config import Config
+from tmoe.onlookers import Onlooker, say
 
+BAR_SECONDS = 0.5  # between two pictures of the bar
 PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines
 
 
 class Bar:
-    """Progress on a terminal: step, loss, tokens/s, time left."""
+    """Progress on a terminal: step, loss, tokens/s, time left. Without rich's thread: its errors would reach nobody."""
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         texts = ("step {task.completed}/{task.total}", "{task.fields[numbers]}", "left")
         columns = (TextColumn(texts[0]), BarColumn(), TextColumn(texts[1]), TextColumn(texts[2]), TimeRemainingColumn())
         # the estimate starts at the first finished step, so compilation is not in it
-        self.bar = Progress(*columns, refresh_per_second=2, speed_estimate_period=300)
+        self.bar = Progress(*columns, auto_refresh=False, speed_estimate_period=300)
         self.task = self.bar.add_task("", total=cfg.steps, completed=start_step, numbers="first step: compiling")
+        self.drawn = time.perf_counter()
+
+    def begin(self) -> None:
         self.bar.start()
 
     def advance(self, step: int) -> None:
-        self.bar.update(self.task, completed=step + 1)
+        self.move(completed=step + 1)
 
     def show(self, line: dict[str, Any]) -> None:
-        self.bar.update(self.task, completed=line["step"] + 1, numbers=summary(line))
+        self.move(completed=line["step"] + 1, numbers=summary(line))
+
+    def move(self, **values: Any) -> None:
+        now = time.perf_counter()
+        due = now - self.drawn >= BAR_SECONDS
+        if due:
+            self.drawn = now
+        self.bar.update(self.task, refresh=due, **values)
 
     def note(self, text: str) -> None:
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -50,6 +61,9 @@ class Lines:
         self.steps = cfg.steps
         self.first, self.since = start_step, 0.0  # the first step and when it ended: compilation lies before
         self.last = -math.inf
+
+    def begin(self) -> None:
+        pass
 
     def advance(self, step: int) -> None:
         pass
@@ -70,10 +84,7 @@ class Lines:
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def note(self, text: str) -> None:
-        with suppress(
-            OSError, UnicodeError
-        ):  # a full disk, a pipe that nobody reads, a name that is no text: no reason to end training
-            print(text, flush=True)
+        say(text)
 
     def close(self) -> None:
         pass
@@ -86,10 +97,37 @@ class Silent(Lines):
         pass
 
 
-def make_display(cfg: Config, start_step: int) -> Bar | Lines:
-    if not cfg.log.progress or cfg.eval_only:
-        return Silent(cfg, start_step)
-    return Bar(cfg, start_step) if Console().is_terminal else Lines(cfg, start_step)
+class Display:
+    """What rank 0 shows, from `begin` to `close`. Once that has failed, notes alone are printed."""
+
+    def __init__(self, cfg: Config, start_step: int) -> None:
+        self.cfg, self.start_step = cfg, start_step
+        self.shown: Bar | Lines = Silent(cfg, start_step)
+        # a bar that stays open keeps the cursor hidden and stdout behind itself
+        self.look = Onlooker("progress could not be shown", say, leave=lambda: self.shown.close())
+
+    def begin(self) -> None:
+        self.shown = self.look(self.choose) or self.shown
+        self.look(lambda: self.shown.begin())
+
+    def choose(self) -> Bar | Lines:
+        if not self.cfg.log.progress or self.cfg.eval_only:
+            return self.shown
+        return (Bar if Console().is_terminal else Lines)(self.cfg, self.start_step)
+
+    def advance(self, step: int) -> None:
+        self.look(lambda: self.shown.advance(step))
+
+    def show(self, line: dict[str, Any]) -> None:
+        self.look(lambda: self.shown.show(line))
+
+    def note(self, text: str) -> None:
+        self.look(lambda: self.shown.note(text))
+        if not self.look.works:
+            say(text)
+
+    def close(self) -> None:
+        self.look(lambda: self.shown.close())
 
 
 def summary(line: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -19,14 +21,34 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from tmoe.manifest import naming
 from tmoe.metrics import read_lines
+
+
+@contextmanager
+def any_backend() -> Iterator[None]:
+    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not here (that of a
+    notebook). The picture needs none; who imports pyplot later finds the one that was asked for, if it is here."""
+    asked = os.environ.pop("MPLBACKEND", None)
+    first = "matplotlib" not in sys.modules
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+    if asked and first:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = asked
+
+
+with any_backend():
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 WINDOW = 50  # lines whose counts the heat map adds up
 SERIES = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu")

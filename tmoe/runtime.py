@@ -1,5 +1,6 @@
 """The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
 
+import atexit
 import fcntl
 import gc
 import json
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,12 +30,21 @@ from torch.utils._pytree import tree_map_only  # through named tuples as well; t
 
 from tmoe.config import ConfigError
 from tmoe.manifest import CheckpointError
+from tmoe.onlookers import Onlooker, say, settle_output
 from tmoe.parallel.mesh import launcher_number, patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
 LINGERS = 10.0  # s that a run which was killed may take to be gone
 PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
+# By which terminals, launchers and schedulers end a job, and what each is set to in a process that never touched it.
+ENDS = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGXCPU: signal.SIG_DFL,
+}
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +57,7 @@ class Runtime:
     device: torch.device
     control: dist.ProcessGroup
     watch: Watch
-    stop: bool = field(default=False)  # SIGTERM or Ctrl-C arrived here
+    stop: bool = field(default=False)  # a signal of ENDS, or another that was asked for, arrived here
     handlers: dict[int, Any] = field(default_factory=dict)  # of the signals, before this run heard them
 
     def sums(self, *values: float) -> list[float]:
@@ -92,7 +102,7 @@ class Runtime:
             who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
             if self.speaks:
-                print("error: " + "\n".join(lines), file=sys.stderr)
+                say("error: " + "\n".join(lines), sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
 
@@ -108,7 +118,7 @@ class Runtime:
             if ranks
         ]:
             if self.speaks:
-                print("error: " + "\n".join(lines), file=sys.stderr)
+                say("error: " + "\n".join(lines), sys.stderr)
             raise SystemExit(2)
 
     @contextmanager
@@ -120,7 +130,7 @@ class Runtime:
             yield
         except kinds as error:
             if self.speaks:
-                print(f"error: {error}", file=sys.stderr)
+                say(f"error: {error}", sys.stderr)
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:
@@ -197,8 +207,9 @@ def from_environment() -> tuple[int, int]:
     return rank, world
 
 
-def start(seed: int) -> Runtime:
-    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears SIGTERM, Ctrl-C."""
+def start(seed: int, also_stop_on: Iterable[str] = ()) -> Runtime:
+    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears
+    signals: those of ENDS, and those named in `also_stop_on`."""
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
@@ -223,6 +234,17 @@ def start(seed: int) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     runtime = Runtime(rank, world, device, control, Watch(rank, world, _get_default_store(), control))
 
+    if threading.current_thread() is threading.main_thread():
+        hear_signals(runtime, also_stop_on)
+    atexit.unregister(settle_output)  # once is enough
+    atexit.register(settle_output)
+    return runtime
+
+
+def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
+    """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup
+    makes a process ignore SIGHUP, a shell what it starts in the background Ctrl-C); but for SIGTERM and what was
+    asked for by name."""
     launcher = "RANK" in os.environ  # which hands on the Ctrl-C that the terminal gave each process already
 
     def hear(signum, frame):
@@ -233,12 +255,10 @@ def start(seed: int) -> Runtime:
                 # not print, which may be at work
                 os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without it\n")
 
-    if threading.current_thread() is threading.main_thread():
-        runtime.handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, hear)
-        # a shell makes what it starts in the background ignore Ctrl-C
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            runtime.handlers[signal.SIGINT] = signal.signal(signal.SIGINT, hear)
-    return runtime
+    named = [signal.Signals[name] for name in also_stop_on]
+    for signum in [*ENDS, *named]:
+        if signum in (signal.SIGTERM, *named) or signal.getsignal(signum) == ENDS[signum]:
+            runtime.handlers[signum] = signal.signal(signum, hear)
 
 
 def shares_store() -> bool:
@@ -365,7 +385,8 @@ def collecting() -> Iterator[None]:
 
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
-    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start` on."""
+    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start`
+    on. Of a trace that cannot be made or written one line tells, the run goes on, and nothing more is traced."""
     none, warm, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE"))
 
     def action(i: int) -> ProfilerAction:
@@ -377,6 +398,40 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
         return (record if follows else save) if step in steps else warm if follows else none
 
     def write(p: torch.profiler.profile) -> None:
-        p.export_chrome_trace(f"{out}/trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
+        # raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops
+        look(lambda: export(p))
 
-    return torch.profiler.profile(schedule=action, on_trace_ready=write) if steps else nullcontext()
+    def export(p: torch.profiler.profile) -> None:
+        path = Path(out, f"trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
+        aside = path.with_name(f"part-of-{path.name}")
+        try:
+            p.export_chrome_trace(str(aside))
+            os.replace(aside, path)  # a trace that is cut short never takes the name
+        finally:
+            aside.unlink(missing_ok=True)
+
+    look = Onlooker(f"--profile on rank {rank}: no trace could be written into {out}", log.warning)
+    made = look(lambda: Profiler(look, schedule=action, on_trace_ready=write)) if steps else None
+    return made or nullcontext()
+
+
+class Profiler(torch.profiler.profile):
+    """Of torch, as an onlooker: once anything of it has failed, writing included, it records nothing more."""
+
+    def __init__(self, look: Onlooker, **settings: Any):
+        super().__init__(**settings)
+        self.look = look
+
+    def start(self) -> None:
+        self.look(super().start)
+
+    def step(self) -> None:
+        self.look(self.step_or_stop)
+
+    def step_or_stop(self) -> None:
+        super().step()
+        if not self.look.works:
+            super().stop()
+
+    def stop(self) -> None:
+        self.look(super().stop)
