@@ -28,6 +28,7 @@ from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
 from tmoe.config import ConfigError
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 from tmoe.parallel.mesh import launcher_number, patience
 from tmoe.watch import Watch
@@ -92,7 +93,7 @@ class Runtime:
             who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
             if self.speaks:
-                print("error: " + "\n".join(lines), file=sys.stderr)
+                print(listed("", ["error: " + "\n".join(lines)], indent=""), file=sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
 
