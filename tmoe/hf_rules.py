@@ -210,7 +210,7 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
         if numbers and int(numbers[0]) < cfg.layers and (held := ways.get(NUMBER.sub("*", name))) is not None:
             seen.setdefault(numbers[0], {}).setdefault(held, name)
     if mixed := [f"{names[True]}: beside {names[False]}" for names in seen.values() if len(names) == 2]:
-        head = f"{len(mixed)} layers are spelled in two ways, expert by expert and stacked; one is read, in each layer"
+        head = f"{len(mixed)} layers are spelled in two ways, as published and as transformers 5 holds them; must be one each"
         raise MismatchError(listed(head, mixed))
     return {layer for layer, names in seen.items() if True in names}
 
