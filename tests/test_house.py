@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 # Floors from the ground up: a file may import from its own floor and below, never from above.
 FLOORS = [
     ("tmoe.ops",),
-    ("tmoe.config",),
+    ("tmoe.config", "tmoe.listing"),
     (
         "tmoe.parallel.mesh",
         "tmoe.parallel.grad_norm",

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe import folders
 from tmoe import manifest as files
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.parallel.mesh import patience
 from tmoe.shards import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
@@ -48,7 +49,7 @@ warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 class MismatchError(CheckpointError, ValueError):
-    """The tensors asked for are not the tensors saved; the message lists every difference."""
+    """The tensors asked for are not the tensors saved; the message lists every difference, or every kind of them."""
 
 
 class Checkpoints:
@@ -214,9 +215,8 @@ class Checkpoints:
         if resume != "auto":
             path = self._together(f"--resume={resume}", lambda: folders.resolve(Path(resume)))[0]
             if problems := self._problems(path):
-                raise CheckpointError(
-                    "\n".join([f"--resume={resume}: must be 'auto', 'none' or a whole step folder", *problems])
-                )
+                head = f"--resume={resume}: must be 'auto', 'none' or a whole step folder"
+                raise CheckpointError(listed(head, problems, indent=""))
             return path
         steps, skipped = self._steps()
         for path in steps:
@@ -225,9 +225,8 @@ class Checkpoints:
                 return path
             skipped += problems
         if skipped:
-            raise CheckpointError(
-                "\n".join([f"{self.folder}: no whole checkpoint (--resume none starts over)", *skipped])
-            )
+            head = f"{self.folder}: no whole checkpoint (--resume none starts over)"
+            raise CheckpointError(listed(head, skipped, indent=""))
         return None
 
     @torch.no_grad()
@@ -243,7 +242,7 @@ class Checkpoints:
         """
         self.finish()
         if problems := self._problems(path):
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError(listed("", problems, indent=""))
         manifest = read_manifest(path)
         self._compare(path, manifest, tensors, only)
         same, mine = self._world == manifest.world and only is None, f"{RNG}{self._rank}."
@@ -266,7 +265,7 @@ class Checkpoints:
         found = {line for _, lines in votes for line in lines}
         found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
         if found:
-            raise MismatchError("\n  ".join([f"{path} does not fit: {len(found)} differences", *sorted(found)]))
+            raise MismatchError(listed(f"{path} does not fit: {len(found)} differences", sorted(found)))
 
     # ---- deciding together ----
 
@@ -333,7 +332,13 @@ def _report(doing: str, failures: dict[int, str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, why in failures.items():
         ranks.setdefault(why, []).append(str(rank))
-    return f"{doing} failed: " + "; ".join(f"rank {', '.join(who)}: {why}" for why, who in ranks.items())
+    return listed("", [f"{doing} failed: rank {_some(who)}: {why}" for why, who in ranks.items()], indent="")
+
+
+def _some(ranks: list[str]) -> str:
+    """A number for each rank; of many the first eight and how many more."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(ranks[:8]) + more
 
 
 def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]) -> list[str]:

@@ -40,6 +40,7 @@ from tmoe.hf_packed import unpacked
 from tmoe.hf_rules import Piece, ahead, divide, model_shapes, their_shapes
 from tmoe.hf_swap import swap_experts
 from tmoe.layout import Box, lay_out
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.metrics import versions
 from tmoe.moe import warn_if_untrained
@@ -86,8 +87,8 @@ def import_hf(
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
     if unread:
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
-        print(f"{len(unread)} tensors, computed or of blocks that predict further tokens, are carried as they are:")
-        print("\n".join(f"  {name}" + (f" ({count})" if count > 1 else "") for name, count in kinds.items()))
+        head = f"{len(unread)} tensors, computed or of blocks that predict further tokens, are carried as they are:"
+        print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 
 def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:

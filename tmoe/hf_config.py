@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from tmoe.config import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
 from tmoe.hf_rules import HF, Architecture
 from tmoe.hf_tables import ARCHITECTURES
+from tmoe.listing import listed
 
 # settings of ModelConfig that have settings of their own
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
@@ -74,7 +75,7 @@ def read_config(hf: HF) -> ModelConfig:
 
 def _refuse(arch: Architecture, problems: list[str]) -> None:
     if problems:
-        raise ConfigError("\n  ".join([f"config.json of a {arch.model_type}: {len(problems)} problems", *problems]))
+        raise ConfigError(listed(f"config.json of a {arch.model_type}: {len(problems)} problems", problems))
 
 
 def _miscounted(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
@@ -309,7 +310,7 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
             for name, value in _flat(settings).items()
             if name in KINDS and not fits(value, KINDS[name])
         ]:
-            raise ConfigError("\n  ".join(["model settings are malformed", *problems]))
+            raise ConfigError(listed("model settings are malformed", problems))
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
         tuples = dict(windowed=(1,), dense_blocks=())
         parts |= {name: tuple(settings.get(name, default)) for name, default in tuples.items()}  # JSON has lists

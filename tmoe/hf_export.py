@@ -42,6 +42,7 @@ from tmoe.hf_packed import unpacked
 from tmoe.hf_rules import FP32, HF, Piece, ahead, divide, model_shapes, their_shapes
 from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.layout import Box
+from tmoe.listing import listed
 from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.rewrite import keeping, read_boxes, require_absent, require_outside
 
@@ -86,7 +87,7 @@ def export_hf(
     manifest = read_manifest(step)
     weights = {name: e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     if problems := verify(step, share=None):  # sizes now, contents as they are read
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
     arch, cfg = architecture(origin.config), read_config(origin.config)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}

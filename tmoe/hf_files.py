@@ -22,6 +22,7 @@ from tmoe.checkpoint import MismatchError
 from tmoe.config import ConfigError
 from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf_rules import HF, Architecture, Piece
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +37,8 @@ Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors na
 class Folder:
     """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged.
 
-    Quantised tensors appear as what they stand for (hf_packed.py); `packed` names their format then, else it is "".
+    Quantised tensors appear as what they stand for (hf_packed.py); `packed` names their format then, else it is "". MismatchError
+    names those of another type or shape than their format has.
     """
 
     def __init__(self, path: Path):
@@ -66,9 +68,9 @@ class Folder:
         if not isinstance(method, str) or method not in FORMATS:
             return ""
         del self.config[QUANTISED]
-        self.views = FORMATS[method](
-            self.shapes, {n: kind for group in self.layout.values() for n, kind in group.items()}, quantised
-        )
+        dtypes = {n: kind for group in self.layout.values() for n, kind in group.items()}
+        self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
+        refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
         if not self.views:
             raise ConfigError(
                 f"{self.path / CONFIG}: {QUANTISED}: quant_method={method!r}, but no tensor is packed so; "
@@ -171,9 +173,9 @@ def is_folder(path: str | Path) -> bool:
 
 
 def refuse(what: str, problems: list[str]) -> None:
-    """MismatchError with every problem, if there is one."""
+    """MismatchError with every problem, or every kind of them where they are many, if there is one."""
     if problems:
-        raise MismatchError("\n  ".join([f"{what}: {len(problems)} differences", *problems]))
+        raise MismatchError(listed(f"{what}: {len(problems):,} differences", problems))
 
 
 def require_names(where: Path, names: Iterable[str]) -> None:

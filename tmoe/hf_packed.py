@@ -1,6 +1,8 @@
 """Quantised tensors of a Hugging Face folder, seen as the 16-bit tensors that they stand for.
 
-A format is one function: from the folder's tensors and its quantization_config it makes the views, and a view turns boxes of the packed tensors into a box of the
+A format is a table and a function. The table says in which tensors of the files a packed one is stored, of which types and shapes; what
+is not so is refused by name, for the type of a helper tensor is a part of its meaning. The function makes the views from the folder's
+tensors and its quantization_config, and a view turns boxes of the packed tensors into a box of the
 values. Everything behind Folder (comparison, import, direct start) sees names, shapes and values only. Nothing is packed again on the
 way back: training moved the weights, so an export writes the values.
 
@@ -13,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from tmoe.config import ConfigError
 
 QUANTISED = "quantization_config"
 Read = Callable[[str, tuple], Tensor]  # (name of a tensor in the files, slices) -> that box
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
 
 
 @dataclass(frozen=True)
@@ -30,38 +33,90 @@ class View:
     """A tensor that is not in the files but computed from `parts`, which are."""
 
     parts: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     """the type, as safetensors names it, that an export gives it"""
     read: Callable[[Read, tuple[slice, ...]], Tensor]
     """(how to read the files, slices of this tensor) -> that box"""
 
 
+Found = tuple[dict[str, View], list[str]]  # the views by name, and what is wrong with tensors of the format
+
+
+class Stored(NamedTuple):
+    """A row of a format's table: one of the tensors in which the files hold a packed tensor NAME."""
+
+    suffix: str
+    """it is called NAME and this"""
+    dtypes: tuple[str, ...]
+    """its types, as safetensors names them"""
+    fits: Callable[[Shape, Shape], bool]
+    """(its shape, that of the first row's tensor) -> whether it has the shape that the format says"""
+    said: str
+    """that shape in words"""
+
+
+def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Names of the packed tensors, and a line for each tensor of theirs that is missing or of another type or shape than the table's.
+
+    A tensor belongs to the format if its name ends as one of the table's, or if its type is one that nothing but the format holds.
+    """
+    suffixes = tuple(row.suffix for row in table if row.suffix)
+    bare = len(suffixes) < len(table)
+    names = {name.removesuffix(end) for name in shapes for end in suffixes if name.endswith(end)}
+    names |= {
+        n for n, kind in dtypes.items() if bare and kind.startswith(("F8_E4", "F8_E5")) and not n.endswith(suffixes)
+    }
+    problems = [line for name in sorted(names) for line in _problems(table, name, shapes, dtypes, bare)]
+    return sorted(names), problems
+
+
+def _problems(table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool) -> list[str]:
+    parts = {f"{name}{row.suffix}": row for row in table}
+    there = [part for part in parts if part in shapes]
+    found = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
+    if not bare and name in shapes:
+        found.append(f"{name}: there, and packed as {there[0]} as well")
+    for part in there:
+        row = parts[part]
+        if dtypes[part] not in row.dtypes:
+            found.append(f"{part}: {dtypes[part]}; valid are {', '.join(row.dtypes)}")
+    first = f"{name}{table[0].suffix}"
+    for part in there if first in shapes else []:
+        if not parts[part].fits(shapes[part], shapes[first]):
+            found.append(f"{part}: shape {shapes[part]}, must be {parts[part].said}")
+            break  # the others' shapes follow from the first's
+    return found
+
+
 # ---- MXFP4 (Open Compute Project, Microscaling Formats 1.0, 2023), as gpt-oss is published ----
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign bit
 BLOCK = 32  # values that share a power of two
+BIAS = 127  # a power of two is stored as its exponent plus this (E8M0)
+MXFP4 = (
+    Stored("_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"),
+    Stored("_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "that of the blocks without the last axis"),
+)
 
 
-def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> dict[str, View]:
+def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
     """NAME_blocks [E, M, W/32, 16] and NAME_scales [E, M, W/32], both U8, stand for NAME [E, W, M].
 
     A byte holds two values, the lower four bits first; a scale is an exponent of two plus 127. bf16 holds every product exactly.
     """
+    names, problems = find(MXFP4, shapes, dtypes)
+    if problems:
+        return {}, problems
     found = {}
-    for blocks in shapes:
-        name = blocks.removesuffix("_blocks")
-        scales, shape = f"{name}_scales", shapes[blocks]
-        packed = name != blocks and len(shape) == 4 and shape[3] * 2 == BLOCK and shapes.get(scales) == shape[:3]
-        if packed and dtypes[blocks] == dtypes[scales] == "U8":
-            whole = (shape[0], shape[2] * BLOCK, shape[1])
-            found[name] = View(
-                (blocks, scales), whole, "BF16", lambda read, box, b=blocks, s=scales: unpack(read, b, s, box)
-            )
-    return found
+    for name in names:
+        blocks, scales = (f"{name}{row.suffix}" for row in MXFP4)
+        E, M, groups, _ = shapes[blocks]
+        found[name] = View((blocks, scales), (E, groups * BLOCK, M), "BF16", partial(unpack, blocks, scales))
+    return found, []
 
 
-def unpack(read: Read, blocks: str, scales: str, box: tuple[slice, ...]) -> Tensor:
+def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tensor:
     """The box [E, W, M] in fp32, one expert at a time: what is read grows eightfold on the way. M's slice may have a step.
 
     84 million values a second on one core (a gather of each byte's pair of values), transformers' conversion 22.
@@ -69,10 +124,10 @@ def unpack(read: Read, blocks: str, scales: str, box: tuple[slice, ...]) -> Tens
     experts, wide, rows = box
     first, last = wide.start // BLOCK, math.ceil(wide.stop / BLOCK)
     low = wide.start - first * BLOCK
-    values = torch.tensor([*FP4, *(-v for v in FP4)])
+    values = 2 * torch.tensor([*FP4, *(-v for v in FP4)])  # fp32 has no 2^128, of which a half is a value
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # of every byte
     pairs = pairs.view(torch.float64).flatten()  # two at once: a gather of single numbers is fast
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)  # halves, so
     out = torch.empty(experts.stop - experts.start, len(range(*rows.indices(rows.stop))), wide.stop - wide.start)
     for i in range(out.shape[0]):
         here = (slice(experts.start + i, experts.start + i + 1), rows, slice(first, last))
@@ -84,33 +139,53 @@ def unpack(read: Read, blocks: str, scales: str, box: tuple[slice, ...]) -> Tens
 
 # ---- fp8 in blocks, as DeepSeek-V3 is published ----
 
+BLOCKS = [128, 128]  # where weight_block_size is not said
+FP8_SETTINGS = dict(  # the first value is what a missing key means
+    activation_scheme=("dynamic",), scale_fmt=("float", "ue8m0"), expert_dtype=("fp8",), modules_to_convert=(None, [])
+)
 
-def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> dict[str, View]:
+
+def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
     """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each block of `weight_block_size` m x w.
 
-    fp32 holds the products to its own rounding; an export rounds them to bf16, as DeepSeek's own conversion does.
+    The type of the factors says what they are: numbers, or exponents of two plus 127 in F8_E8M0 or in plain bytes, whatever
+    scale_fmt says, as transformers reads them. fp32 holds the products to its own rounding; an export rounds them to bf16, as
+    DeepSeek's own conversion does. ConfigError for settings that say something else.
     """
-    block = settings.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+    for key, valid in FP8_SETTINGS.items():
+        if settings.get(key, valid[0]) not in valid:
+            said = " or ".join(map(repr, valid))
+            raise ConfigError(f"quantization_config: {key}={settings[key]!r}: only {said} is read")
+    block = settings.get("weight_block_size", BLOCKS)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         raise ConfigError(f"quantization_config: weight_block_size={block!r}: fp8 is read with a factor for each block")
-    found = {}
-    for name, shape in shapes.items():
-        factors, blocks = f"{name}_scale_inv", tuple(math.ceil(n / b) for n, b in zip(shape, block, strict=False))
-        if dtypes[name] == "F8_E4M3" and len(shape) == 2 and shapes.get(factors) == blocks:
-            found[name] = View((name, factors), shape, "BF16", partial(scaled, name, factors, block))
-    return found
+
+    def one_a_block(shape: Shape, weight: Shape) -> bool:
+        return shape == tuple(math.ceil(n / b) for n, b in zip(weight, block, strict=True))
+
+    scales = ("F32", "BF16", "F16", "U8", "F8_E8M0")
+    table = (
+        Stored("", ("F8_E4M3",), lambda shape, _: len(shape) == 2, "[M, W]"),
+        Stored("_scale_inv", scales, one_a_block, f"a factor for each block of {block[0]} x {block[1]}"),
+    )
+    names, problems = find(table, shapes, dtypes)
+    if problems:
+        return {}, problems
+    parts = {name: (name, f"{name}_scale_inv") for name in names}
+    return {name: View(parts[name], shapes[name], "BF16", partial(scaled, *parts[name], block)) for name in names}, []
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:
     """The box [M, W] in fp32."""
     touched = tuple(slice(s.start // b, math.ceil(s.stop / b)) for s, b in zip(box, block, strict=True))
-    scale = read(factors, touched).float()
+    scale = read(factors, touched)
+    scale = torch.exp2(scale.float() - BIAS) if scale.dtype == torch.uint8 else scale.float()
     for axis, (s, b) in enumerate(zip(box, block, strict=True)):
         scale = scale.repeat_interleave(b, axis).narrow(axis, s.start % b, s.stop - s.start)
     return read(name, box).float() * scale
 
 
-FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], dict[str, View]]] = dict(mxfp4=mxfp4, fp8=fp8)
+FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = dict(mxfp4=mxfp4, fp8=fp8)
 
 
 def unpacked(packed: str) -> str:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tmoe.checkpoint import MismatchError
 from tmoe.config import ModelConfig
+from tmoe.listing import listed
 from tmoe.model import Transformer
 
 HF = dict[str, Any]  # the contents of a config.json
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
 FP32 = ("e_score_correction_bias",)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
 
 
@@ -43,10 +46,15 @@ class Part(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first."""
+    """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first.
+
+    held: the parts as transformers 5 holds them in memory, and writes them where save_original_format=False or a raw state_dict is
+    saved; empty: the same parts. A folder may have either, layer by layer.
+    """
 
     ours: str
     parts: tuple[Part, ...]
+    held: tuple[Part, ...] = ()
 
 
 class Field(NamedTuple):
@@ -132,12 +140,19 @@ class Piece(NamedTuple):
 # ---- boxes ----
 
 
-def pieces(arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...]) -> list[Piece]:
-    """Their tensors that make up our tensor `ours` of `shape`, expert by expert; empty: the architecture lacks it."""
+def pieces(
+    arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...], held: Container[str] = ()
+) -> list[Piece]:
+    """Their tensors that make up our tensor `ours` of `shape`, expert by expert; empty: the architecture lacks it.
+
+    held: numbers of the layers whose tensors are spelled as transformers 5 holds them (Rule).
+    """
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
-    parts = next((rule.parts for rule in arch.rules if rule.ours == generic), ())
-    found, layer = [], numbers[0] if numbers else ""
+    layer = numbers[0] if numbers else ""
+    rule = next((rule for rule in arch.rules if rule.ours == generic), Rule(ours, ()))
+    parts = rule.held if rule.held and layer in held else rule.parts
+    found = []
     stacked = any("{expert}" in part.name for part in parts)
     axis = (".experts." in ours) - len(shape)
     for expert in range(shape[0]) if stacked else (None,):
@@ -171,15 +186,33 @@ def divide(
     `ahead` blocks behind its last, which predict tokens further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
 
     A tied model's folder may hold the head as well, a copy of the embedding: it is one more piece, before the one that counts.
+    MismatchError names the layers of which the tensors present are spelled in both ways that a Rule may have.
     """
     present = set(present)
-    found = {name: pieces(arch, cfg, name, shape) for name, shape in model_shapes(cfg).items()}
+    held = held_layers(arch, cfg, present)
+    found = {name: pieces(arch, cfg, name, shape, held) for name, shape in model_shapes(cfg).items()}
     if cfg.tied and "lm_head.weight" in present:
         embedding = found["embedding.weight"]
         embedding.insert(0, embedding[0]._replace(name="lm_head.weight"))
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
     return found, sorted(n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
+
+
+def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
+    """Numbers of the layers whose tensors among those `present` are spelled as transformers 5 holds them; MismatchError: both ways."""
+    spelled = {part.name: False for rule in arch.rules if rule.held for part in rule.parts}
+    spelled |= {part.name: True for rule in arch.rules for part in rule.held}
+    ways = {re.sub(r"\{\w+\}", "*", name): held for name, held in spelled.items()}
+    seen: dict[str, dict[bool, str]] = {}
+    for name in sorted(present):
+        numbers = NUMBER.findall(name)
+        if numbers and int(numbers[0]) < cfg.layers and (held := ways.get(NUMBER.sub("*", name))) is not None:
+            seen.setdefault(numbers[0], {}).setdefault(held, name)
+    if mixed := [f"{names[True]}: beside {names[False]}" for names in seen.values() if len(names) == 2]:
+        head = f"{len(mixed)} layers are spelled in two ways, as published and as transformers 5 holds them; must be one each"
+        raise MismatchError(listed(head, mixed))
+    return {layer for layer, names in seen.items() if True in names}
 
 
 def ahead(hf: HF) -> int:

@@ -15,6 +15,10 @@ from tmoe.hf_rules import HF, Architecture, Field, Part, Rule, Windows
 # ---- tensors ----
 
 
+A, B = "model.layers.{layer}", "blocks.{layer}"
+HELD = f"{A}.mlp.experts"
+
+
 def one(ours: str, theirs: str) -> Rule:
     return Rule(ours, (Part(theirs),))
 
@@ -26,7 +30,15 @@ def swiglu(ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj",
     return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
 
 
-A, B = "model.layers.{layer}", "blocks.{layer}"
+def also(rule: Rule, held: str) -> Rule:
+    """The rule of a tensor that transformers 5 holds whole, as tmoe does, under the name `held`."""
+    return rule._replace(held=(Part(held),))
+
+
+def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, Rule]:
+    """One by one in the module `theirs`, a folder's usual spelling, or stacked as gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
+    gate_up, downs = swiglu(f"{B}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
+    return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
 
 
 def qkv(kind: str) -> Rule:
@@ -49,20 +61,21 @@ QK_NORM = tuple(one(f"{B}.attention.{n}_norm.weight", f"{A}.self_attn.{n}_norm.w
 DENSE = swiglu(f"{B}.ffn", f"{A}.mlp")
 MOE = (
     one(f"{B}.moe.router.weight", f"{A}.mlp.gate.weight"),
-    *swiglu(f"{B}.moe.experts", f"{A}.mlp.experts.{{expert}}"),
+    *experts(f"{A}.mlp.experts"),
 )
+SPARSE = f"{A}.block_sparse_moe"
 MIXTRAL_MOE = (
-    one(f"{B}.moe.router.weight", f"{A}.block_sparse_moe.gate.weight"),
-    *swiglu(f"{B}.moe.experts", f"{A}.block_sparse_moe.experts.{{expert}}", "w1", "w3", "w2"),
+    also(one(f"{B}.moe.router.weight", f"{SPARSE}.gate.weight"), f"{A}.mlp.gate.weight"),
+    *experts(f"{SPARSE}.experts", "w1", "w3", "w2"),
 )
 QWEN_SHARED = (
     *swiglu(f"{B}.moe.shared", f"{A}.mlp.shared_expert"),
     one(f"{B}.moe.shared_gate.weight", f"{A}.mlp.shared_expert_gate.weight"),
 )
 GRANITE_MOE = (  # stacked as tmoe's
-    one(f"{B}.moe.router.weight", f"{A}.block_sparse_moe.router.layer.weight"),
-    one(f"{B}.moe.experts.gate_up", f"{A}.block_sparse_moe.input_linear.weight"),
-    one(f"{B}.moe.experts.down", f"{A}.block_sparse_moe.output_linear.weight"),
+    also(one(f"{B}.moe.router.weight", f"{SPARSE}.router.layer.weight"), f"{SPARSE}.router.weight"),
+    also(one(f"{B}.moe.experts.gate_up", f"{SPARSE}.input_linear.weight"), f"{SPARSE}.experts.gate_up_proj"),
+    also(one(f"{B}.moe.experts.down", f"{SPARSE}.output_linear.weight"), f"{SPARSE}.experts.down_proj"),
 )
 
 

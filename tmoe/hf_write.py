@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tmoe import folders
 from tmoe.hf_files import Layout, Writer
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, HashedFile
 from tmoe.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
 
@@ -128,8 +129,9 @@ def _read_back(plan: Export, work: Path) -> None:
                 problems.append(f"{work / file}: SHA-256 differs from what was written")
                 (work / (file + DONE)).unlink()
     if problems:
-        named = "; ".join(problems)
-        raise CheckpointError(f"what was written does not read back (the same command writes it again): {named}")
+        raise CheckpointError(
+            listed("what was written does not read back (the same command writes it again):", problems)
+        )
 
 
 def _holds(path: Path, parts: list[tuple[int, int, str]], advance: Advance) -> bool:

@@ -27,6 +27,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from tmoe.listing import listed
+
 log = logging.getLogger(__name__)
 
 NAME = "manifest.json"
@@ -273,7 +275,7 @@ def verify(
     except (CheckpointError, OSError) as error:
         return [str(error)]
     if extra and share and share[0] == 0:
-        log.warning("%s: ignoring files that its manifest does not know: %s", path, ", ".join(sorted(extra)))
+        log.warning("%s", listed(f"{path}: ignoring files that its manifest does not know:", sorted(extra)))
     names = sorted(manifest.files if names is None else names)
     mine = set(names[share[0] :: share[1]]) if share else set()
     with ThreadPoolExecutor(READERS) as pool:

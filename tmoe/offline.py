@@ -35,6 +35,7 @@ from tmoe import folders, inspection
 from tmoe import manifest as files
 from tmoe.config import STEPS_READ
 from tmoe.layout import BUFFERS, Box, Layout, lay_out
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, require_outside, rewrite
 from tmoe.shards import RNG
@@ -87,7 +88,7 @@ def verify(path: Path, /) -> None:
             if (problems := _problems(step, advance)) is None:
                 print(f"removed  {step}")
                 continue
-            print("\n  ".join([f"damaged  {step}" if problems else f"whole    {step}", *problems]))
+            print(listed(f"damaged  {step}" if problems else f"whole    {step}", problems))
             damaged += bool(problems)
     if damaged:
         raise CheckpointError(f"{damaged} of {len(steps)} steps damaged")
@@ -208,7 +209,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     if ema and not any(sources):
         raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
     if found := _differences(steps, manifests, weights, sources, prefix):
-        raise CheckpointError("\n  ".join([f"the steps do not fit: {len(found)} differences", *found]))
+        raise CheckpointError(listed(f"the steps do not fit: {len(found)} differences", found))
     for step, manifest, entries in zip(steps, manifests, sources, strict=True):
         check_sizes(step, manifest, entries)
     outputs = [Output(name, e.shape, dtype_of(e.dtype), *_layout_of(e)) for name, e in weights.items()]
@@ -306,7 +307,7 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
     """
     needed = {chunk.file for entry in entries.values() for chunk in entry.chunks}
     if problems := files.verify(src, share=None, names=needed):
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(listed("", problems, indent=""))
 
 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:

@@ -38,6 +38,7 @@ from torch import Tensor
 from tmoe import folders, shards
 from tmoe import manifest as files
 from tmoe.layout import Box
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
@@ -284,8 +285,8 @@ def _read_back(parts: list[Path]) -> None:
     for part in problems:
         shutil.rmtree(part)
     if problems:
-        named = "; ".join(problem for found in problems.values() for problem in found)
-        raise CheckpointError(f"what was written does not read back (the same command writes it again): {named}")
+        named = [problem for found in problems.values() for problem in found]
+        raise CheckpointError(listed("what was written does not read back (the same command writes it again):", named))
 
 
 def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
@@ -301,7 +302,7 @@ def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
             os.rename(part / name, work / name)
         shutil.rmtree(part)
     if problems := verify(work, share=None):
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(listed("", problems, indent=""))
     folders.publish(work, dst)
 
 

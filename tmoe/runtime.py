@@ -29,6 +29,7 @@ from torch.profiler import ProfilerAction
 from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
 from tmoe.config import ConfigError
+from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 from tmoe.onlookers import Onlooker, say, settle_output
 from tmoe.parallel.mesh import launcher_number, patience
@@ -102,7 +103,7 @@ class Runtime:
             who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
             lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
             if self.speaks:
-                say("error: " + "\n".join(lines), sys.stderr)
+                say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
 

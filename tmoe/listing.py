@@ -1,0 +1,40 @@
+"""Lists in messages: twenty lines at most, and of a longer list one line for each kind.
+
+next: config.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+LINES = 20  # of a message, its first line included
+NUMBERED = re.compile(r"([A-Za-z_]+\.)\d+(?=\.)")  # layers.7. and experts.3. inside a tensor's name
+
+
+def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
+    """`head`, if there is one, then a line for each item, indented by `indent`: LINES lines in all at most.
+
+    A list that is longer has one line for each kind: the items that differ in the numbers of layers and experts alone are counted
+    together, the numbers written as *. What is still too long ends with "… N more", N items.
+    """
+    shown = [line for item in items for line in item.splitlines()]
+    room = LINES - len(head.splitlines())
+    counts = [1] * len(shown)
+    if len(shown) > room:
+        kinds: dict[str, list[str]] = {}
+        for line in shown:
+            kinds.setdefault(NUMBERED.sub(r"\1*", line), []).append(line)
+        shown = [_counted(kind, alike) for kind, alike in kinds.items()]
+        counts = [len(alike) for alike in kinds.values()]
+    if len(shown) > room:
+        left = sum(counts[room - 1 :])
+        shown = [*shown[: room - 1], f"… {left:,} more"]
+    return f"\n{indent}".join([head, *shown] if head else shown)
+
+
+def _counted(kind: str, alike: list[str]) -> str:
+    if len(alike) == 1:
+        return alike[0]
+    first = " ".join(found[0] for found in NUMBERED.finditer(alike[0]))
+    return f"{kind} ({len(alike):,}, one is {first})"
