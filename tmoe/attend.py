@@ -37,8 +37,8 @@ LATENT |= {
 BLOCK = 128  # tokens a side of what a mask's blocks tell of
 NARROWEST = 16  # channels of a head that they take
 # How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11, beside a pad, a
-# view may be read with the longer ones of a buffer that was written with the shorter, in silence (pytorch issue 194281; docs/lab.md has
-# the code). On an H200 heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
+# view may be read with the longer ones of a buffer that was written with the shorter, in silence (pytorch issue 194281;
+# docs/decisions/020-no-comprehensive-padding.md). On an H200 heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
 COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 

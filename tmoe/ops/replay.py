@@ -2,7 +2,8 @@
 
 What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and alignments alone, and nothing
 but `empty` and `launch` touches the device there. So the second call of a kind is written down, and the third decides nothing: of a
-layer's backward, which autograd runs on a thread of its own with cold caches, that was most of the host's time (docs/lab.md).
+layer's backward, which autograd runs on a thread of its own with cold caches, that was most of the host's time
+(docs/decisions/016-replay.md).
 
 next: gpu.py
 """

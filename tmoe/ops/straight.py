@@ -1,7 +1,8 @@
 """Whether an op may go straight to its kernels: in eager mode torch's dispatcher costs as much as the launches of a small layer.
 
 A registered op passes the dispatcher and a Python autograd rule of torch.library, forward and backward. On a slow host that was 0.3 to
-0.4 of 1.3 ms for a layer of 512 tokens (docs/lab.md); a plain autograd.Function around the same code needs none of it.
+0.4 of 1.3 ms for a layer of 512 tokens (docs/decisions/015-launch-fast-path.md); a plain
+autograd.Function around the same code needs none of it.
 
 next: mlp.py
 """

@@ -7,7 +7,8 @@ FSDP2 casts a shard, gathers it and splits what came, forward and backward again
     backward        a part of a gradient goes to its owner in the compute type, as it was computed; the owner adds the parts up in fp32
 
 which is half of FSDP2's bytes between ranks, a fifth of its copies in memory where two share, and the same sum. It costs the memory of
-the copies (docs/lab.md has what it gives). Both ways lead beside the compute, as FSDP2's do: streams wait for what they need alone.
+the copies; docs/decisions/004-experts-kept-whole.md has what it gives. Both ways lead beside the compute, as
+FSDP2's do: streams wait for what they need alone.
 
 next: parallel/dispatch.py
 """

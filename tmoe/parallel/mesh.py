@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
-# unit. Two blocks a unit took as long on a fast host, where nobody waits for Python (docs/lab.md).
+# unit. Two blocks a unit took as long on a fast host, where nobody waits for Python
+# (docs/decisions/005-units-of-blocks.md).
 UNIT, UNIT_BLOCKS = 2**26, 4
 
 

@@ -13,7 +13,8 @@ One opaque op spans the three steps, so that nobody else ever holds a view of th
 it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
 
 **What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows, but the copy
-engines need none: they carry x, again, and the partial dX while the products run, 3 to 8% slower for it (docs/lab.md). They copy every
+engines need none: they carry x, again, and the partial dX while the products run, 3 to 8% slower for it
+(docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md). They copy every
 row to every rank, since only the device knows who needs which; that is what most layers need anyway (at K=8 on 4 ranks 90%),
 and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open. x and dy
 must come before the experts can begin: they hide where a shared expert, which needs no rows of others, gives its products.
