@@ -25,6 +25,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
+from tmoe.folders import expand_home
 from tmoe.manifest import naming
 from tmoe.metrics import read_lines
 
@@ -293,6 +294,6 @@ def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 if __name__ == "__main__":
     try:
-        tyro.cli(main, prog="python -m tmoe.report")
+        tyro.cli(main, prog="python -m tmoe.report", args=expand_home())
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
