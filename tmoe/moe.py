@@ -122,7 +122,9 @@ class MoE(nn.Module):
         return y_TD.to(x.dtype), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
 
 
-def balancing_loss(model: nn.Module, tokens: float | None = None, sequences: float | None = None) -> Tensor:
+def balancing_loss(
+    model: nn.Module, tokens: float | Tensor | None = None, sequences: float | Tensor | None = None
+) -> Tensor:
     """This rank's share of the balancing and z-losses of all MoE layers in `model`, of their last call: add it to your loss, once a call.
 
     Shares of all ranks and micro-batches add up to the losses of the step, as each layer's MoEConfig sets them (`balance`,
@@ -136,7 +138,9 @@ def balancing_loss(model: nn.Module, tokens: float | None = None, sequences: flo
     Raises ValueError where `model` holds no MoE layer, or one whose last call left no load or one without gradients.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    require(len(layers) > 0, "balancing_loss: model", f"a {type(model).__name__} without MoE layers", "a module with some")
+    require(
+        len(layers) > 0, "balancing_loss: model", f"a {type(model).__name__} without MoE layers", "a module with some"
+    )
     for name, moe in layers.items():
         check_load(name, moe)
     totals_Y = step_totals([moe.load for moe in layers.values()], tokens, sequences)
@@ -162,7 +166,7 @@ def check_load(name: str, moe: MoE) -> None:
     )
 
 
-def step_totals(loads: list[Load], tokens: float | None, sequences: float | None) -> list[Totals]:
+def step_totals(loads: list[Load], tokens: float | Tensor | None, sequences: float | Tensor | None) -> list[Totals]:
     """What each layer's losses are divided by: the given counts, else those of this call over all ranks."""
     both = (tokens is None) == (sequences is None)
     require(both, "balancing_loss", f"tokens={tokens}, sequences={sequences}", "both of the whole step, or none")
