@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
-    run = runtime.start(cfg.seed, cfg.train.also_stop_on)
+    run = runtime.start(cfg.seed, cfg.train.collective_timeout, cfg.train.also_stop_on)
     with run.watch, run.refusing(SkipGuard.TooMany):
         trainer = Trainer(cfg, run)
         with trainer.metrics:

@@ -12,6 +12,7 @@ FLOORS = [
     ("tmoe.ops",),
     ("tmoe.config", "tmoe.listing"),
     (
+        "tmoe.parallel.launcher",
         "tmoe.parallel.mesh",
         "tmoe.parallel.grad_norm",
         "tmoe.parallel.working",

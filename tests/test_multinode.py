@@ -15,9 +15,8 @@ import two_hosts
 from test_train import SMALL, lines
 
 import train
-from tmoe import runtime
 from tmoe.cli import parse
-from tmoe.parallel import build_mesh
+from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.mesh import require_ep_inside_nodes
 
 
@@ -177,7 +176,7 @@ def test_each_life_meets_under_a_name_of_its_own(monkeypatch):
 
     def join(rank: int, world: int, late: int) -> dist.Store:
         time.sleep(0.2 * (rank == late))
-        return runtime.meet(rank, world)
+        return launcher.meet(rank, world)
 
     lives = []
     for world, late in ((3, 0), (3, 1), (2, 0), (4, 3), (1, None)):

@@ -9,11 +9,22 @@ from types import ModuleType
 from tmoe import ops, parallel
 from tmoe.config import Config, ModelConfig, MoEConfig
 from tmoe.model import Transformer
-from tmoe.moe import MoE
+from tmoe.moe import MoE, balancing_loss
 from tmoe.zoo import presets
 
 __version__ = "0.1.0"
-__all__ = ["Config", "MoE", "MoEConfig", "ModelConfig", "Transformer", "hf", "ops", "parallel", "presets"]
+__all__ = [
+    "Config",
+    "MoE",
+    "MoEConfig",
+    "ModelConfig",
+    "Transformer",
+    "balancing_loss",
+    "hf",
+    "ops",
+    "parallel",
+    "presets",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

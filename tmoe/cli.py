@@ -20,7 +20,9 @@ import tyro
 
 from tmoe.accounting import padding
 from tmoe.config import Config, ConfigError, divisors
+from tmoe.folders import expand_home
 from tmoe.manifest import is_step
+from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.zoo import presets
 
@@ -40,10 +42,11 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
         # of a node: what is wrong on it alone, rank 0 does not see
-        if (rank == 0 or os.environ.get("LOCAL_RANK") == "0") and isinstance(error, ValueError):
+        launch = launcher_world()
+        if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
             print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
-        if rank and code and "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(LAG_S)  # torchrun ends all others when one has: rank 0, still importing, would never say why
+        if rank and code and launch.launcher not in ("", "environment"):
+            time.sleep(LAG_S)  # a launcher ends all others when one has: rank 0, still importing, would never say why
         raise SystemExit(code) from None
     for note in notes(cfg, world) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -92,7 +95,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         prog=f"train.py {name}",
         description=text,
         default=known[name],
-        args=spell_booleans(argv),
+        args=spell_booleans(expand_home(argv)),
         console_outputs=rank == 0,
     )
     if cfg.world is not None and not cfg.dry_run:

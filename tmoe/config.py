@@ -345,9 +345,14 @@ class TrainConfig:
     """several ranks: seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
     also_stop_on: tuple[Literal["SIGUSR1", "SIGUSR2"], ...] = ()
     """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120); else they kill it"""
+    collective_timeout: float = 600.0
+    """seconds that a collective, and the ranks' first meeting, wait for a rank that does not come: more for slow disks and large saves"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")
+        wait, year = self.collective_timeout, 365 * 86400
+        valid = f"must be from 1 to {year} (seconds; a year)"
+        require(1 <= wait <= year, f"--train.collective-timeout={wait}: {valid}")
         tokens = self.batch * self.accumulate * self.seq
         sizes = f"--train.batch={self.batch} x --train.accumulate={self.accumulate} x --train.seq={self.seq}"
         require(tokens < 2**31, f"{sizes}: {tokens} tokens a rank in a step; must be below {2**31}")

@@ -38,6 +38,7 @@ from tmoe.corpus import (
     text_files,
     write_shards,
 )
+from tmoe.folders import expand_home
 from tmoe.loss import IGNORE
 from tmoe.tokenizer import DataError, load_tokenizer
 
@@ -366,7 +367,7 @@ def _track(documents: Iterable[Document], progress: Progress, size: int) -> Iter
 
 if __name__ == "__main__":
     try:
-        tyro.cli(convert, prog="python -m tmoe.data")
+        tyro.cli(convert, prog="python -m tmoe.data", args=expand_home())
     except (DataError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

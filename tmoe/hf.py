@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tmoe.checkpoint import Checkpoints
 from tmoe.config import STEPS_READ, Config, ModelConfig, fits, require
-from tmoe.folders import resolve
+from tmoe.folders import expand_home, resolve
 from tmoe.hf_config import architecture, build_config, differences, read_config
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             commands,
             prog="python -m tmoe.hf",
             description=(__doc__ or "").partition("\nnext:")[0],
-            args=None if argv is None else list(argv),
+            args=expand_home(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
 

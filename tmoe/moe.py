@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.balance import Load, measure
+from tmoe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.config import MoEConfig
 from tmoe.experts import Experts, LocalExperts
 from tmoe.init import initialise
@@ -71,8 +71,8 @@ class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts that every token passes.
 
     `MoE(dim, cfg)(x)` takes x [B, S, D] or [T, D] and returns y of the same shape and type; under autocast it computes in that's. The
-    router's load for the balancing losses is in `self.load` after a call (None before): with gradients it holds on to the call's graph until
-    the next one, so set it to None where you want no such loss. Recompute the layer with `checkpoint(..., use_reentrant=False)` only: True
+    router's load is in `self.load` after a call (None before), and `balancing_loss` makes a loss of it: with gradients it holds on to the
+    call's graph until the next one, so set it to None where you want no such loss. Recompute the layer with `checkpoint(..., use_reentrant=False)` only: True
     calls it without gradients, and a balancing loss of that load has none, in silence. (torch.compile takes no checkpoint in which a
     module sets `load`: compile inside it, or checkpoint `route`.) With `choice_bias`, sum its counts over the step and the ranks and hand them
     to `self.router.update_bias`. Inside a Transformer, a Block calls `route` itself: see there.
@@ -130,3 +130,76 @@ class MoE(nn.Module):
             y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
         return y_TD.to(x.dtype), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
+
+
+def balancing_loss(
+    model: nn.Module, tokens: float | Tensor | None = None, sequences: float | Tensor | None = None
+) -> Tensor:
+    """This rank's share of the balancing and z-losses of all MoE layers in `model`, of their last call: add it to your loss, once a call.
+
+    Shares of all ranks and micro-batches add up to the losses of the step, as each layer's MoEConfig sets them (`balance`,
+    `balance_coeff`, `z_coeff`; "global" counts experts over all ranks of one micro-batch). Gradients must be summed over ranks, as
+    `parallelize` has them. The loss is fp32, 0-dim.
+
+    Args:
+        tokens, sequences: how many the layers get in the whole step, over all ranks and micro-batches, without padding; a call with [T, D]
+            is one sequence. None: the step is this call alone, and the ranks count together (a collective).
+
+    Raises ValueError where `model` holds no MoE layer, or one whose last call left no load or one without gradients.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    require(
+        len(layers) > 0, "balancing_loss: model", f"a {type(model).__name__} without MoE layers", "a module with some"
+    )
+    for name, moe in layers.items():
+        check_load(name, moe)
+    totals_Y = step_totals([moe.load for moe in layers.values()], tokens, sequences)
+    shares = []
+    for moe, totals in zip(layers.values(), totals_Y, strict=True):
+        balancer = Balancer(moe.router.cfg)
+        balancer.all_reduce = sum_over_ranks
+        shares.append(balancer.loss(stack([moe.load]), totals))
+    return torch.stack(shares).sum()
+
+
+def check_load(name: str, moe: MoE) -> None:
+    """ValueError unless a layer's last call left a load that a loss can be made of."""
+    valid = "a layer that was called before (a Transformer adds these losses itself: model(tokens, targets))"
+    require(moe.load is not None, f"balancing_loss: {name or 'model'}", "no load", valid)
+    trains = torch.is_grad_enabled() and moe.router.weight.requires_grad
+    valid = "a call with gradients (checkpoint it with use_reentrant=False)"
+    require(
+        moe.load.probs_BE.requires_grad or not trains,
+        f"balancing_loss: {name or 'model'}",
+        "a load without gradients",
+        valid,
+    )
+
+
+def step_totals(loads: list[Load], tokens: float | Tensor | None, sequences: float | Tensor | None) -> list[Totals]:
+    """What each layer's losses are divided by: the given counts, else those of this call over all ranks."""
+    both = (tokens is None) == (sequences is None)
+    require(both, "balancing_loss", f"tokens={tokens}, sequences={sequences}", "both of the whole step, or none")
+    if tokens is None or sequences is None:
+        counts_2Y = torch.stack(
+            [
+                torch.stack([load.tokens_B.sum() for load in loads]),
+                torch.stack([load.tokens_B.new_full((), len(load.tokens_B)) for load in loads]),
+            ]
+        )
+        return [Totals(count, count, rows) for count, rows in sum_over_ranks(counts_2Y).T]
+    for name, count in (("tokens", tokens), ("sequences", sequences)):
+        ok = isinstance(count, Tensor) or count > 0
+        require(ok, f"balancing_loss: {name}", f"{count}", "a number above 0, of the whole step over all ranks")
+    here = loads[0].tokens_B
+    counts = [torch.as_tensor(count, dtype=here.dtype, device=here.device) for count in (tokens, sequences)]
+    return [Totals(counts[0], *counts)] * len(loads)
+
+
+def sum_over_ranks(t: Tensor) -> Tensor:
+    """Sum over the default process group; no gradient flows through it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return t
+    t = t.detach().clone()
+    dist.all_reduce(t)
+    return t

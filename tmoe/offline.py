@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             commands,
             prog="python -m tmoe.checkpoint",
             description=(__doc__ or "").partition("\nnext:")[0],
-            args=None if argv is None else list(argv),
+            args=folders.expand_home(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
 

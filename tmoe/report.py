@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from tmoe.folders import expand_home
 from tmoe.manifest import naming
 from tmoe.metrics import read_lines
 
@@ -315,6 +316,6 @@ def main(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 if __name__ == "__main__":
     try:
-        tyro.cli(main, prog="python -m tmoe.report")
+        tyro.cli(main, prog="python -m tmoe.report", args=expand_home())
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")

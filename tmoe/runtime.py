@@ -3,7 +3,6 @@
 import atexit
 import fcntl
 import gc
-import json
 import logging
 import math
 import os
@@ -12,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -32,12 +30,12 @@ from tmoe.config import ConfigError
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 from tmoe.onlookers import Onlooker, say, settle_output
-from tmoe.parallel.mesh import launcher_number, patience
+from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
+from tmoe.parallel.mesh import patience
 from tmoe.watch import Watch
 
 T = TypeVar("T")
 LINGERS = 10.0  # s that a run which was killed may take to be gone
-PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
 # By which terminals, launchers and schedulers end a job, and what each is set to in a process that never touched it.
 ENDS = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -74,7 +72,7 @@ class Runtime:
     @property
     def speaks(self) -> bool:
         """Whether this rank says why all end: one of each node, as each has a log of its own."""
-        return self.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+        return self.rank == 0 or launcher_world().local_rank == 0
 
     @property
     def device_name(self) -> str:
@@ -85,9 +83,7 @@ class Runtime:
         """Bytes of this rank's GPU, or its share of the host's."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
-        return (
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // launcher_number("LOCAL_WORLD_SIZE", 1, least=1)
-        )
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (launcher_world().local_size or 1)
 
     def together(self, work: Callable[[], T]) -> T:
         """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and the
@@ -179,55 +175,45 @@ class Runtime:
 
 
 def launched() -> tuple[int, int]:
-    """(rank, world) as torchrun set them, or of the process group there is; a plain `python train.py` is rank 0 of 1. What no launcher
-    sets ends the process with code 2: half of it, a rank that its world does not have, more ranks on a host than it has GPUs."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    """(rank, world) as the launcher announces them, or of the process group there is; a plain `python train.py` is rank 0 of 1. What no
+    launcher sets ends the process with code 2: half of it, a rank that its world does not have, more ranks on a host than it has GPUs,
+    no place to meet at."""
+    with one_error():
+        world = launcher_world()
+        if not dist.is_initialized():
+            require_a_gpu_each(world)
+            if world.launcher in ("mpiexec", "srun") and world.size > 1:
+                meeting_place(world)
+    return world.rank, world.size
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """Around what comes before the process group: a ValueError ends this process with code 2 and one message."""
     try:
-        return from_environment()
+        yield
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def from_environment() -> tuple[int, int]:
-    rank, world = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1, least=1)
-    gpus = torch.cuda.device_count()
-    here = max(launcher_number("LOCAL_RANK", 0) + 1, launcher_number("LOCAL_WORLD_SIZE", 1, least=1))
-    if 0 < gpus < here:
-        raise ValueError(
-            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of its own: start {gpus} "
-            f"(torchrun --nproc-per-node {gpus}), or let every process see all of the host's GPUs (CUDA_VISIBLE_DEVICES)"
-        )
-    halves = {name in os.environ for name in ("RANK", "WORLD_SIZE")}
-    if rank >= world or (len(halves) > 1 and (world > 1 or "RANK" in os.environ)):
-        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} in the environment"
-        raise ValueError(
-            f"{said}: RANK must be from 0 to WORLD_SIZE - 1; start with torchrun, which sets both, or unset both"
-        )
-    return rank, world
-
-
-def start(seed: int, also_stop_on: Iterable[str] = ()) -> Runtime:
+def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: Iterable[str] = ()) -> Runtime:
     """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears
-    signals: those of ENDS, and those named in `also_stop_on`."""
+    signals: those of ENDS, and those named in `also_stop_on`.
+
+    timeout: seconds that the ranks' meeting and each collective wait for a rank.
+    """
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
-    local_rank = launcher_number("LOCAL_RANK", 0)
+    place = launcher_world()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", place.local_rank or 0)
         torch.cuda.set_device(device)
-    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
-        if "RANK" not in os.environ:  # no launcher: a group of one needs no address to meet at
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            meeting: dict[str, Any] = (
-                dict(store=meet(rank, world), rank=rank, world_size=world) if shares_store() else {}
-            )
-            dist.init_process_group(backend, timeout=PATIENCE, **meeting)
+        with one_error():
+            join(timedelta(seconds=timeout))
     random.seed(seed + rank)
     np.random.seed(seed + rank)
     torch.manual_seed(seed + rank)
@@ -246,7 +232,7 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
     """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup
     makes a process ignore SIGHUP, a shell what it starts in the background Ctrl-C); but for SIGTERM and what was
     asked for by name."""
-    launcher = "RANK" in os.environ  # which hands on the Ctrl-C that the terminal gave each process already
+    launcher = bool(launcher_world().launcher)  # it hands on the Ctrl-C that the terminal gave each process already
 
     def hear(signum, frame):
         runtime.stop = True
@@ -260,44 +246,6 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
     for signum in [*ENDS, *named]:
         if signum in (signal.SIGTERM, *named) or signal.getsignal(signum) == ENDS[signum]:
             runtime.handlers[signum] = signal.signal(signum, hear)
-
-
-def shares_store() -> bool:
-    """Whether torchrun's agent holds the store, one for all lives of its workers (--max-restarts)."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def meet(rank: int, world: int) -> dist.Store:
-    """The agent's store under a name of this life alone: under the common one gloo would look for the dead workers' addresses.
-
-    What the environment says does not tell lives apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves
-    a name of its own, rank 0 repeats all names that it reads beside the life's, and who finds itself there has met this life's rank 0.
-    """
-    agents, _, _ = next(dist.rendezvous("env://", rank, world, timeout=PATIENCE))
-    store, me, end = (
-        dist.PrefixStore("tmoe lives", agents),
-        uuid.uuid4().hex,
-        time.monotonic() + PATIENCE.total_seconds(),
-    )
-    store.set(f"{rank}", me)
-    life, missing = me, [f"{me} {r}" for r in range(1, world)]
-    while rank == 0 and missing:
-        # a dead worker's, until the new one has come
-        names = [name.decode() for name in store.multi_get([f"{r}" for r in range(world)])]
-        store.set("life", json.dumps([life, names]))
-        missing = [key for key in missing if not store.check([key])]
-        if missing and time.monotonic() > end:
-            raise RuntimeError(f"ranks {[int(key.split()[1]) for key in missing]} did not come within {PATIENCE}")
-        time.sleep(0.02)
-    while rank > 0:
-        life, names = json.loads(store.get("life"))
-        if names[rank : rank + 1] == [me]:
-            store.set(f"{life} {rank}", "")
-            break
-        if time.monotonic() > end:
-            raise RuntimeError(f"rank 0 did not come within {PATIENCE}")
-        time.sleep(0.02)
-    return dist.PrefixStore(life, store)
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             upcycle,
             prog="python -m tmoe.upcycle",
             description=(__doc__ or "").partition("\nnext:")[0],
-            args=None if argv is None else list(argv),
+            args=folders.expand_home(argv),
         )
 
 

@@ -15,7 +15,6 @@ next: parallel/collectives.py
 
 import itertools
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +31,8 @@ from torch.distributed.tensor import DTensor
 
 # what DCP itself plans its shards with; not in the public namespace of torch 2.11 or 2.13
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tmoe.parallel.launcher import join, launcher_world
 
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
 # unit. Two blocks a unit took as long on a fast host, where nobody waits for Python
@@ -61,15 +62,15 @@ _meetings = itertools.count()  # a key in the store for each mesh of this proces
 def build_mesh(
     dp: int | None = None, ep: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, *, ep_across_nodes: bool = False
 ) -> Mesh:
-    """Mesh over the default process group (made for a single process when there is none).
+    """Mesh over the default process group. Where there is none, it joins the world that torchrun, mpiexec or srun announces, and takes
+    this rank's GPU; without a launcher the world is this process.
 
     dp None takes what the other axes leave of the world. Raises ValueError, on every rank and before any collective, when
-    the axes do not multiply to the world, or when an expert group would span nodes (torchrun's, else by host and LOCAL_RANK) without
-    ep_across_nodes, naming the flag to change. tp, cp and pp are axes to come: only 1 is valid today.
+    the axes do not multiply to the world, or when an expert group would span nodes (the launcher's, else by host and local rank) without
+    ep_across_nodes, naming the flag to change; and where launcher.py cannot join, with what to type. tp, cp and pp are axes to come: only 1 is valid today.
     """
     if not dist.is_initialized():
-        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        join()
     dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
     if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
         require_ep_inside_nodes(ep, nodes_of_ranks())
@@ -112,15 +113,16 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
 
 
 def nodes_of_ranks() -> list[str]:
-    """The node of each rank, by torchrun's environment. Other launchers set LOCAL_RANK at most: then ranks of one host, whose LOCAL_RANKs
-    go on where they began, are a node.
+    """The node of each rank, as the launcher numbers them. Where it sets local ranks at most, ranks of one host whose local ranks go on
+    where they began are a node.
 
     No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", _get_default_store())
-    first = rank - int(os.environ.get("LOCAL_RANK") or rank)
-    store.set(str(rank), os.environ.get("GROUP_RANK") or f"{socket.gethostname()} from rank {first}")
+    here = launcher_world()
+    first = 0 if here.local_rank is None else rank - here.local_rank
+    store.set(str(rank), here.node or f"{socket.gethostname()} from rank {first}")
     if rank == 0:
         store.set("all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])]))
     return json.loads(store.get("all"))
@@ -142,20 +144,10 @@ def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
         )
 
 
-def launcher_number(name: str, default: int, least: int = 0) -> int:
-    """An environment variable that torchrun sets; ValueError if it holds no whole number from `least` on."""
-    text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdecimal() or int(text) < least:
-        raise ValueError(
-            f"{name}={text!r} in the environment: must be a whole number from {least} on, as torchrun sets it"
-        )
-    return int(text)
-
-
 def require_a_group_per_node(world: int, ep: int) -> None:
     """ValueError if there are more nodes than expert groups, so that one must span two: all that is certain, on every rank
     alike, before a process group exists. `build_mesh` finds the other cases."""
-    nodes = launcher_number("GROUP_WORLD_SIZE", 1, least=1)
+    nodes = launcher_world().nodes or 1
     if world // ep < nodes:
         raise ValueError(
             f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; valid: what divides "

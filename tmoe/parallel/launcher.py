@@ -1,0 +1,370 @@
+"""The world that a launcher announces (torchrun, mpiexec or srun): this process's place in it, and how to join it.
+
+| launcher | rank, world | on this node | where the ranks meet |
+| --- | --- | --- | --- |
+| torchrun, or whoever sets its variables | RANK, WORLD_SIZE | LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK | MASTER_ADDR, MASTER_PORT |
+| mpiexec of Open MPI | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE | on one node here; on several MASTER_ADDR |
+| mpiexec of MPICH or Intel MPI | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS | as above |
+| srun | SLURM_PROCID, SLURM_STEP_NUM_TASKS | SLURM_LOCALID, SLURM_NODEID | the first node of SLURM_STEP_NODELIST |
+
+The upper rows win: torchrun may run inside an srun task, and mpiexec starts its own daemons with srun.
+
+next: parallel/mesh.py
+"""
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
+PORT = 29500  # where nothing tells this job from another one on the same host; torch's own default
+SPECIAL_STEP = (
+    2**32 - 6
+)  # Slurm numbers interactive, batch and external steps from here on: nobody starts ranks in them
+STEP_MARKS = (  # srun alone sets these; a shell of sbatch or salloc has SLURM_PROCID=0 and SLURM_NTASKS without them
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_LAUNCH_NODE_IPADDR",
+)
+# of mpiexec: rank, size, local rank, local size; each the first of its names that is set
+OPEN_MPI = (
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+)
+PMI = (
+    ("PMI_RANK",),
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. None: the launcher does not say."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: str | None = None  # equal on ranks that share a node
+    nodes: int | None = None
+    launcher: str = ""  # "torchrun", "mpiexec", "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none
+    told: str = ""  # the variables that rank and size come from, with their values
+
+
+def launcher_world() -> World:
+    """What the environment says of this process; rank and size of the default process group where there is one.
+
+    ValueError, in one line, for variables that are half set, hold no such number, or contradict each other.
+    """
+    rank, size = env_number("RANK"), env_number("WORLD_SIZE", least=1)
+    if dist.is_initialized():
+        try:
+            other = world_of_mpiexec_or_srun()
+        except ValueError:  # whoever made the group knew better
+            other = None
+        launcher = other.launcher if other else ""
+        world = World(dist.get_rank(), dist.get_world_size(), launcher="environment" if rank is not None else launcher)
+        return with_places(world, other)
+    other = world_of_mpiexec_or_srun()
+    if rank is not None and size is not None:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
+        world = World(rank, size, launcher=launcher, told=f"RANK={rank} and WORLD_SIZE={size}")
+    elif other:
+        require_agreement(rank, size, other)
+        world = other
+    else:
+        world = World()
+    require_whole(rank, size, world)
+    return with_places(world, other)
+
+
+def with_places(world: World, other: World | None) -> World:
+    """World with its place on the node: as torchrun's variables say, else as the launcher of the same world does."""
+    same = other if other and (other.rank, other.size) == (world.rank, world.size) else World()
+    local_rank, local_size = env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE", least=1)
+    return World(
+        world.rank,
+        world.size,
+        same.local_rank if local_rank is None else local_rank,
+        same.local_size if local_size is None else local_size,
+        os.environ.get("GROUP_RANK") or same.node,
+        env_number("GROUP_WORLD_SIZE", least=1) or same.nodes,
+        world.launcher,
+        world.told,
+    )
+
+
+def require_whole(rank: int | None, size: int | None, world: World) -> None:
+    """ValueError where RANK and WORLD_SIZE are half set and no launcher completes them, or where the rank is none of the world's."""
+    half = not world.launcher and (rank is not None or (size or 1) > 1)
+    if half or (world.launcher in ("torchrun", "environment") and world.rank >= world.size):
+        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} in the environment"
+        raise ValueError(
+            f"{said}: RANK must be from 0 to WORLD_SIZE - 1; start with torchrun, which sets both, or unset both"
+        )
+    if world.rank >= world.size:
+        raise ValueError(f"{world.told} in the environment: the rank must be from 0 to the number of ranks - 1")
+
+
+def require_agreement(rank: int | None, size: int | None, other: World) -> None:
+    """ValueError where RANK or WORLD_SIZE is set alone and is another than the launcher's."""
+    for name, ours, theirs in (("RANK", rank, other.rank), ("WORLD_SIZE", size, other.size)):
+        if ours not in (None, theirs):
+            raise ValueError(
+                f"{name}={ours} in the environment, but {other.launcher} says {other.told}: unset {name}, "
+                f"or set RANK and WORLD_SIZE both"
+            )
+
+
+def world_of_mpiexec_or_srun() -> World | None:
+    """What mpiexec or srun announces, None if neither started this process."""
+    srun = world_of_srun()
+    mpi = world_of_mpiexec(OPEN_MPI, srun) or world_of_mpiexec(PMI, srun)
+    if mpi is None or srun is None:
+        return mpi or srun
+    if (mpi.rank, mpi.size) == (srun.rank, srun.size):  # srun itself speaks PMI to MPI programs
+        return srun
+    if mpi.size == 1 and srun.size > 1:  # left over from an outer shell: each task would train alone
+        names = mpi.told.replace(" and ", " ")
+        raise ValueError(
+            f"{mpi.told} in the environment, but srun says {srun.told}: unset what does not hold "
+            f"(srun env {' '.join('-u ' + word.partition('=')[0] for word in names.split())} python ...)"
+        )
+    return mpi  # which starts its daemons with srun: the tasks of this step are not the ranks
+
+
+def world_of_mpiexec(names: tuple[tuple[str, ...], ...], srun: World | None) -> World | None:
+    """The world by Open MPI's or PMI's variables. Half of them is an error, unless srun leaves them for programs of its own."""
+    rank = first_number(names[0])
+    size = first_number(names[1], least=1)
+    if rank is None and size is None:
+        return None
+    said = " and ".join(f"{name}={os.environ.get(name, '')}" for (name,) in names[:2])
+    if rank is None or size is None:
+        if srun is not None:
+            return None
+        raise ValueError(f"{said} in the environment: mpiexec sets both; start with it, or unset both")
+    local_size = first_number(names[3], least=1)
+    return World(rank, size, first_number(names[2]), local_size, launcher="mpiexec", told=said)
+
+
+def world_of_srun() -> World | None:
+    """The world of the srun step that this process is a task of, None if it is none: a batch script, a shell of salloc, or one on a
+    terminal of `srun --pty`, in which nobody starts the other tasks."""
+    rank = env_number("SLURM_PROCID", sets="srun")
+    if rank is None:
+        return None
+    step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID") or "0"
+    marked = any(os.environ.get(name) for name in STEP_MARKS)
+    if marked and (not step.isdecimal() or int(step) >= SPECIAL_STEP):
+        return None
+    size = first_number(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1, sets="srun")
+    if rank and not marked:
+        raise ValueError(
+            f"SLURM_PROCID={rank} in the environment without SLURM_STEP_ID, which srun sets: "
+            "start with srun, or unset SLURM_PROCID"
+        )
+    if not marked or (os.environ.get("SLURM_PTY_PORT") and on_a_terminal()):
+        return None
+    if size is None:
+        raise ValueError(
+            f"SLURM_PROCID={rank} in the environment without SLURM_STEP_NUM_TASKS: start with srun, or unset SLURM_PROCID"
+        )
+    return World(
+        rank,
+        size,
+        env_number("SLURM_LOCALID", sets="srun"),
+        tasks_on_this_node(size),
+        os.environ.get("SLURM_NODEID") or None,
+        nodes_of_step(),
+        "srun",
+        f"SLURM_PROCID={rank} and {'SLURM_STEP_NUM_TASKS' if 'SLURM_STEP_NUM_TASKS' in os.environ else 'SLURM_NTASKS'}={size}",
+    )
+
+
+def on_a_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False
+
+
+def nodes_of_step() -> int | None:
+    return first_number(("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), least=1, sets="srun")
+
+
+def tasks_on_this_node(size: int) -> int | None:
+    """Of SLURM_STEP_TASKS_PER_NODE, which reads 4(x2),3 for nodes of 4, 4 and 3 tasks."""
+    if nodes_of_step() == 1:
+        return size
+    counts: list[int] = []
+    for part in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = env_number("SLURM_NODEID", sets="srun")
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def env_number(name: str, least: int = 0, sets: str = "torchrun") -> int | None:
+    """An environment variable that a launcher sets, None if it is not there; ValueError if it holds no whole number from `least` on."""
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} in the environment: must be a whole number from {least} on, as {sets} sets it"
+        )
+    return int(text)
+
+
+def first_number(names: tuple[str, ...], least: int = 0, sets: str = "mpiexec") -> int | None:
+    """env_number of the first of these names that is set."""
+    return next((env_number(name, least, sets) for name in names if name in os.environ), None)
+
+
+def require_a_gpu_each(world: World) -> None:
+    """ValueError where this node's ranks are more than the GPUs that they see, or where nothing says which GPU is this rank's."""
+    gpus = torch.cuda.device_count()
+    here = max((world.local_rank or 0) + 1, world.local_size or 1)
+    if 0 < gpus < here:
+        srun = "; srun without --gpus-per-task and --gpu-bind, but with --gpus-per-node" * (world.launcher == "srun")
+        raise ValueError(
+            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of its own: start {gpus} "
+            f"(torchrun --nproc-per-node {gpus}), or let every process see all of the host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
+        )
+    if gpus > 1 and world.launcher and world.size > 1 and world.local_rank is None:
+        raise ValueError(
+            f"{world.told} in the environment without LOCAL_RANK: set it to this rank's number among those of its node, "
+            "which is the number of its GPU"
+        )
+
+
+def meeting_place(world: World) -> tuple[str, int]:
+    """Address and port of rank 0, where the ranks of a world find each other. ValueError, with what to type, where nothing tells it."""
+    address = os.environ.get("MASTER_ADDR")
+    port = env_number("MASTER_PORT", least=1)
+    if world.launcher not in ("mpiexec", "srun"):
+        if not address or port is None:
+            raise ValueError(
+                f"{world.told} in the environment without {'MASTER_PORT' if address else 'MASTER_ADDR'}: start with torchrun, "
+                f"or export MASTER_ADDR=NODE MASTER_PORT={PORT} with the name of rank 0's node"
+            )
+        return address, port
+    unknown = world.local_size is None
+    if not address and (world.local_rank == world.rank if unknown else world.local_size == world.size):
+        address = "127.0.0.1"  # rank 0 is on this node
+    if not address and world.launcher == "srun":
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        address = first_host(nodes) if nodes else None
+    if not address:
+        how = f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..." if "OMPI_COMM_WORLD_RANK" in os.environ else ""
+        how = how or f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
+        how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..." if world.launcher == "srun" else how
+        raise ValueError(
+            f"{world.told} in the environment, on more than one node as far as {world.launcher} says, and without an address "
+            f"to meet at: {how} with the name of rank 0's node"
+        )
+    return address, port or job_port(world)
+
+
+def job_port(world: World) -> int:
+    """A port that the ranks of this job agree on, and that two jobs on a host seldom share."""
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    if world.launcher == "srun":
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    job = ".".join(os.environ[name] for name in names if os.environ.get(name))
+    return 20000 + zlib.crc32(job.encode()) % 9000 if job else PORT  # below what systems give out themselves
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's list: gpu07 of gpu[07-09,12],login1."""
+    return re.split(r",(?![^\[]*\])", re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes))[0]
+
+
+def join(patience: timedelta = PATIENCE) -> World:
+    """Makes the default process group of the world that the launcher announces, of this process alone without one, and takes this
+    rank's GPU. patience: how long the meeting and each collective wait. ValueError, in one line, where that cannot work."""
+    world = launcher_world()
+    require_a_gpu_each(world)
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if not world.launcher and tasks != "1":
+        log.warning("note: not started by srun, so this process trains alone (SLURM_NTASKS=%s)", tasks)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(world.local_rank or 0)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if cuda else "gloo",
+        store=store_of(world, patience),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=patience,
+    )
+    return world
+
+
+def store_of(world: World, patience: timedelta) -> dist.Store:
+    """The store through which the ranks find each other."""
+    if world.size == 1:  # needs no address to meet at
+        return dist.HashStore()
+    if shares_store():
+        return meet(world.rank, world.size, patience)
+    address, port = meeting_place(world)
+    try:
+        return dist.TCPStore(address, port, world.size, world.rank == 0, patience, multi_tenant=True)
+    except (RuntimeError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"rank {world.rank} of {world.size} found no other at {address}:{port} (MASTER_ADDR, MASTER_PORT): {why}"
+        ) from None
+
+
+def shares_store() -> bool:
+    """Whether torchrun's agent holds the store, one for all lives of its workers (--max-restarts)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(rank: int, world: int, patience: timedelta = PATIENCE) -> dist.Store:
+    """The agent's store under a name of this life alone: under the common one gloo would look for the dead workers' addresses.
+
+    What the environment says does not tell lives apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves
+    a name of its own, rank 0 repeats all names that it reads beside the life's, and who finds itself there has met this life's rank 0.
+    """
+    agents, _, _ = next(dist.rendezvous("env://", rank, world, timeout=patience))
+    store = dist.PrefixStore("tmoe lives", agents)
+    me = uuid.uuid4().hex
+    end = time.monotonic() + patience.total_seconds()
+    store.set(f"{rank}", me)
+    life, missing = me, [f"{me} {r}" for r in range(1, world)]
+    while rank == 0 and missing:
+        # a dead worker's, until the new one has come
+        names = [name.decode() for name in store.multi_get([f"{r}" for r in range(world)])]
+        store.set("life", json.dumps([life, names]))
+        missing = [key for key in missing if not store.check([key])]
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"ranks {[int(key.split()[1]) for key in missing]} did not come within {patience}")
+        time.sleep(0.02)
+    while rank > 0:
+        life, names = json.loads(store.get("life"))
+        if names[rank : rank + 1] == [me]:
+            store.set(f"{life} {rank}", "")
+            break
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0 did not come within {patience}")
+        time.sleep(0.02)
+    return dist.PrefixStore(life, store)
