@@ -88,7 +88,7 @@ def handlers_of_users(rank: int, world: int) -> list[bool]:
     mine = lambda *_: None  # noqa: E731
     for signum in (*runtime.ENDS, signal.SIGUSR1):
         signal.signal(signum, mine)
-    run = runtime.start(0, ["SIGUSR1"])
+    run = runtime.start(0, also_stop_on=["SIGUSR1"])
     during = [signal.getsignal(signum) is mine for signum in (*runtime.ENDS, signal.SIGUSR1, signal.SIGUSR2)]
     run.close()
     behind = [signal.getsignal(signum) is mine for signum in (*runtime.ENDS, signal.SIGUSR1)]
