@@ -109,7 +109,7 @@ class Runtime:
             if ranks
         ]:
             if self.speaks:
-                print("error: " + "\n".join(lines), file=sys.stderr)
+                print(listed("", ["error: " + "\n".join(lines)], indent=""), file=sys.stderr)
             raise SystemExit(2)
 
     @contextmanager
