@@ -140,7 +140,10 @@ def test_parts_that_do_not_fit_are_listed(published, tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(MismatchError) as error:
         import_hf(published, tmp_path / "step")
-    lost, bent = f"{down}_scales: missing, but {down}_blocks is there", f"{up}_scales: shape (3, 192, 2), must be"
+    lost, bent = (
+        f"{down}_scales: missing, but {down}_blocks is there",
+        f"{up}_scales: shape (3, 192, 2), must be the blocks'",
+    )
     assert "2 differences" in str(error.value) and lost in str(error.value) and bent in str(error.value)
     edit_config(published, quantization_config=dict(quant_method="awq"))
     with pytest.raises(ValueError, match=r"quantization_config=.*awq"):

@@ -1,10 +1,11 @@
 """Quantised tensors of a Hugging Face folder, seen as the 16-bit tensors that they stand for.
 
-A format is a table and a function. The table says in which tensors of the files a packed one is stored, of which types and shapes; what
-is not so is refused by name, for the type of a helper tensor is a part of its meaning. The function makes the views from the folder's
-tensors and its quantization_config, and a view turns boxes of the packed tensors into a box of the
-values. Everything behind Folder (comparison, import, direct start) sees names, shapes and values only. Nothing is packed again on the
-way back: training moved the weights, so an export writes the values.
+A format is a table and a function. The table says in which tensors of the files a packed one is stored, with
+their types and shapes. What differs is refused by name: the type of a helper tensor is a part of its meaning.
+The function makes the views from the folder's tensors and its quantization_config. A view turns boxes of the
+packed tensors into a box of the values. Everything behind Folder (comparison, import, direct start) sees names,
+shapes and values only. Nothing is packed again on the way back: training moved the weights, so an export writes
+the values.
 
 next: hf_files.py
 """
@@ -57,21 +58,23 @@ class Stored(NamedTuple):
 
 
 def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Names of the packed tensors, and a line for each tensor of theirs that is missing or of another type or shape than the table's.
+    """Names of the packed tensors; a line for each tensor of theirs that is missing or differs from the table.
 
-    A tensor belongs to the format if its name ends as one of the table's, or if its type is one that nothing but the format holds.
+    A tensor belongs to the format if its name ends in one of the table's suffixes. Where the table has a row without
+    a suffix, every tensor of an fp8 type belongs to it too.
     """
     suffixes = tuple(row.suffix for row in table if row.suffix)
     bare = len(suffixes) < len(table)
     names = {name.removesuffix(end) for name in shapes for end in suffixes if name.endswith(end)}
-    names |= {
-        n for n, kind in dtypes.items() if bare and kind.startswith(("F8_E4", "F8_E5")) and not n.endswith(suffixes)
-    }
+    if bare:
+        fp8 = {name for name, kind in dtypes.items() if kind.startswith(("F8_E4", "F8_E5"))}
+        names |= {name for name in fp8 if not name.endswith(suffixes)}
     problems = [line for name in sorted(names) for line in _problems(table, name, shapes, dtypes, bare)]
     return sorted(names), problems
 
 
 def _problems(table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool) -> list[str]:
+    """What is wrong with the tensors of one packed tensor; bare: its name is also that of one of them."""
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
     found = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
@@ -96,7 +99,7 @@ BLOCK = 32  # values that share a power of two
 BIAS = 127  # a power of two is stored as its exponent plus this (E8M0)
 MXFP4 = (
     Stored("_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"),
-    Stored("_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "that of the blocks without the last axis"),
+    Stored("_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "the blocks' without its last axis"),
 )
 
 
@@ -141,16 +144,19 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
 
 BLOCKS = [128, 128]  # where weight_block_size is not said
 FP8_SETTINGS = dict(  # the first value is what a missing key means
-    activation_scheme=("dynamic",), scale_fmt=("float", "ue8m0"), expert_dtype=("fp8",), modules_to_convert=(None, [])
+    activation_scheme=("dynamic",),
+    scale_fmt=("float", "ue8m0"),
+    expert_dtype=("fp8",),
+    modules_to_convert=(None, []),
 )
 
 
 def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
     """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each block of `weight_block_size` m x w.
 
-    The type of the factors says what they are: numbers, or exponents of two plus 127 in F8_E8M0 or in plain bytes, whatever
-    scale_fmt says, as transformers reads them. fp32 holds the products to its own rounding; an export rounds them to bf16, as
-    DeepSeek's own conversion does. ConfigError for settings that say something else.
+    The type of the factors says what they are, whatever scale_fmt says, as in transformers: numbers, or exponents of
+    two plus 127 in F8_E8M0 or in plain bytes. fp32 holds the products to its own rounding; an export rounds them to
+    bf16, as DeepSeek's own conversion does. ConfigError for settings that say something else.
     """
     for key, valid in FP8_SETTINGS.items():
         if settings.get(key, valid[0]) not in valid:
@@ -171,8 +177,11 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
     names, problems = find(table, shapes, dtypes)
     if problems:
         return {}, problems
-    parts = {name: (name, f"{name}_scale_inv") for name in names}
-    return {name: View(parts[name], shapes[name], "BF16", partial(scaled, *parts[name], block)) for name in names}, []
+    found = {}
+    for name in names:
+        factors = f"{name}_scale_inv"
+        found[name] = View((name, factors), shapes[name], "BF16", partial(scaled, name, factors, block))
+    return found, []
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:

@@ -48,8 +48,8 @@ class Part(NamedTuple):
 class Rule(NamedTuple):
     """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first.
 
-    held: the parts as transformers 5 holds them in memory, and writes them where save_original_format=False or a raw state_dict is
-    saved; empty: the same parts. A folder may have either, layer by layer.
+    held: the parts as transformers 5 holds them in memory; it writes these with save_original_format=False. Empty: the
+    same parts. A folder may have either, layer by layer.
     """
 
     ours: str
@@ -200,7 +200,10 @@ def divide(
 
 
 def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
-    """Numbers of the layers whose tensors among those `present` are spelled as transformers 5 holds them; MismatchError: both ways."""
+    """Numbers of the layers that the names `present` spell as transformers 5 holds them (Rule).
+
+    MismatchError names the layers that are spelled in both ways.
+    """
     spelled = {part.name: False for rule in arch.rules if rule.held for part in rule.parts}
     spelled |= {part.name: True for rule in arch.rules for part in rule.held}
     ways = {re.sub(r"\{\w+\}", "*", name): held for name, held in spelled.items()}
@@ -210,7 +213,8 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
         if numbers and int(numbers[0]) < cfg.layers and (held := ways.get(NUMBER.sub("*", name))) is not None:
             seen.setdefault(numbers[0], {}).setdefault(held, name)
     if mixed := [f"{names[True]}: beside {names[False]}" for names in seen.values() if len(names) == 2]:
-        head = f"{len(mixed)} layers are spelled in two ways, as published and as transformers 5 holds them; must be one each"
+        ways_said = "as published and as transformers 5 holds them"
+        head = f"{len(mixed)} layers are spelled in two ways, {ways_said}; must be one way in each layer"
         raise MismatchError(listed(head, mixed))
     return {layer for layer, names in seen.items() if True in names}
 

@@ -36,7 +36,7 @@ def also(rule: Rule, held: str) -> Rule:
 
 
 def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, Rule]:
-    """One by one in the module `theirs`, a folder's usual spelling, or stacked as gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
+    """One by one in the module `theirs`, as published, or stacked: gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
     gate_up, downs = swiglu(f"{B}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
     return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
 

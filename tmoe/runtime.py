@@ -115,7 +115,7 @@ class Runtime:
             if ranks
         ]:
             if self.speaks:
-                say("error: " + "\n".join(lines), sys.stderr)
+                say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
             raise SystemExit(2)
 
     @contextmanager
