@@ -13,6 +13,7 @@ would take an expert group across nodes is refused unless it is asked for.
 next: parallel/collectives.py
 """
 
+import functools
 import itertools
 import json
 import os
@@ -25,14 +26,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-# where the group met, and how long its collectives wait: without public names
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
-# what DCP itself plans its shards with; not in the public namespace of torch 2.11 or 2.13
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from tmoe.stack import find, lacks, note, take
 
+_get_default_store = take(
+    "torch.distributed.distributed_c10d._get_default_store", "ranks meet in a store of their own beside the group's"
+)
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
 # unit. Two blocks a unit took as long on a fast host, where nobody waits for Python (docs/lab.md).
 UNIT, UNIT_BLOCKS = 2**26, 4
@@ -66,6 +66,8 @@ def build_mesh(
     the axes do not multiply to the world, or when an expert group would span nodes (torchrun's, else by host and LOCAL_RANK) without
     ep_across_nodes, naming the flag to change. tp, cp and pp are axes to come: only 1 is valid today.
     """
+    if missing := lacks():
+        raise RuntimeError(missing)
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -76,7 +78,7 @@ def build_mesh(
     grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
     if dist.get_backend() != "fake":
         for group in grid.get_all_groups():
-            _set_pg_timeout(patience(), group)
+            set_timeout(patience(), group)
     return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
 
 
@@ -85,8 +87,38 @@ def patience() -> timedelta:
     half an hour on gloo, and a rank that stopped would hold its subgroup for that time after the others had ended."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return getattr(options, "_timeout", default_pg_timeout)
+    devices = getattr(world, "_device_types", None)
+    backend = world._get_backend(devices[0]) if devices and hasattr(world, "_get_backend") else None
+    usual = find("torch.distributed.constants.default_pg_timeout") or timedelta(minutes=30)
+    return getattr(getattr(backend, "options", None), "_timeout", usual)
+
+
+def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
+    """How long the group's collectives wait, by torch 2.14's public name or the private one before it."""
+    change = getattr(dist, "set_timeout", None) or find("torch.distributed.distributed_c10d._set_pg_timeout")
+    if change is None:
+        note(f"torch {torch.__version__} cannot change a group's timeout: subgroups wait as long as torch lets them")
+    else:
+        change(limit, group)
+
+
+def default_store() -> dist.Store:
+    """The store where the default group met. Where torch does not give it away, one for all ranks: the first call
+    is then a collective of them."""
+    return _get_default_store() if _get_default_store else _own_store(dist.group.WORLD)
+
+
+@functools.cache
+def _own_store(group: dist.ProcessGroup) -> dist.Store:
+    if group.size() == 1:
+        return dist.HashStore()
+    store, address = None, [None]
+    if group.rank() == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store = dist.TCPStore(host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False)
+        address = [(host, store.port)]
+    dist.broadcast_object_list(address, group=group)
+    return store or dist.TCPStore(*address[0], group.size(), is_master=False, timeout=patience())
 
 
 def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
@@ -117,7 +149,7 @@ def nodes_of_ranks() -> list[str]:
     No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", _get_default_store())
+    store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", default_store())
     first = rank - int(os.environ.get("LOCAL_RANK") or rank)
     store.set(str(rank), os.environ.get("GROUP_RANK") or f"{socket.gethostname()} from rank {first}")
     if rank == 0:
@@ -191,8 +223,8 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """The slices of the full tensor that this rank holds: tensor.full_tensor()[local_slices(tensor)] is its local shard."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    (held,) = tensor.__create_chunk_list__()  # what DCP plans its shards with
+    return tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
