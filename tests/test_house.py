@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 # Floors from the ground up: a file may import from its own floor and below, never from above.
 FLOORS = [
+    ("tmoe.stack",),
     ("tmoe.ops",),
     ("tmoe.config", "tmoe.listing"),
     (

@@ -10,9 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmoe import ops
+from tmoe import ops, stack
 from tmoe.ops import exchange, launch, mlp, topk
+from tmoe.ops.precompile import trace
 from tmoe.ops.router_product import router_product
 from tmoe.ops.straight import unwatched
 
@@ -51,49 +55,71 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     assert ran == ([0] * 6 if capturing else [1, 1, 1, 2, 2, 2])
 
 
-def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch):
-    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
-    from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+NEWER = hasattr(nvidia, "wrap_handle_tensordesc_impl")  # triton 3.8
+METADATA = 8 if NEWER else 10  # where a C function's arguments hold the launch's metadata; the hooks stand behind it
+SWIZZLED = dict(elem_size=2, elem_type=10, fp4_padded=False)
+META = [dict(swizzle=3, block_size=[64, 64], **SWIZZLED), dict(swizzle=2, block_size=[1, 1, 8, 32], **SWIZZLED)]
+SIGNATURE = dict(a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr")
 
-    handed, encoded, heard = [], [], []
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA driver that is not there: what reached the C function, flat, and what became a tensor map."""
+    handed, encoded = [], []
 
     def fill(*args):
+        args = tuple(tuple(arg) if isinstance(arg, list | tuple) else arg for arg in args)
         encoded.append(args)
         return "map", args
 
-    monkeypatch.setattr(
-        triton.runtime.driver, "_active", SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=fill))
-    )
-    meta = [
-        dict(swizzle=3, elem_size=2, elem_type=10, block_size=[64, 64], fp4_padded=False),
-        dict(swizzle=2, elem_size=2, elem_type=10, block_size=[1, 1, 8, 32], fp4_padded=False),
-    ]
-    t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
-    signature = dict(a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr")
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    driver = SimpleNamespace(utils=utils, allocate_default_profile_scratch=lambda *_: None)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return SimpleNamespace(handed=handed, encoded=encoded)
 
-    def binary(signature, meta):
-        run = object.__new__(CudaLauncher)
-        run.launch_cooperative_grid, run.launch_pdl, run.num_ctas = 0, 1, 1
-        run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
-        c_function = functools.partial(lambda *args: handed.append(args))  # no Python function, as triton's is none
-        run.launch = wrap_handle_tensordesc(c_function, signature, meta)
-        return SimpleNamespace(
-            run=run, function=7, packed_metadata=(8, 1, 0), launch_metadata=lambda *_: "facts", src=None
-        )
+
+def binary(cuda, signature=SIGNATURE, meta=META):
+    """A compiled kernel with triton's own launcher, whose C function writes down what it is given."""
+    run = object.__new__(nvidia.CudaLauncher)
+    run.launch_cooperative_grid, run.launch_pdl, run.num_ctas, run.gsan_enabled = 0, 1, 1, False
+    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+    if NEWER:
+        run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+
+    def keep(*args):
+        cuda.handed.append((*args[:-1], *args[-1]) if NEWER else args)
+
+    c_function = functools.partial(keep)  # no Python function, as triton's is none
+    run.launch = nvidia.wrap_handle_tensordesc(c_function, signature, meta)
+    compiled = object.__new__(CompiledKernel)
+    compiled._run, compiled.module, compiled.function, compiled.packed_metadata = run, None, 7, (8, 1, 0)
+    compiled._init_handles = lambda: None
+    compiled.launch_metadata = lambda *_: "facts"
+    return compiled
+
+
+def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch, cuda):
+    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
+    handed, encoded, heard = cuda.handed, cuda.encoded, []
+    t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def both_ways(compiled, values):
-        short, before = launch.launcher(compiled), len(encoded)
+        short, before = launch.launcher(compiled, None, values), len(encoded)
+        assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
         assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)  # the second found them
-        compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        natives = [launch._native(v, None) for v in values]
+        compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *natives)
         first, second, own = handed[-3:]
         assert first == second == own
+        handed.clear()
         return short
 
     described = launch.describe(t, [64, 64]), launch.describe_ragged(u, [8, 32])
-    compiled = binary(signature, meta)
+    compiled = binary(cuda)
     short = both_ways(compiled, [t.data_ptr(), described[0], 5, described[1], 16])
+    box = len(short.parts[1]) + 5  # where the first map stands
     before = len(encoded)
     short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
     assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
@@ -101,36 +127,102 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch)
     for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
         described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
         short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
-        assert handed[-1][14][1][0] == there.data_ptr() and handed[-1][14][1][6] == stride
+        assert handed[-1][box][1][0] == there.data_ptr() and handed[-1][box][1][6] == stride
     assert len(encoded) == before + 3
     monkeypatch.setattr(launch, "MAPS", 2)
     for rows, new in ((192, 1), (64, 1), (192, 0), (256, 1)):  # the first and the last find no room
         before = len(encoded)
         short((1, 1, 1), 0, [0, launch.describe(t[:rows], [64, 64]), 5, described[1], 16])
-        assert len(encoded) == before + new and handed[-1][14][1][5] == (rows, 128)
-    both_ways(binary(dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
+        assert len(encoded) == before + new and handed[-1][box][1][5] == (rows, 128)
+    handed.clear()
+    both_ways(binary(cuda, dict(a="*bf16", n="i32"), None), [t.data_ptr(), 5])
 
     hook = lambda metadata: heard.append(metadata)  # noqa: E731
     runtime = triton.knobs.runtime
     for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         monkeypatch.setattr(chain, "calls", [hook])
-    short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
-    assert handed[-1][10] == "facts" and handed[-1][11] is runtime.launch_enter_hook
+    values = [0, described[0], 5, described[1], 16]
+    short((1, 1, 1), 0, values)
+    assert handed[-1][METADATA] == "facts" and handed[-1][METADATA + 1] is runtime.launch_enter_hook
     for enter, given in ((hook, hook), (None, None)):  # triton takes these as well
         monkeypatch.setattr(runtime, "launch_enter_hook", enter)
         monkeypatch.setattr(runtime, "launch_exit_hook", None)
-        short((1, 1, 1), 0, [0, *described[:1], 5, described[1], 16])
-        assert handed[-1][11:13] == (given, None)
+        short((1, 1, 1), 0, values)
+        assert handed[-1][METADATA + 1 : METADATA + 3] == (given, None)
 
 
-def test_another_tritons_launcher_is_left_to_itself():
+def more_arguments(run):
+    """One more argument for the C function, in front."""
+    inner = run.launch
+    run.launch = lambda *args: inner("new", *args)
+
+
+def another_order(run):
+    inner = run.launch
+    run.launch = lambda *args: inner(*args[:5], args[6], args[5], *args[7:])
+
+
+def no_options(run):
+    del run.launch_pdl
+
+
+def another_encoder(monkeypatch):
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, metadata, device, plan: ["map", *arg.shape])
+
+
+@pytest.mark.parametrize("change", [more_arguments, another_order, no_options, another_encoder])
+def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change):
+    """Whatever it changed: triton launches, with descriptors of its own kind, and one note says so."""
+    stack.note.cache_clear()
+    t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+    values = [t.data_ptr(), launch.describe(t, [64, 64]), 5, launch.describe_ragged(u, [8, 32]), 16]
     ran = []
-    compiled = SimpleNamespace(
-        run=lambda *args: ran.append(args), function=7, packed_metadata=(8,), launch_metadata=lambda *_: None
-    )
-    launch.launcher(compiled)((3, 2, 1), 99, [1, 2])
-    hooks = triton.knobs.runtime
-    assert ran == [(3, 2, 1, 99, 7, (8,), None, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2)]
+    for _ in range(2):
+        compiled = binary(cuda)
+        change(monkeypatch if change is another_encoder else compiled._run)
+        monkeypatch.setattr(
+            CompiledKernel, "__getitem__", lambda self, grid: lambda *args, stream: ran.append((grid, stream, *args))
+        )
+        way = launch.launcher(compiled, None, values)
+        assert not hasattr(way, "parts")
+        way((3, 2, 1), 99, values)
+    assert not cuda.handed and len(ran) == 2 and ran[0] == ran[1]
+    grid, stream, address, box, five, ragged, last = ran[0]
+    assert (grid, stream, address, five, last) == ((3, 2, 1), 99, t.data_ptr(), 5, 16)
+    assert isinstance(box, TensorDescriptor) and box.base is t and isinstance(ragged, TensorDescriptor)
+    assert [r.getMessage().count("launcher is unknown") for r in caplog.records] == [1]
+
+
+def test_another_gpus_launcher_is_left_to_itself(caplog):
+    ran = []
+
+    class Compiled(SimpleNamespace):
+        def __getitem__(self, grid):
+            return lambda *args, stream: ran.append((grid, stream, *args))
+
+    launch.launcher(Compiled(run=lambda: None), None, [1, 2])((3, 2, 1), 99, [1, 2])
+    assert ran == [((3, 2, 1), 99, 1, 2)] and not caplog.records
+
+
+def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
+    """Gluon is experimental: where a name is gone, kernels that any GPU runs take their place, and a note says so."""
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    assert launch.gluon_lacks() == "" and launch._has_descriptors("cuda:90")
+    stack.note.cache_clear()
+    launch.gluon_lacks.cache_clear()
+    monkeypatch.delattr(tma, "async_copy_global_to_shared")
+    try:
+        assert not launch._has_descriptors("cuda:90") and not launch._has_descriptors("cuda:90")
+        assert not launch._has_descriptors("cuda:80")
+        (record,) = caplog.records
+        assert "tma.async_copy_global_to_shared: portable kernels" in record.getMessage()
+        names = []
+        with launch.compile_only("cuda:90", lambda name, key, compile: names.append(name)):
+            trace(512, 128, 128, 4, 2, torch.bfloat16)
+        assert "up_kernel" in names and not {"specialised", "few_rows"} & {*names}
+    finally:
+        launch.gluon_lacks.cache_clear()
 
 
 # ---- past the dispatcher in eager mode

@@ -23,24 +23,28 @@ def calls(monkeypatch):
     """What reached the C function, each as a list; a GPU of sm_90 that is not there."""
     handed = []
 
-    class Run(SimpleNamespace):
-        """triton's own launcher, where somebody hears."""
+    class Compiled(SimpleNamespace):
+        """triton's own launch, where somebody hears."""
 
-        def __call__(self, *args):
-            handed.append(["heard", *args])
+        def __getitem__(self, grid):
+            return lambda *args, stream: handed.append(["heard", *grid, stream, *args])
 
     def warmup(kernel, *args, grid, **options):
         boxes = [i for i, a in enumerate(args) if "Descriptor" in type(a).__name__]
-        run = Run(boxes=boxes, launch_cooperative_grid=0, launch_pdl=0)
-        facts = dict(function=kernel.__name__, packed_metadata=(), launch_metadata=lambda *_: "heard")
-        return SimpleNamespace(run=run, _init_handles=lambda: None, **facts)
+        run = SimpleNamespace(boxes=boxes)
+        facts = dict(head=(kernel.__name__,))
+        return Compiled(run=run, **facts)
 
-    def encode(d, metadata):
+    def encode(d):
         return [("map", d.base.data_ptr(), *d.shape, *d.strides, *d.block), *d.shape, *d.strides]
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "warmup", warmup)
     monkeypatch.setattr(
-        launch, "_own_launcher", lambda run: (lambda *a: handed.append(list(a)), encode, [(i, None) for i in run.boxes])
+        launch,
+        "_own_launcher",
+        lambda compiled, kernel, values: launch.Short(
+            lambda *a: handed.append(list(a)), compiled.head, [(i, encode) for i in compiled.run.boxes]
+        ),
     )
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 77)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -239,7 +243,7 @@ def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
     assert list(replay._programs.values()) == [False]
     replay._programs.clear()
     launch._binaries.clear()
-    monkeypatch.setattr(launch, "launcher", lambda compiled: lambda *_: None)
+    monkeypatch.setattr(launch, "launcher", lambda *_: lambda *_: None)
     for _ in range(3):
         replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
     assert list(replay._programs.values()) == [False]

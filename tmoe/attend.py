@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.utils._mode_utils import no_dispatch
+
+from tmoe.stack import take
+
+_PADDED = "values narrower than queries are padded before attention"
+no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)
+no_transforms = take("torch._C._DisableFuncTorch", _PADDED)
+choice = take("torch._fused_sdp_choice", _PADDED)
 
 # Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
 # power of two, is above the mask's 128. Its tiles are of queries' width and type alone; where they need more shared memory than an H200 has
@@ -65,11 +71,13 @@ def on_hopper() -> bool:
 
 @functools.cache
 def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
+    if no_dispatch is None or no_transforms is None or choice is None:
+        return False
     # what a tracer or a transform would make is no memory; training is asked for, whoever asks first
-    with no_dispatch(), torch._C._DisableFuncTorch(), torch.inference_mode(False):
+    with no_dispatch(), no_transforms(), torch.inference_mode(False):
         widths = width, width, values
         q, k, v = (torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths)
-        return torch._fused_sdp_choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
+        return choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
 
 
 @torch.compiler.assume_constant_result

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from tmoe.attend import attend
 from tmoe.config import ModelConfig, RopeConfig
+from tmoe.stack import take
+
+_modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -55,7 +58,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [S, C] in fp32, kept for the next call; not what a tracer (torch.export's) or a mode makes, which may be no tensors."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    traced = torch.compiler.is_compiling() or _modes is None or _modes() > 0
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 

@@ -12,7 +12,6 @@ import re
 from typing import NamedTuple
 
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
 
 from tmoe.config import MOST
 from tmoe.parallel.mesh import shard_dim
@@ -66,8 +65,9 @@ def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Lay
         placement = f"world={world}: {Shard(0)!r}"
     else:
         boxes = [_expert_box(shape, world // ep, ep, dim, rank) for rank in range(world)]
-        over_dp = _StridedShard(0, split_factor=ep) if dim == 0 and ep > 1 else Shard(dim)
-        placement = f"dp={world // ep}: {over_dp!r}, ep={ep}: {Shard(0)!r}"
+        # in torch's words of how FSDP2 places what another axis cut before it
+        over_dp = f"_StridedShard(dim=0, sf={ep})" if dim == 0 and ep > 1 else repr(Shard(dim))
+        placement = f"dp={world // ep}: {over_dp}, ep={ep}: {Shard(0)!r}"
     return Layout(placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset)))
 
 

@@ -24,6 +24,7 @@ from tmoe.config import OptimConfig
 from tmoe.ops.adamw import adamw_
 from tmoe.parallel.mesh import local_part
 from tmoe.parallel.working import make_stale, version, working_copy
+from tmoe.stack import need
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
 PIECE = 2**26  # elements whose moments are on the GPU at a time, twice over: 1 GiB
@@ -186,7 +187,7 @@ def _zeros_like(p: Tensor, offload: bool) -> Tensor:
         return torch.zeros_like(p, memory_format=torch.preserve_format)
     zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
     # from_local would move it to the mesh's device; FSDP2 keeps its offloaded parameters the same way
-    return DTensor(zeros, p._spec, requires_grad=False) if isinstance(p, DTensor) else zeros
+    return DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False) if isinstance(p, DTensor) else zeros
 
 
 def optimizer_tensors(optimizer: torch.optim.AdamW, named_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,17 +11,21 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore  # the only door to the "fake" backend
 
 from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
 from tmoe.config import Config
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh, local_part
+from tmoe.stack import TESTED, find
 
 
 def dry_run(cfg: Config) -> None:
     """Prints parameters, the placement of each group of parameters, and bytes on rank 0 of `cfg.world` ranks."""
+    FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")  # the only door to the "fake" backend
+    if FakeStore is None:
+        message = f"--dry-run: torch {torch.__version__} has no fake process group; tmoe was tested with {TESTED}"
+        raise SystemExit(f"error: {message}")
     world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep, ep_across_nodes=True)

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -21,17 +22,15 @@ from typing import Any, BinaryIO, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch.distributed.distributed_c10d import _get_default_store  # where the group met; it has no public name
 from torch.profiler import ProfilerAction
-from torch.utils._pytree import tree_map_only  # through named tuples as well; torch has no public name for it
 
 from tmoe.config import ConfigError
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 from tmoe.onlookers import Onlooker, say, settle_output
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
-from tmoe.parallel.mesh import patience
+from tmoe.parallel.mesh import default_store, patience
+from tmoe.stack import find, lacks, take
 from tmoe.watch import Watch
 
 T = TypeVar("T")
@@ -45,6 +44,7 @@ ENDS = {
     signal.SIGXCPU: signal.SIG_DFL,
 }
 log = logging.getLogger(__name__)
+counters = take("torch._dynamo.utils.counters", "recompiles are not counted")
 
 
 @dataclass
@@ -179,6 +179,8 @@ def launched() -> tuple[int, int]:
     launcher sets ends the process with code 2: half of it, a rank that its world does not have, more ranks on a host than it has GPUs,
     no place to meet at."""
     with one_error():
+        if missing := lacks():
+            raise ValueError(missing)
         world = launcher_world()
         if not dist.is_initialized():
             require_a_gpu_each(world)
@@ -206,6 +208,8 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
+    if not torch.cuda.is_available():  # a compiler would warn of it on each rank
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     place = launcher_world()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -219,7 +223,7 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
     torch.manual_seed(seed + rank)
     control = dist.new_group(backend="gloo", timeout=patience())
     assert isinstance(control, dist.ProcessGroup)
-    runtime = Runtime(rank, world, device, control, Watch(rank, world, _get_default_store(), control))
+    runtime = Runtime(rank, world, device, control, Watch(rank, world, default_store(), control))
 
     if threading.current_thread() is threading.main_thread():
         hear_signals(runtime, also_stop_on)
@@ -264,18 +268,28 @@ def set_rng_states(states: dict[str, torch.Tensor], device: torch.device) -> Non
 
 def has_compiler() -> bool:
     """Whether torch.compile finds the C++ compiler that it needs on the CPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
+    get_cpp_compiler = find("torch._inductor.cpp_builder.get_cpp_compiler")
+    if get_cpp_compiler is None:
+        return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
     try:
         return bool(get_cpp_compiler())
-    except (InvalidCxxCompiler, RuntimeError):
+    except RuntimeError:  # InvalidCxxCompiler is one
         return False
 
 
 def all_finite(*values: torch.Tensor) -> torch.Tensor:
     """1 or 0, and no host waits for it. The values are global, so every rank decides alike."""
     return torch.stack([v.isfinite() for v in values]).all().float()
+
+
+def to_host(tree: Any) -> Any:
+    """The same tuples, named ones and lists too, with their tensors on their way to the CPU."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", non_blocking=True)
+    if isinstance(tree, tuple | list):
+        parts = [to_host(part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
 
 
 class OnItsWay:
@@ -286,7 +300,7 @@ class OnItsWay:
     last: "tuple[torch.cuda.Event, float] | None" = None  # the one read before, and when it ended
 
     def __init__(self, tree: T):
-        self.host = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", non_blocking=True), tree)
+        self.host = to_host(tree)
         self.ended = time.perf_counter()
         self.copied = torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else None
         if self.copied:
@@ -314,7 +328,7 @@ class Graphs:
 
     def passed(self, phase: str) -> None:
         """Call after each pass of a phase ("train", "validate")."""
-        total = counters["stats"]["unique_graphs"]
+        total = counters["stats"]["unique_graphs"] if counters else 0
         new = total - sum(self.known.values())
         if phase in self.known:
             self.recompiles += new

@@ -22,9 +22,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-# The one name that DCP does not export: stock FileSystemReader finds payloads in .metadata by it (the same in torch 2.11 and 2.13).
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -47,6 +44,12 @@ from torch.distributed.tensor import DTensor
 
 from tmoe import manifest as files
 from tmoe.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from tmoe.stack import take
+
+# by it stock FileSystemReader finds payloads in .metadata; the one name that DCP does not export
+_StorageInfo: Any = take(
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "stock readers of checkpoints find no data in .metadata"
+)
 
 WRITERS = 8  # shard files that a rank writes at once, each hashed by its own thread
 READERS = 8
@@ -176,7 +179,7 @@ def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
     places = {
         MetadataIndex(name, c.offset): _StorageInfo(c.file, c.at, c.size)
         for name, entry in tensors.items()
-        for c in entry.chunks
+        for c in (entry.chunks if _StorageInfo else ())
     }
     return Metadata(layout, storage_data=places)
 

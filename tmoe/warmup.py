@@ -29,6 +29,7 @@ from tmoe.ops import adamw, cross_entropy, exchange, parts, router_product, swig
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router, whole
 from tmoe.parallel.dispatch import pairs_bound
+from tmoe.stack import find
 from tmoe.zoo import presets
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
@@ -82,8 +83,10 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
 def drop_torn_objects() -> None:
     """Removes from torch.compile's cache the libraries that a killed linker or a full disk has cut short: torch takes what is there for
     whole, and fails at each start. Under torch's own lock of each, so none that is just being written."""
-    from torch._inductor.codecache import cache_dir, get_lock_dir
-
+    cache_dir = find("torch._inductor.codecache.cache_dir")
+    get_lock_dir = find("torch._inductor.codecache.get_lock_dir")
+    if cache_dir is None or get_lock_dir is None:
+        return
     for path in Path(cache_dir()).rglob("*.main.so"):
         with suppress(OSError, Timeout):
             if not whole(path):

@@ -4,6 +4,10 @@ import torch
 from torch.autograd import forward_ad
 
 from tmoe.ops.reference import ACTIVATIONS
+from tmoe.stack import take
+
+_tracks_gradients = take("torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words")
+_LEVELS = hasattr(forward_ad, "_current_level")  # tells without a look at each tensor that there is no tangent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
@@ -26,11 +30,11 @@ def check_tensors(**tensors):
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        if (not _LEVELS or forward_ad._current_level >= 0) and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
                 f"{name}: got a forward-mode tangent, but this op is differentiated by backward alone"
             )
-        if not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(t):
+        if not torch.compiler.is_compiling() and _tracks_gradients and _tracks_gradients(t):
             raise NotImplementedError(
                 f"{name}: got a tensor of torch.func's grad, vjp or jacrev, but this op is differentiated by torch.autograd alone"
             )

@@ -27,6 +27,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from tmoe.ops.kernels import activate, slices
 
+thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # triton 3.6's name, and 3.8's
+
 
 @gluon.jit
 def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
@@ -268,7 +270,7 @@ def consume(
                     store(h, gate, row, hi, col, F, 2 * F, OUT)
                     store(h + F, up, row, hi, col, F, 2 * F, OUT)
                 store(act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT)
-            gl.thread_barrier()  # all threads have stored
+            thread_barrier()  # all threads have stored
             gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
         else:
             _, _, hi, row, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)

@@ -9,12 +9,17 @@ kernels that read it.
 
 import torch
 
-from tmoe.ops import hopper, kernels
+from tmoe.ops import kernels
 from tmoe.ops.check import require
-from tmoe.ops.few import few_rows
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
 from tmoe.ops.routing import FEW, Metadata, group, power_of_2, route
 from tmoe.ops.table import few, pick
+
+try:
+    from tmoe.ops import hopper
+    from tmoe.ops.few import few_rows
+except ImportError:  # no GPU then counts as one that they are for: launch.py's gluon_lacks
+    hopper = few_rows = None
 
 # Of programs in a launch. One is best where products have the GPU for themselves. A program that finds its multiprocessor taken, by a
 # collective's kernel, begins when another ends: a launch in one wave then takes twice its time, in four a quarter more. Measured on

@@ -4,23 +4,26 @@ triton's own launch spends 100 to 200 us of Python on a kernel with six tensor d
 layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by what it depends on and calls it.
 """
 
+import ast
 import contextlib
+import copy
 import functools
+import importlib
 import inspect
 import sys
 import threading
+from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language import bfloat16, float16
-from triton.experimental.gluon.language._layouts import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tmoe.stack import note
 
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
@@ -49,6 +52,7 @@ class Descriptor(NamedTuple):
     strides: tuple[int, ...]
     block: list[int]
     padding: str = "zero"
+    round_f32_to_tf32: bool = False  # triton 3.8 asks
 
 
 def strides_of(t):
@@ -78,10 +82,13 @@ def _native(arg, kernel):
     if not isinstance(arg, Descriptor):
         return arg
     tensor = arg.base, list(arg.shape), list(arg.strides), arg.block
-    if not isinstance(kernel, GluonJITFunction):
+    if not (hasattr(kernel, "is_gluon") and kernel.is_gluon()):
         return TensorDescriptor(*tensor)
-    element = {torch.bfloat16: bfloat16, torch.float16: float16}[arg.base.dtype]
-    return GluonDescriptor(*tensor, cast(Any, NVMMASharedLayout.get_default_for(arg.block, element)))
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[arg.base.dtype]
+    return GluonDescriptor(*tensor, cast(Any, gl.NVMMASharedLayout.get_default_for(arg.block, element)))
 
 
 def cdiv(a, b):
@@ -117,7 +124,29 @@ def tf32():
 
 def _has_descriptors(arch):
     # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
-    return arch == "cuda:90"
+    if arch != "cuda:90":
+        return False
+    if missing := gluon_lacks():
+        note(f"triton {triton.__version__} has no {missing}: portable kernels run in place of those for Hopper")
+    return not missing
+
+
+@functools.cache
+def gluon_lacks() -> str:
+    """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have; "" if nothing."""
+    missing = set()
+    try:
+        modules = [importlib.import_module(f"tmoe.ops.{name}") for name in ("few", "hopper")]
+    except ImportError as error:
+        return str(error)
+    for module in modules:
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = getattr(module, node.value.id, None)
+                if inspect.ismodule(owner) and not hasattr(owner, node.attr):
+                    missing.add(f"{owner.__name__}.{node.attr}")
+        missing |= {f"{name} of Gluon" for name in ("thread_barrier",) if getattr(module, name, 0) is None}
+    return ", ".join(sorted(missing))
 
 
 def _settle(module):
@@ -168,28 +197,26 @@ def _key(args, fixed):
     return key, values
 
 
-def launcher(compiled):
+def launcher(compiled, kernel, values):
     """A function (grid, stream, values) that launches a binary: triton's own C function, past the Python in front of it.
 
     That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
-    there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Another
-    triton, whose launcher is built otherwise, gets its launches as it makes them. `parts`, where it goes the short way: the C
+    there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Where a
+    triton's launcher does not do what `_own_launcher` knows, triton launches. `parts`, where it goes the short way: the C
     function, what it takes between stream and values, and (index, encoder, known maps) of each descriptor.
+
+    values: those of the first launch.
     """
-    own = _own_launcher(compiled.run)
-    hooks = knobs.runtime
 
     def as_triton_does(grid, stream, values):
-        metadata = compiled.launch_metadata(grid, stream, *values)
-        given = compiled.packed_metadata, metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
-        compiled.run(*grid, stream, compiled.function, *given, *values)
+        compiled[grid](*[_native(value, kernel) for value in values], stream=stream)
 
+    own = _own_launcher(compiled, kernel, values)
     if own is None:
         return as_triton_does
-    call, encode, maps = own
-    maps = [(i, functools.partial(encode, metadata=meta), {}) for i, meta in maps]
-    options = compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
-    head = (compiled.function, *options, None, None, compiled.packed_metadata, None, None, None)
+    call, head = own.call, own.head
+    maps = [(i, encode, {}) for i, encode in own.maps]
+    hooks = knobs.runtime
 
     def direct(grid, stream, values):
         if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
@@ -222,23 +249,92 @@ def heard(hook):
     return getattr(hook, "calls", hook)
 
 
-def _own_launcher(run):
-    """The C function behind triton's launcher of a CUDA binary, what encodes a descriptor for it, and (index, its metadata) of each
-    descriptor among the arguments; None where the launcher is not that of triton 3.6 or needs scratch memory."""
-    try:
-        from triton.backends.nvidia.driver import _BASE_ARGS_FORMAT, CudaLauncher, make_tensordesc_arg
+class Short(NamedTuple):
+    """How triton's C function is called: call(*grid, stream, *head, *flat)."""
 
-        if not isinstance(run, CudaLauncher) or _BASE_ARGS_FORMAT != "iiiKKppOOOOOO":
+    call: Callable
+    head: tuple
+    maps: list  # (index, what makes a list of what stands in `flat` for it) of each descriptor among the values
+
+
+def _own_launcher(compiled, kernel, values):
+    """The way past triton's launcher of a CUDA binary; None where there is none: another GPU's, one that needs scratch memory, or
+    one that hands its C function something else than tmoe would, of which a note tells."""
+    try:
+        from triton.backends.nvidia import driver
+
+        if not isinstance(compiled.run, driver.CudaLauncher):
             return None
-        if run.global_scratch_size or run.profile_scratch_size:
+        if compiled.run.global_scratch_size or compiled.run.profile_scratch_size:
             return None
-        if not inspect.isfunction(run.launch):  # no descriptors
-            return run.launch, make_tensordesc_arg, []
-        found = inspect.getclosurevars(run.launch).nonlocals
-        maps = list(zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True))
-        return None if any(meta is None for _, meta in maps) else (found["launcher"], make_tensordesc_arg, maps)
-    except (ImportError, AttributeError, KeyError, ValueError):
-        return None
+        short = _short_way(compiled, driver.make_tensordesc_arg)
+        if short is None or _hands_over_the_same(short, compiled, kernel, values):
+            return short
+    except (ImportError, AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
+        pass
+    note(f"triton {triton.__version__}'s launcher is unknown: its own Python launches each kernel, which takes longer")
+    return None
+
+
+def _short_way(compiled, encode):
+    """A Short by the names in triton 3.6 or 3.8; None for descriptors that no tensor map stands for."""
+    run = compiled.run
+    options = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    function, metas, wrapped = run.launch, [], {}
+    if inspect.isfunction(run.launch):  # it makes tensor maps of descriptors
+        wrapped = inspect.getclosurevars(run.launch).nonlocals
+        function, metas = wrapped["launcher"], wrapped["tensordesc_meta"]
+        if not metas or None in metas:
+            return None
+    if hasattr(run, "kernel_signature"):  # 3.8
+        head = (*options, compiled.packed_metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
+        fixed = 4 + len(head)
+
+        def call(*args):
+            function(*args[:fixed], args[fixed:])
+
+        at = sorted(wrapped["relevant_paths"]) if wrapped else []
+        makers = [functools.partial(encode, metadata=meta, _=None) for meta in metas]
+    else:
+        call, head = function, (*options, None, None, compiled.packed_metadata, None, None, None)
+        at = sorted(wrapped["tensordesc_indices"]) if wrapped else []
+        makers = [functools.partial(encode, metadata=meta) for meta in metas]
+    return Short(call, head, list(zip(at, makers, strict=True)))
+
+
+def _hands_over_the_same(short, compiled, kernel, values):
+    """Whether triton's own launcher, called for these values, gives its C function what the short way would. Nothing is launched."""
+    grid, stream, told = (2, 3, 5), 7, []
+
+    def hear(*args):
+        told.append(args)
+
+    run = copy.copy(compiled.run)
+    run.launch = _with_function(run.launch, hear)
+    natives = [_native(value, kernel) for value in values]
+    run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *natives)
+    flat, maps = [], []
+    encoders = dict(short.maps)
+    for i, value in enumerate(values):
+        if i in encoders:
+            maps.append(4 + len(short.head) + len(flat))
+        flat += encoders[i](value) if i in encoders else [value]
+    (theirs,), mine = told, [*grid, stream, *short.head, *flat]
+    if isinstance(theirs[-1], tuple | list):  # 3.8
+        theirs = [*theirs[:-1], *theirs[-1]]
+    same = len(theirs) == len(mine)
+    return same and all(
+        type(a) is type(b) if i in maps else a == b for i, (a, b) in enumerate(zip(theirs, mine, strict=True))
+    )
+
+
+def _with_function(launch, function):
+    """A launcher's `launch` with another function in place of the C function."""
+    if not inspect.isfunction(launch):
+        return function
+    cells = list(launch.__closure__)
+    cells[launch.__code__.co_freevars.index("launcher")] = CellType(function)
+    return FunctionType(launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, tuple(cells))
 
 
 def launch(kernel, grid, *args, **options):
@@ -260,8 +356,7 @@ def launch(kernel, grid, *args, **options):
     run = _binaries.get(key)
     if run is None:
         compiled = kernel.warmup(*[_native(a, kernel) for a in args], grid=grid, **options)
-        compiled._init_handles()
-        run = _binaries[key] = launcher(compiled)
+        run = _binaries[key] = launcher(compiled, kernel, values)
     grid = (*grid, 1, 1)[:3]
     if tape:
         tape.launched(run, grid, args, values)
@@ -331,11 +426,11 @@ def compile_only(arch, visit):
     Equal keys mean equal binaries. Not re-entrant.
     """
     global _compiling, _target
-    before = triton.runtime.driver._active
+    before = getattr(triton.runtime.driver, "_active", None)
     triton.runtime.driver.set_active(cast(Any, _Driver(arch)))
     _compiling, _target = visit, arch
     try:
         yield
     finally:
         _compiling = _target = None
-        triton.runtime.driver._active = before
+        triton.runtime.driver.set_active(cast(Any, before))

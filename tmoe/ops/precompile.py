@@ -15,14 +15,17 @@ import struct
 import traceback
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime.cache import FileCacheManager
 
 from tmoe.ops import gpu, topk
 from tmoe.ops.launch import cdiv, compile_only
 from tmoe.ops.routing import Metadata
+from tmoe.stack import take
+
+FileCacheManager: Any = take("triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced")
 
 
 def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
@@ -43,7 +46,7 @@ def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
 
-class WholeCache(FileCacheManager):
+class WholeCache(FileCacheManager or object):
     """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
     them at each start, and finds out about a torn binary when it is loaded."""
 
@@ -111,7 +114,7 @@ def work(arch, traces):
     compiled, wanted = [], {}
     before, cache = knobs.compilation.listener, knobs.cache.manager_class
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
-    if cache in (None, FileCacheManager):  # somebody's own, on a network say, answers for itself
+    if FileCacheManager and cache in (None, FileCacheManager):  # somebody's own, on a network say, answers for itself
         knobs.cache.manager_class = WholeCache
     folder = Path(knobs.cache.dir) / "tmoe-locks"
     with contextlib.suppress(OSError):

@@ -10,13 +10,18 @@ next: gpu.py
 
 import itertools
 import weakref
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from tmoe.ops import launch
 from tmoe.ops.launch import Address, Descriptor, encoded, heard
+from tmoe.stack import take
+
+TorchDispatchMode: Any = take(
+    "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches anew"
+)
 
 KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
 _programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
@@ -26,7 +31,12 @@ def remembered(run, tensors, *how):
     """run(*tensors, *how), a function of gpu.py; tensors (or None) lie on the current device, and results are tensors that it has
     allocated, or None."""
     hooks = knobs.runtime
-    if launch.compiling() or heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
+    if (
+        TorchDispatchMode is None
+        or launch.compiling()
+        or heard(hooks.launch_enter_hook)
+        or heard(hooks.launch_exit_hook)
+    ):
         return run(*tensors, *how)
     kind = [run, *how, launch.tf32(), tensors[0].device]
     for t in tensors:
@@ -124,7 +134,7 @@ class Tape:
         return Program(steps, found)
 
 
-class Foreign(TorchDispatchMode):
+class Foreign(TorchDispatchMode or object):
     """Tells a tape of torch's own ops: what they do, no program repeats."""
 
     def __init__(self, tape):

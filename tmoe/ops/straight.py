@@ -9,15 +9,26 @@ next: mlp.py
 
 import torch
 
+from tmoe.stack import take
+
+_SLOWER = "ops go through torch's dispatcher, which takes longer"
+_modes = take("torch._C._len_torch_dispatch_stack", _SLOWER)
+_transform = take("torch._C._functorch.peek_interpreter_stack", _SLOWER)
+_trace = take("torch._C._get_tracing_state", _SLOWER)
+_is_legacy_batch = take("torch._C._functorch.is_legacy_batchedtensor", _SLOWER)
+_is_batch = take("torch._C._functorch.is_batchedtensor", "layers keep what a backward needs, whether one comes or not")
+_SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch says who watches
+
 
 def unwatched(*tensors):
     """Whether nobody would see or change the op between here and its kernels: no compiler or tracer, no dispatch mode (fakes, checkpoint
     policies, counters), no functional transform, no tensor of a class of its own. None counts as a tensor."""
     return (
         not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
+        and _SEES
+        and not _modes()
+        and _transform() is None
+        and _trace() is None
         and all(t is None or _plain(t) for t in tensors)
     )
 
@@ -30,9 +41,9 @@ def no_second_derivative(ctx, *_):
 
 def mapped(t):
     """Whether torch.vmap runs the op once for each of many tensors behind this one. It says that it needs no gradient though they may."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(t)
+    return not torch.compiler.is_compiling() and (_is_batch is None or _is_batch(t))
 
 
 def _plain(t):
     """Neither of a class of its own nor a batch behind one tensor (`is_grads_batched`), which has no address."""
-    return type(t) in (torch.Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(t)
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and not _is_legacy_batch(t)

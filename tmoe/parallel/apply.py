@@ -11,16 +11,17 @@ Where the hooks stand, for one MoE block:
 next: grad_norm.py
 """
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # how FSDP2 places what another axis cut before it
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.attend import COMPILE
@@ -30,9 +31,17 @@ from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
 from tmoe.ops.check import require
 from tmoe.parallel.dispatch import dispatcher_for
-from tmoe.parallel.gathered import GatheredCopy, Sharers
+from tmoe.parallel.gathered import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.parallel.working import WorkingCopy, stand_in
+from tmoe.stack import find
+
+_StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")  # build_mesh asks for it
+
+# torch tells every rank that an expert's full_tensor() takes two all-gathers, one over ep and one over dp: it does
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "sequential" not in str(record.msg)
+)
 
 
 def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_forwards: bool = False) -> nn.Module:
@@ -182,7 +191,11 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
     dp, held = mesh.dp.size(), [p.to_local() for experts in scopes for p in experts.parameters()]
     size = width * sum(p.numel() for p in held)
-    keep = whole_forwards and keeps_whole(dp, [len(p) for p in held], size, cfg.parallel.whole_gib)
+    keep = (
+        whole_forwards
+        and at_the_end is not None
+        and keeps_whole(dp, [len(p) for p in held], size, cfg.parallel.whole_gib)
+    )
     sharers = Sharers(mesh.dp.get_group()) if keep else None
     new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
 

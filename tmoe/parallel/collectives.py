@@ -19,20 +19,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    _get_process_group_store,
-    _resolve_process_group,  # how functional collectives find a group by name
-)
+
+from tmoe.parallel.mesh import default_store
+from tmoe.stack import find
+
+# how functional collectives find a group by name, and where a group met
+_resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
+_get_process_group_store = find("torch.distributed.distributed_c10d._get_process_group_store")
+_named: dict[str, dist.ProcessGroup] = {}  # by `name_of`, for a torch that does not find groups by name
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name by which ops find the group."""
+    _named[group.group_name] = group
+    return group.group_name
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name) if _resolve_process_group else _named[name]
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    if _get_process_group_store:
+        return _get_process_group_store(group)
+    return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Forward: block p of the rows goes to rank p. Its transpose swaps send and receive."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=_group(group))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group_of(group))
     return out
 
 
@@ -44,13 +60,13 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
     Returns: ids_RK int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert; order_S int64,
     token of each sent row, by rank, then token; splits_2P int64 on the CPU, rows sent to and received from each rank.
     """
-    ranks = dist.get_world_size(_group(group))
+    ranks = dist.get_world_size(group_of(group))
     ranks_P = torch.arange(ranks, device=ids_TK.device)
     owner_TK = torch.where(ids_TK >= 0, ids_TK // local_experts, -1)
     goes_PT = (owner_TK[None] == ranks_P[:, None, None]).any(-1)
     send_P = goes_PT.sum(1)
     receive_P = torch.empty_like(send_P)
-    dist.all_to_all_single(receive_P, send_P, group=_group(group))
+    dist.all_to_all_single(receive_P, send_P, group=group_of(group))
     rank_S, order_S = goes_PT.nonzero(as_tuple=True)
     ids_SK = torch.where(
         owner_TK[order_S] == rank_S[:, None], ids_TK[order_S] - rank_S[:, None].int() * local_experts, -1
@@ -64,7 +80,7 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
 @plan.register_fake
 def _(ids_TK, local_experts, group):
     ctx = torch.library.get_ctx()
-    ranks = dist.get_world_size(_group(group))
+    ranks = dist.get_world_size(group_of(group))
     return (
         ids_TK.new_empty((ctx.new_dynamic_size(), ids_TK.shape[1]), dtype=torch.int32),
         ids_TK.new_empty((ctx.new_dynamic_size(),), dtype=torch.int64),
@@ -131,7 +147,7 @@ def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], 
     watchdog ends the process. Raises TimeoutError after the store's timeout.
     """
     ranks = dist.get_process_group_ranks(group)
-    store, rank = _get_process_group_store(group), group.rank()
+    store, rank = store_of(group), group.rank()
     calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
     call = store.add(calls, 0)
     prefix = f"{calls} {call}"

@@ -96,7 +96,7 @@ class AllToAllDispatcher(Dispatcher):
     """`torch.distributed` all-to-all with split sizes (gloo, NCCL, RCCL): the portable reference. One host sync a layer."""
 
     def __init__(self, group: dist.ProcessGroup, local_experts: int):
-        self.group, self.ranks = group.group_name, group.size()
+        self.group, self.ranks = collectives.name_of(group), group.size()
         self.local_experts = local_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
@@ -127,7 +127,7 @@ class SymmDispatcher(Dispatcher):
     def __init__(
         self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0, fp8: bool = False, width: int = 0
     ):
-        self.group, self.ranks = group.group_name, group.size()
+        self.group, self.ranks = collectives.name_of(group), group.size()
         self.local_experts = local_experts
         self.tokens, self.fp8, self.width = tokens, fp8, 0 if fp8 else width
 

@@ -23,15 +23,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from tmoe.ops import gpu
 from tmoe.ops.parts import sum_parts
 from tmoe.parallel.mesh import local_part
 from tmoe.parallel.working import WorkingCopy
+from tmoe.stack import take
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's name, and 2.11's
+# calls a function at the end of the backward that runs: FSDP2's way there, which has no public name
+at_the_end = take(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.whole-gib has no effect)",
+)
 AHEAD = 3  # gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them
 
 
@@ -57,7 +62,7 @@ class Sharers:
             self.begun = None
             left = self.sync and any(copy.unsent is not None for copy in self.copies)
             if left and isinstance(output, Tensor) and output.requires_grad:  # its backward may reach no expert
-                output.register_hook(lambda _: Variable._execution_engine.queue_callback(self.finish))
+                output.register_hook(lambda _: at_the_end(self.finish))
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
@@ -161,7 +166,7 @@ class GatheredCopy(WorkingCopy):
         if not self.sharers.sync:
             self.unsent = grad
             return
-        Variable._execution_engine.queue_callback(self.sharers.finish)  # FSDP2's way to the end; it has no public name
+        at_the_end(self.sharers.finish)
         self.send(grad)
 
     @torch.no_grad()

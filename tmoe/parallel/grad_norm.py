@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from tmoe.stack import need
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -107,7 +109,9 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     # not `not is_shard()`: FSDP2's _StridedShard, the stored placement of experts, says False there on 2.13
     copied = [placement.is_replicate() or placement.is_partial() for placement in placements]
     first = not any(coordinate and copy for coordinate, copy in zip(here, copied, strict=True))
-    root = mesh._get_root_mesh()  # the mesh itself, unless it was sliced; no public name on 2.11 or 2.13
+    # the mesh itself, unless it was sliced, which one of the whole world never is; torch has no public name for it
+    whole = not hasattr(mesh, "_get_root_mesh") and mesh.size() == dist.get_world_size()
+    root = mesh if whole else need(mesh, "_get_root_mesh", "clip_grad_norm_ of parameters on a part of a mesh")()
     grid = root.mesh
     if "pp" in (root.mesh_dim_names or ()):
         axis = root.mesh_dim_names.index("pp")

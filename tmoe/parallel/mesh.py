@@ -13,6 +13,7 @@ would take an expert group across nodes is refused unless it is asked for.
 next: parallel/collectives.py
 """
 
+import functools
 import itertools
 import json
 import socket
@@ -24,16 +25,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-# where the group met, and how long its collectives wait: without public names
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
-# what DCP itself plans its shards with; not in the public namespace of torch 2.11 or 2.13
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from tmoe.parallel.launcher import join, launcher_world
+from tmoe.stack import find, lacks, note, take
 
+_get_default_store = take(
+    "torch.distributed.distributed_c10d._get_default_store", "ranks meet in a store of their own beside the group's"
+)
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
 # unit. Two blocks a unit took as long on a fast host, where nobody waits for Python
 # (docs/decisions/005-units-of-blocks.md).
@@ -69,6 +68,8 @@ def build_mesh(
     the axes do not multiply to the world, or when an expert group would span nodes (the launcher's, else by host and local rank) without
     ep_across_nodes, naming the flag to change; and where launcher.py cannot join, with what to type. tp, cp and pp are axes to come: only 1 is valid today.
     """
+    if missing := lacks():
+        raise RuntimeError(missing)
     if not dist.is_initialized():
         join()
     dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
@@ -78,7 +79,7 @@ def build_mesh(
     grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
     if dist.get_backend() != "fake":
         for group in grid.get_all_groups():
-            _set_pg_timeout(patience(), group)
+            set_timeout(patience(), group)
     return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
 
 
@@ -87,8 +88,38 @@ def patience() -> timedelta:
     half an hour on gloo, and a rank that stopped would hold its subgroup for that time after the others had ended."""
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
-    options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    return getattr(options, "_timeout", default_pg_timeout)
+    devices = getattr(world, "_device_types", None)
+    backend = world._get_backend(devices[0]) if devices and hasattr(world, "_get_backend") else None
+    usual = find("torch.distributed.constants.default_pg_timeout") or timedelta(minutes=30)
+    return getattr(getattr(backend, "options", None), "_timeout", usual)
+
+
+def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
+    """How long the group's collectives wait, by torch 2.14's public name or the private one before it."""
+    change = getattr(dist, "set_timeout", None) or find("torch.distributed.distributed_c10d._set_pg_timeout")
+    if change is None:
+        note(f"torch {torch.__version__} cannot change a group's timeout: subgroups wait as long as torch lets them")
+    else:
+        change(limit, group)
+
+
+def default_store() -> dist.Store:
+    """The store where the default group met. Where torch does not give it away, one for all ranks: the first call
+    is then a collective of them."""
+    return _get_default_store() if _get_default_store else _own_store(dist.group.WORLD)
+
+
+@functools.cache
+def _own_store(group: dist.ProcessGroup) -> dist.Store:
+    if group.size() == 1:
+        return dist.HashStore()
+    store, address = None, [None]
+    if group.rank() == 0:
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store = dist.TCPStore(host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False)
+        address = [(host, store.port)]
+    dist.broadcast_object_list(address, group=group)
+    return store or dist.TCPStore(*address[0], group.size(), is_master=False, timeout=patience())
 
 
 def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
@@ -119,7 +150,7 @@ def nodes_of_ranks() -> list[str]:
     No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", _get_default_store())
+    store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", default_store())
     here = launcher_world()
     first = 0 if here.local_rank is None else rank - here.local_rank
     store.set(str(rank), here.node or f"{socket.gethostname()} from rank {first}")
@@ -184,8 +215,8 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """The slices of the full tensor that this rank holds: tensor.full_tensor()[local_slices(tensor)] is its local shard."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    (held,) = tensor.__create_chunk_list__()  # what DCP plans its shards with
+    return tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

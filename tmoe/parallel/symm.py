@@ -44,17 +44,18 @@ import socket
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch import cdiv, device_facts
-from tmoe.parallel.collectives import together
+from tmoe.parallel.collectives import group_of, together
 from tmoe.parallel.received import Experts
+from tmoe.stack import find
 
 log = logging.getLogger(__name__)
+symmetric = find("torch.distributed._symmetric_memory")
+_detect_dma_connectivity = find("torch._C._distributed_c10d._detect_dma_connectivity")
 
 LINK = 370e9  # bytes a second that one GPU's copy engines send to its peers, on an H200
 PRODUCT = 600e12  # operations a second of a product
@@ -262,7 +263,7 @@ def _all(t: Tensor) -> int:
 
 def exchange_of(group: str) -> Exchange:
     """The one Exchange of a group; its memory comes with the first `reserve`."""
-    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks = group_of(group)
     ex = _exchanges.get(group)
     if ex is None or ex.group is not ranks:  # a world begun anew may use a name again
         ex = _exchanges[group] = Exchange(ranks)
@@ -471,6 +472,9 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
 
 def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
     """What this rank finds, given (host, GPU) of all."""
+    known = hasattr(symmetric, "empty") and hasattr(symmetric, "rendezvous") and _detect_dma_connectivity
+    if not known:
+        return f"torch {torch.__version__} has no symmetric memory that tmoe knows"
     if len({host for host, _ in gpus}) > 1:
         return "its ranks are on several hosts"
     if len(gpus) > exchange.RANKS:
@@ -480,8 +484,6 @@ def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
     index = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if any(uuid not in index for _, uuid in gpus):
         return "its ranks do not see each other's GPUs"
-    from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[missing-module-attribute]
-
     links = _detect_dma_connectivity(torch.autograd.DeviceType.CUDA, "nvlink").matrix
     mine = torch.cuda.current_device()
     for peer in {index[uuid] for _, uuid in gpus} - {mine}:

@@ -19,6 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tmoe.parallel.mesh import local_part
+from tmoe.stack import take
+
+take(
+    "torch.Tensor._post_accumulate_grad_hooks",
+    "hooks of register_post_accumulate_grad_hook are not called where a rank holds a parameter whole",
+)
 
 
 class WorkingCopy:
@@ -89,7 +95,7 @@ class WorkingCopy:
             )
         master.grad = grad
         # as FSDP2 does: autograd does not know of this gradient
-        for hook in (master._post_accumulate_grad_hooks or {}).values():
+        for hook in (getattr(master, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(master)
 
 
