@@ -43,7 +43,16 @@ ROPE += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor"
 ROPE += ["partial_rotary_factor"]
 MORE = ["head_dim", "rope_theta", "partial_rotary_factor", "per_layer_config", "mlp_bias", "attention_bias", "clip_qkv"]
 # what decides nothing in a forward of tokens without padding, or how transformers computes it
-IDLE = {"architectures", "dtype", "id2label", "label2id", "model_type", "problem_type", "output_hidden_states", "use_cache"}
+IDLE = {
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "model_type",
+    "problem_type",
+    "output_hidden_states",
+    "use_cache",
+}
 IDLE |= {"return_dict", "transformers_version", "pad_token_id", "bos_token_id", "eos_token_id", "attention_dropout"}
 IDLE |= {"output_router_logits", "pretraining_tp", "is_encoder_decoder", "chunk_size_feed_forward"}
 EVERYWHERE = {"sliding_window", "layer_types", "rope_parameters", "original_max_position_embeddings", "head_dim"}
@@ -129,7 +138,7 @@ class Theirs:
                     if "e_score_correction_bias" in name:
                         buffer.normal_(0.0, 0.3)
                 logits = model(TOKENS).logits
-        except Exception as error:  # noqa: BLE001: whatever a value does to them
+        except Exception as error:  # whatever a value does to them
             return error
         return (model, logits) if logits.isfinite().all() else ValueError("logits are not finite")
 
@@ -181,16 +190,13 @@ def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
     transformers takes no null there, no such type, or cannot do without the key, tmoe refuses it as well."""
     try:
         read_config(copy.deepcopy(hf))
-        refused = ""
     except ConfigError as error:
-        refused = str(error)
+        assert "NoneType" not in str(error), error  # an accident, not a sentence
+        return ""
     try:
         key, built = theirs.model(CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf)))
-    except Exception as error:  # noqa: BLE001: strict checks raise errors of several kinds
+    except Exception as error:  # strict checks raise errors of several kinds
         key, built = "", error
-    if refused:
-        assert "NoneType" not in refused, refused  # an accident, not a sentence
-        return ""
     if isinstance(built, tuple):
         try:
             apart = theirs.apart(key, hf)

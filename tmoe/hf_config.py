@@ -25,7 +25,7 @@ KINDS = get_type_hints(ModelConfig) | {
 WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
 WHOLE += ("n_shared_experts", "n_group", "topk_group", "original_max_position_embeddings")
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
-WHOLE += AHEAD
+WHOLE += ("head_dim", *AHEAD)
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
 TENSORS = 2**20  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
