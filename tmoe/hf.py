@@ -9,7 +9,7 @@ Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command 
 Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
 tensor its type again. A step folder carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
 
-next: hf_rules.py, hf_tables.py, hf_config.py, hf_files.py, hf_export.py, hf_swap.py
+next: hf_rules.py, hf_tables.py, hf_config.py, hf_plan.py, hf_files.py, hf_export.py, hf_swap.py
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from torch import Tensor
 from tmoe.checkpoint import Checkpoints
 from tmoe.config import STEPS_READ, Config, ModelConfig, fits, require
 from tmoe.folders import expand_home, resolve
-from tmoe.hf_config import architecture, build_config, differences, read_config
+from tmoe.hf_config import build_config, differences
 from tmoe.hf_export import export_hf
-from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse
+from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
 from tmoe.hf_packed import unpacked
-from tmoe.hf_rules import Piece, ahead, divide, model_shapes, their_shapes
+from tmoe.hf_plan import plan_folder
+from tmoe.hf_rules import Piece, model_shapes
 from tmoe.hf_swap import swap_experts
 from tmoe.layout import Box, lay_out
 from tmoe.listing import listed
@@ -84,6 +85,8 @@ def import_hf(
         print(f"note: {model.moe.untrained}")
     if packed := plan.manifest.info["packed"]:
         print(f"{hf_dir}: {unpacked(packed)}")
+    if plan.manifest.info["own_head"]:
+        print(f"{untied(hf_dir)}; so says an export's {CONFIG}")
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
     if unread:
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
@@ -94,12 +97,8 @@ def import_hf(
 def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
     """Plan of `import`. ConfigError: settings that tmoe does not compute; MismatchError lists every tensor that does not fit."""
     folder = Folder(Path(hf_dir))
-    arch, cfg = architecture(folder.config), read_config(folder.config)
-    found, extra = divide(arch, cfg, folder.shapes, ahead(folder.config))
-    refuse(
-        f"{hf_dir} is no whole {arch.model_type}",
-        folder.compare(arch, their_shapes(found), extra) or _copies(folder, cfg),
-    )
+    arch, cfg, found, _, extra, problems = plan_folder(folder)
+    refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()]
     carried: dict[str, Callable[[], Tensor]] = {
@@ -113,7 +112,13 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         tokens=0,
         world=world,
         saved_ns=0,
-        info=dict(config=dict(model=asdict(cfg)), versions=versions(), hf=arch.model_type, packed=folder.packed),
+        info=dict(
+            config=dict(model=asdict(cfg)),
+            versions=versions(),
+            hf=arch.model_type,
+            packed=folder.packed,
+            own_head=folder.own_head,
+        ),
         state=dict(step=0, tokens=0),
         files={},
         tensors={},
@@ -132,15 +137,6 @@ def _imported(folder: Folder, found: dict[str, list[Piece]], carried: dict, outp
             target = torch.empty(box.shape, dtype=output.dtype)
             fill(target, box.offset, found[output.name.removeprefix(MODEL)], read)
             yield target
-
-
-def _copies(folder: Folder, cfg: ModelConfig) -> list[str]:
-    """A tied head that differs from the embedding would be lost on the way."""
-    if not cfg.tied or "lm_head.weight" not in folder.shapes:
-        return []
-    head, embedding = (folder.whole(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    same = head.dtype == embedding.dtype and torch.equal(head, embedding)
-    return [] if same else ["lm_head.weight: differs from model.embed_tokens.weight, though config.json ties them"]
 
 
 def _carried_output(name: str, tensor: Tensor) -> Output:
@@ -284,12 +280,11 @@ def started_from(step_dir: Path) -> str:
 
 def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
     folder = Folder(hf_dir)
-    arch, theirs = architecture(folder.config), read_config(folder.config)
-    refuse(f"{hf_dir / CONFIG} is not this model's", differences(cfg, theirs))
-    found, extra = divide(arch, theirs, folder.shapes, ahead(folder.config))
-    shapes = model_shapes(theirs)
-    problems = folder.compare(arch, their_shapes(found), extra)
-    problems += [
+    plan = plan_folder(folder)
+    why = f" ({untied(hf_dir)})" if folder.own_head else ""
+    refuse(f"{hf_dir / CONFIG} is not this model's{why}", differences(cfg, plan.cfg))
+    shapes = model_shapes(plan.cfg)
+    problems = plan.problems + [
         f"{name}: shape {tuple(p.shape)} here, by config.json {shapes.get(name)}"
         for name, p in parameters.items()
         if shapes.get(name) != tuple(p.shape)
@@ -297,7 +292,7 @@ def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) ->
     unfilled = sorted(shapes.keys() - parameters.keys())
     problems += [f"{name}: not among the tensors to fill; give the model's state_dict()" for name in unfilled]
     refuse(f"{hf_dir} does not fit", problems)
-    return folder, found
+    return folder, plan.pieces
 
 
 def _together(work: Callable[[], Any]) -> Any:

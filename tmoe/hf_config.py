@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
 from tmoe.config import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
-from tmoe.hf_rules import HF, Architecture
+from tmoe.hf_rules import HF, NO_NULL, Architecture, Field
 from tmoe.hf_tables import ARCHITECTURES
 from tmoe.listing import listed
 
@@ -24,7 +24,9 @@ KINDS = get_type_hints(ModelConfig) | {
     f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
 }
 WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
-WHOLE += ("n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers", "original_max_position_embeddings")
+WHOLE += ("n_shared_experts", "n_group", "topk_group", "original_max_position_embeddings")
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
+WHOLE += ("head_dim", *AHEAD)
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
 TENSORS = 2**20  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
@@ -40,31 +42,30 @@ def architecture(hf: HF) -> Architecture:
 
 
 def read_config(hf: HF) -> ModelConfig:
-    """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute."""
+    """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute.
+
+    A key that is missing is what transformers' class takes then. null is what its model makes of null, which is seldom the same.
+    """
     arch = architecture(hf)
-    kinds = READ | {key: KINDS[field.ours] for field in arch.fields for key in field.keys}
+    by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
+    kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
     _refuse(arch, [_mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)])
-    problems = [
-        f"{key}={hf[key]!r}: only {value!r} is computed"
-        for key, value in arch.theirs.items()
-        if hf.get(key) not in (None, *(value if isinstance(value, tuple) else (value,)))
-    ]
+    said = {key: value for key, value in hf.items() if value is not None}
+    problems = _unknown(arch, hf, said) + [_null(key) for key in arch.no_null if key in hf and key not in said]
     found = dict(arch.ours)
-    for field in arch.fields:
-        given = {key: hf[key] for key in field.keys if hf.get(key) is not None}
-        if len({*given.values()}) > 1:
-            problems.append(" and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal")
-        value = next(iter(given.values()), field.default)
+    for field in by_name.values():
         try:
-            found[field.ours] = value(hf) if callable(value) else value
+            found[field.ours] = _read_field(field, hf, said)
         except KeyError as missing:
             problems.append(f"{missing.args[0]}: missing")
-        else:
-            if found[field.ours] is None:
-                problems.append(f"{(field.keys or (field.ours,))[0]}: missing")
-    _refuse(arch, _miscounted(arch, hf, found))
-    problems += read_layers(arch, hf, found)
-    problems += read_windows(arch, hf, found) + read_rope(arch, hf, found)
+        except ConfigError as error:
+            problems.append(str(error))
+    _refuse(arch, _miscounted(arch, said, found))
+    keys, queries = found.get("kv_heads"), found.get("heads")
+    if found.get("attention") == "mla" and keys != queries:
+        problems.append(f"num_key_value_heads={keys}: must be num_attention_heads={queries} with latent attention")
+    problems += read_layers(arch, said, found)
+    problems += read_windows(arch, hf, said, found) + read_rope(arch, hf, found)
     _refuse(arch, list(dict.fromkeys(problems)))  # a key that others are derived from is missing once
     try:
         return build_config(nested(found))
@@ -73,22 +74,66 @@ def read_config(hf: HF) -> ModelConfig:
         raise
 
 
+def _read_field(field: Field, hf: HF, said: HF) -> Any:
+    """A setting's value. KeyError names a key that is missing; ConfigError says which value cannot be."""
+    given = {key: hf[key] for key in field.keys if key in hf}
+    if None in given.values() and field.null is NO_NULL:
+        key = next(key for key, value in given.items() if value is None)
+        raise KeyError(key) if field.default is None else ConfigError(_null(key))
+    if len({*given.values()}) > 1:
+        raise ConfigError(" and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal")
+    value = next(iter(given.values()), field.default)
+    value = field.null if value is None and given else value
+    value = value(said) if callable(value) else value
+    if value is None:
+        raise KeyError(field.keys[0] if field.keys else field.ours)
+    return value
+
+
+def _null(key: str) -> str:
+    return f"{key}=null: must have a value; without the key it is transformers' default"
+
+
+def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
+    """Keys whose value is another than the one that tmoe computes, or than what other keys say already."""
+    problems = []
+    for key, value in arch.theirs.items():
+        valid = value if isinstance(value, tuple) else (value,)
+        if key in hf and not any(_same(hf[key], one) for one in valid):
+            problems.append(f"{key}={hf[key]!r}: only {value!r} is computed")
+    for key, repeated in arch.copies.items():
+        try:
+            value = repeated(said)
+        except KeyError:  # is said to be missing where its own setting is read
+            continue
+        if key in hf and key not in said:
+            problems.append(_null(key))
+        elif not _same(said.get(key, value), value):
+            problems.append(f"{key}={hf[key]!r}: only {value!r} is computed, by the other settings")
+    return problems
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal as JSON is: 0 is not false."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
 def _refuse(arch: Architecture, problems: list[str]) -> None:
     if problems:
         raise ConfigError(listed(f"config.json of a {arch.model_type}: {len(problems)} problems", problems))
 
 
-def _miscounted(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """Numbers too small to mean anything, or too large to list what they count: said before a list or a shape is made of them."""
-    least = dict(max_position_embeddings=1, n_shared_experts=0, num_nextn_predict_layers=0)
-    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1)).get(arch.layers, {})
-    given = {key: hf[key] for key in least if hf.get(key) is not None}
-    problems = [f"{key}={n}: must be at least {least[key]}, or null" for key, n in given.items() if n < least[key]]
+    least = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
+    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1)).get(arch.layers, {})
+    given = {key: said[key] for key in least if key in said}
+    problems = [f"{key}={n}: must be at least {least[key]}" for key, n in given.items() if n < least[key]]
     layers, experts = found.get("layers") or 0, found.get("moe.experts") or 0
-    counts = dict(num_hidden_layers=layers, num_nextn_predict_layers=given.get("num_nextn_predict_layers", 0))
+    counts = dict(num_hidden_layers=layers) | {key: given[key] for key in AHEAD if key in given}
     problems += [f"{key}={n}: must be at most {MOST['layers']}" for key, n in counts.items() if n > MOST["layers"]]
     if any("{expert}" in part.name for rule in arch.rules for part in rule.parts) and layers * experts > TENSORS:
-        key = next(k for field in arch.fields if field.ours == "moe.experts" for k in field.keys if k in hf)
+        key = next(k for field in arch.fields if field.ours == "moe.experts" for k in field.keys if k in said)
         problems.append(f"{key}={experts}: with num_hidden_layers={layers} more than {TENSORS} experts")
     return problems
 
@@ -117,7 +162,8 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
         # the classes' defaults are others' tokens
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        hf |= arch.theirs | write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
+        hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
+        hf |= write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
         hf |= arch.write(cfg)
         try:
             if not differences(cfg, read_config(hf)):
@@ -183,16 +229,21 @@ ROPE = {  # settings that each scaling reads -> their key of config.json
 }
 
 
+# null is as good as missing; of truncate, false
+ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
+
+
 def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
     return {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
 
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it; where keys contradict, as 5 decides."""
-    stated = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    stated = hf.get("rope_scaling") or hf.get("rope_parameters")
+    stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
         return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
-    given = {"rope_theta": hf.get("rope_theta")} | (stated or arch.rope)
+    given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
@@ -201,18 +252,27 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
-    found["rope.scaling"], found["rope.theta"] = scaling, given.get("rope_theta") or arch.theta
+    found["rope.scaling"], found["rope.theta"] = scaling, given["rope_theta"]
     found["rope.max_seq"] = hf.get("max_position_embeddings")
-    read = {ours: given[key] for ours, key in ROPE[scaling].items() if given.get(key) is not None}
-    if "original_max_seq" in ROPE[scaling]:
-        if (outside := hf.get(ROPE[scaling]["original_max_seq"])) is not None:  # Phi-3's place for it goes first
-            read["original_max_seq"] = outside
-        read.setdefault("original_max_seq", hf.get("max_position_embeddings"))
+    keys = dict(theta="rope_theta") | ROPE[scaling]
+    if "original_max_seq" in keys:  # Phi-3's place for it goes first
+        given[keys["original_max_seq"]] = hf.get(
+            keys["original_max_seq"], given.get(keys["original_max_seq"], hf.get("max_position_embeddings"))
+        )
+    problems += [_null(key) for key in (*keys.values(), "partial_rotary_factor") if _is_null(given, key)]
+    read = {ours: given[key] for ours, key in keys.items() if given.get(key) is not None}
+    if "truncate" in keys and "truncate" in given:
+        read["truncate"] = given["truncate"] or False  # they ask whether it is true
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if name in ROPE[scaling] and name not in read:
+        if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
     found |= {f"rope.{name}": value for name, value in read.items()}
     return problems
+
+
+def _is_null(given: HF, key: str) -> bool:
+    """Whether a key of RoPE's settings is null where transformers computes with it."""
+    return key in given and given[key] is None and key not in ROPE_NULLS
 
 
 def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
@@ -228,17 +288,17 @@ def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
     )
 
 
-def read_layers(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+def read_layers(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """dense_layers, moe_every and dense_blocks of a config.json, and what keeps them from existing."""
     layers = found.get("layers") or 0
     if arch.layers == "deepseek":  # among the blocks from the first on, those whose number the step divides
-        step = found["moe_every"] = hf.get("moe_layer_freq") or 1
-        found["dense_layers"] = -(-found["dense_layers"] // step) * step
+        step = found["moe_every"] = said.get("moe_layer_freq", 1)
+        found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step
         return []
     if arch.layers != "qwen":
         found["dense_layers"] = layers if arch.layers == "dense" else 0
         return []
-    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    step, dense = said.get("decoder_sparse_step", 1), said.get("mlp_only_layers", [])
     if not all(0 <= i < layers for i in dense):
         return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
@@ -257,22 +317,28 @@ def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
     return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
 
 
-def read_windows(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
     """window and windowed of a config.json, and what keeps them from existing."""
     windows, layers = arch.windows, found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
-    types = hf.get("layer_types") or []
-    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or (types and len(types) != layers):
+    types = said.get("layer_types", ["full_attention"] * layers)
+    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or len(types) != max(layers, 0):
         valid = "full_attention or sliding_attention" if typed else "full_attention"
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
-    if windows is None or ("use_sliding_window" in windows.keys and not hf.get("use_sliding_window")):
+    if windows is None:
         return []
-    if hf.get("sliding_window") is not None and hf["sliding_window"] < 1:
-        return [f"sliding_window={hf['sliding_window']}: must be at least 1, or null"]
-    slides = [kind == "sliding_attention" for kind in types] or [windows.sliding(hf, i) for i in range(layers)]
+    off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
+    width = None if off else hf.get("sliding_window", windows.width or None)
+    if width is not None and width < 1:
+        return [f"sliding_window={width}: must be at least 1, or null"]
+    slides = [windows.sliding(said, i) for i in range(layers)]
+    if "layer_types" in said and typed:
+        slides = [kind == "sliding_attention" for kind in types]
+        if any(slides) and width is None:
+            return ["layer_types: sliding_attention needs a sliding_window"]
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
-    found["window"] = (hf.get("sliding_window") or windows.width) if any(slides) else 0
+    found["window"] = width if any(slides) and width else 0
     return []
 
 

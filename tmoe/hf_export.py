@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tmoe import folders
 from tmoe.config import ModelConfig
-from tmoe.hf_config import architecture, build_config, differences, read_config, write_config
+from tmoe.hf_config import architecture, build_config, differences, write_config
 from tmoe.hf_files import (
     CONFIG,
     DTYPES,
@@ -37,9 +37,11 @@ from tmoe.hf_files import (
     refuse,
     require_names,
     split,
+    untied,
 )
 from tmoe.hf_packed import unpacked
-from tmoe.hf_rules import FP32, HF, Piece, ahead, divide, model_shapes, their_shapes
+from tmoe.hf_plan import plan_folder, plan_layout
+from tmoe.hf_rules import FP32, HF, divide, model_shapes, their_shapes
 from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.layout import Box
 from tmoe.listing import listed
@@ -61,6 +63,8 @@ class Origin(NamedTuple):
     """the format in which the original holds some of its tensors, see hf_packed.py"""
     stamp: str = ""
     """changes when the original's tensors do"""
+    folder: Folder | None = None
+    """the original, where it is a folder and not what a step carries or settings say"""
 
 
 def export_hf(
@@ -89,26 +93,25 @@ def export_hf(
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
-    arch, cfg = architecture(origin.config), read_config(origin.config)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
-    found, extra = divide(arch, cfg, names, ahead(origin.config))
-    refuse(
-        f"{step} is no {arch.model_type} of this config",
-        _unfit(manifest, weights, cfg, found, {name: kind for name, kind in names.items() if name not in extra}),
-    )
+    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)
+    arch, found, extra = plan.arch, plan.written(), plan.extra
+    refuse(f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg))
     shapes = their_shapes(found) | {name: tuple(origin.extra(name).shape) for name in extra}
     sizes = {name: math.prod(shape) * _itemsize(origin, names, name) for name, shape in shapes.items()}
     produce = partial(_exported, step, weights, found, names, extra, origin)
     sources = (_digest(step), origin.stamp, json.dumps(origin.config))
-    plan = Export(origin.layout, shapes, sizes, produce, origin.files, sources)
-    needed, free = check_room(plan, hf_dir)
+    export = Export(origin.layout, shapes, sizes, produce, origin.files, sources)
+    needed, free = check_room(export, hf_dir)
     if not dry_run:
         with keeping(hf_dir):
-            write_folder(plan, hf_dir)
+            write_folder(export, hf_dir)
     done = "nothing written" if dry_run else "verified"
     print(f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, {arch.class_name}; {done}")
     if origin.packed:
         print(f"{hf_dir}: {unpacked(origin.packed)}")
+    if origin.folder and origin.folder.own_head:
+        print(f"{untied(origin.folder.path)}; so says {hf_dir / CONFIG}")
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:
@@ -147,7 +150,7 @@ def _origin_of_folder(folder: Folder) -> Origin:
     files = {name: partial(folder.content, name) for name in folder.others()}
     stats = ((name, (folder.path / name).stat()) for name in sorted(folder.layout))
     stamp = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in stats)
-    return Origin(folder.config, folder.layout, files, folder.whole, folder.packed, stamp)
+    return Origin(folder.config, folder.layout, files, folder.whole, folder.packed, stamp, folder)
 
 
 def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
@@ -208,14 +211,8 @@ def _with_files(origin: Origin) -> Origin:
     return origin._replace(files=origin.files | files)
 
 
-def _unfit(
-    manifest: Manifest,
-    weights: dict[str, TensorEntry],
-    cfg: ModelConfig,
-    found: dict[str, list[Piece]],
-    names: dict[str, str],
-) -> list[str]:
-    """Every difference between the step folder's tensors and settings and the folder that shall come out."""
+def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig) -> list[str]:
+    """Every difference between the step folder's tensors and settings and the model that shall come out."""
     want = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     problems = [f"{name}: not in the step folder" for name in want if name not in weights]
     for name, entry in weights.items():
@@ -223,14 +220,6 @@ def _unfit(
             problems.append(f"{name}: no such tensor in this model")
         elif want[name] != entry.shape:
             problems.append(f"{name}: shape {entry.shape}, by config.json {want[name]}")
-    theirs = their_shapes(found)
-    problems += [f"{name}: not in the original's files" for name in theirs if name not in names]
-    problems += [
-        f"{name}: {names[name]} in the original's files; valid are {', '.join(DTYPES)}"
-        for name in theirs
-        if names.get(name, "F32") not in DTYPES
-    ]
-    problems += [f"{name}: in the original's files, but not in this model" for name in names if name not in theirs]
     config = manifest.info.get("config")
     if isinstance(config, dict) and isinstance(config.get("model"), dict):
         problems += differences(build_config(config["model"]), cfg)

@@ -21,7 +21,7 @@ from torch import Tensor
 from tmoe.checkpoint import MismatchError
 from tmoe.config import ConfigError
 from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
-from tmoe.hf_rules import HF, Architecture, Piece
+from tmoe.hf_rules import EMBEDDING, HEAD, HF, Architecture, Piece
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 
@@ -31,6 +31,8 @@ DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what
 ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider types first
 FILE, EXTRA, LAYOUT = "hf.file.", "hf.extra.", "hf.layout"  # what a step folder carries for the way back
 MODEL = "model."
+TIED = "tie_word_embeddings"
+ROWS = 1024  # of two tensors that are compared, at a time
 Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors names it
 
 
@@ -38,7 +40,8 @@ class Folder:
     """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged.
 
     Quantised tensors appear as what they stand for (hf_packed.py); `packed` names their format then, else it is "". MismatchError
-    names those of another type or shape than their format has.
+    names those of another type or shape than their format has. Where config.json ties the head to the embedding but the files hold
+    another one, the model is an untied one, as in transformers 5: `own_head` is True then, and `config` says so.
     """
 
     def __init__(self, path: Path):
@@ -61,6 +64,9 @@ class Folder:
         self.views: dict[str, View] = {}
         quantised = self.config.get(QUANTISED)
         self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
+        self.own_head = self.config.get(TIED) is True and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
+        if self.own_head:
+            self.config[TIED] = False
 
     def _see_through(self, quantised: HF) -> str:
         """Put views in the place of the tensors that they are computed from; the name of the format if there are any."""
@@ -120,8 +126,8 @@ class Folder:
         return [name for name in names if (self.indexed if name == INDEX else not name.endswith(WEIGHTS))]
 
     def content(self, name: str) -> bytes:
-        """One of `others`; config.json and the index of a quantised folder as they are for the tensors that it stands for."""
-        if self.packed and name == CONFIG:
+        """One of `others`; config.json as `config` is, and the index of a quantised folder for the tensors that it stands for."""
+        if (self.packed or self.own_head) and name == CONFIG:
             return (json.dumps(self.config, indent=2) + "\n").encode()
         if self.packed and name == INDEX:
             return (json.dumps(dict(metadata={}, weight_map=self.file_of), indent=2) + "\n").encode()
@@ -150,6 +156,21 @@ class Folder:
         with self.reading() as read:
             return read(name, tuple(slice(0, n) for n in self.shapes[name])).clone()
 
+    def _repeats(self, name: str, other: str) -> bool:
+        """Whether a tensor holds the other one's values, bit for bit; also where there is no other. Reads ROWS rows at a time."""
+        if other not in self.shapes:
+            return True
+        shape = self.shapes[name]
+        if shape != self.shapes[other] or len(shape) != 2 or {self.dtype(name), self.dtype(other)} - {*DTYPES}:
+            return False
+        for start in range(0, shape[0], ROWS):
+            box = (slice(start, min(start + ROWS, shape[0])), slice(0, shape[1]))
+            with self.reading() as read:
+                a, b = (read(n, box).float().view(torch.int32) for n in (name, other))
+                if not torch.equal(a, b):
+                    return False
+        return True
+
     def compare(self, arch: Architecture, expected: dict[str, tuple[int, ...]], extra: list[str]) -> list[str]:
         """Every tensor that is missing, not expected, of another shape, or of a type that fp32 does not hold."""
         found = list(self.problems)
@@ -170,6 +191,11 @@ def is_folder(path: str | Path) -> bool:
         return "model_type" in json.loads((Path(path) / CONFIG).read_text())
     except (OSError, ValueError, TypeError, RecursionError):
         return False
+
+
+def untied(folder: Path) -> str:
+    """What import, direct start and export say about a folder with a head of its own."""
+    return f"{folder / CONFIG} ties {HEAD} to {EMBEDDING}, but the files hold another {HEAD}: read as {TIED} false"
 
 
 def refuse(what: str, problems: list[str]) -> None:

@@ -24,6 +24,7 @@ from tmoe.model import Transformer
 
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FP32 = ("e_score_correction_bias",)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
 
 
@@ -57,15 +58,20 @@ class Rule(NamedTuple):
     held: tuple[Part, ...] = ()
 
 
+NO_NULL = "null is refused"
+
+
 class Field(NamedTuple):
     """A setting of ModelConfig ("moe.top_k") and its key of config.json; the first of several keys is the one written.
 
-    default: what Hugging Face's class takes where the key is missing or null, or a function of the other keys.
+    default: what transformers' class takes where the key is missing, or a function of the other keys; None: tmoe wants it said.
+    null: what its model makes of null, which seldom is the default; NO_NULL: its class takes no null, or its model fails.
     """
 
     ours: str
     keys: tuple[str, ...]
     default: Any = None
+    null: Any = NO_NULL
 
 
 class Windows(NamedTuple):
@@ -76,7 +82,7 @@ class Windows(NamedTuple):
     sliding: Callable[[HF, int], bool]
     """whether a block has the window where there is no layer_types"""
     width: int = 0
-    """the window where config.json names none"""
+    """the window where config.json has no sliding_window; null is none"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Architecture:
     ours: dict[str, Any]
     """settings of ModelConfig that the architecture implies"""
     theirs: dict[str, Any]
-    """keys of config.json for which tmoe computes one value only, or a tuple of them; missing and null are fine too"""
+    """keys of config.json for which tmoe computes one value only, or a tuple of them, null among them or not; missing is fine"""
     layers: str = "dense"
     """which blocks are MoE: dense (none), moe (all), qwen (decoder_sparse_step and mlp_only_layers) or deepseek (moe_layer_freq)"""
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
@@ -101,6 +107,10 @@ class Architecture:
     """scaling of RoPE where config.json names none"""
     windows: Windows | None = None
     """None: every token sees all before it"""
+    copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
+    """keys of config.json that must say what others say already, where they are there at all"""
+    no_null: tuple[str, ...] = ()
+    """keys without a setting of their own for which transformers takes no null"""
     extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """patterns of tensors that are computed from the config: kept for the way back, never read"""
 
@@ -185,15 +195,14 @@ def divide(
     """Our tensors' pieces, and which of the tensors `present` the model does not read: computed ones (inv_freq), and those of the
     `ahead` blocks behind its last, which predict tokens further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
 
-    A tied model's folder may hold the head as well, a copy of the embedding: it is one more piece, before the one that counts.
+    A tied model's folder may hold the embedding under either name, or under both (`copies`).
     MismatchError names the layers of which the tensors present are spelled in both ways that a Rule may have.
     """
     present = set(present)
     held = held_layers(arch, cfg, present)
     found = {name: pieces(arch, cfg, name, shape, held) for name, shape in model_shapes(cfg).items()}
-    if cfg.tied and "lm_head.weight" in present:
-        embedding = found["embedding.weight"]
-        embedding.insert(0, embedding[0]._replace(name="lm_head.weight"))
+    if cfg.tied and HEAD in present and EMBEDDING not in present:
+        found["embedding.weight"] = [piece._replace(name=HEAD) for piece in found["embedding.weight"]]
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
     return found, sorted(n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
@@ -219,9 +228,15 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
     return {layer for layer, names in seen.items() if True in names}
 
 
+def copies(cfg: ModelConfig, present: Container[str]) -> dict[str, str]:
+    """Of the tensors `present` those that repeat another one, and that one. Folder makes sure that they are equal: a tied model's
+    head that is not the embedding makes it an untied model."""
+    return {HEAD: EMBEDDING} if cfg.tied and HEAD in present and EMBEDDING in present else {}
+
+
 def ahead(hf: HF) -> int:
     """Number of a config.json's blocks that predict tokens further on."""
-    return hf.get("num_nextn_predict_layers") or 0
+    return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0  # the second is transformers' name
 
 
 def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:

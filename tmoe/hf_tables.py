@@ -7,10 +7,10 @@ next: hf_config.py
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tmoe.config import ModelConfig
-from tmoe.hf_rules import HF, Architecture, Field, Part, Rule, Windows
+from tmoe.hf_rules import HF, NO_NULL, Architecture, Field, Part, Rule, Windows
 
 # ---- tensors ----
 
@@ -121,12 +121,19 @@ GPT_OSS = (  # x W, where tmoe and the others have W x
 # ---- settings ----
 
 
+# A function of the other keys gets those that are not null; a KeyError of its names the one that is missing.
+
+
 def last_full_layer(hf: HF) -> int:
-    return 28 if hf.get("max_window_layers") is None else hf["max_window_layers"]
+    return hf.get("max_window_layers", 28)
 
 
 def width_of_head(hf: HF) -> int:
     return hf["hidden_size"] // (hf["num_attention_heads"] or 1)  # no heads at all are refused with the other settings
+
+
+def all_heads(hf: HF) -> int:
+    return hf["num_attention_heads"]
 
 
 SIZES = (
@@ -134,45 +141,54 @@ SIZES = (
     Field("dim", ("hidden_size",)),
     Field("layers", ("num_hidden_layers",)),
     Field("heads", ("num_attention_heads",)),
-    Field("kv_heads", ("num_key_value_heads",), lambda hf: hf["num_attention_heads"]),
+    Field("kv_heads", ("num_key_value_heads",), all_heads, all_heads),
     Field("norm_eps", ("rms_norm_eps",), 1e-6),
     Field("tied", ("tie_word_embeddings",), False),
     Field("init_std", ("initializer_range",), 0.02),
 )
 NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # behind SIZES, whose default it replaces
-HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head)
+HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head, width_of_head)
+SAID_HEAD_DIM = HEAD_DIM._replace(null=NO_NULL)
 FFN = Field("ffn_dim", ("intermediate_size",))
 EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
-EXPERTS = Field("moe.experts", ("num_experts", "num_local_experts"))
+EXPERTS = Field(
+    "moe.experts", ("num_experts", "num_local_experts")
+)  # two names of one setting, where the class says so
 LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
 TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
 RENORMALIZE = Field("moe.renormalize", ("norm_topk_prob",), False)
 AUXILIARY = Field("moe.balance_coeff", ("router_aux_loss_coef",), 0.001)
 BIASES = tuple(Field(f"{part}_bias", ("attention_bias",), False) for part in ("qkv", "o"))
 CLAMPED = (1.702, 7.0)  # alpha and limit of the clamped SwiGLU, the only ones that the op computes
+
+
+def key_heads(default: int, null: Any = NO_NULL) -> Field:
+    """Behind SIZES, whose default it replaces."""
+    return Field("kv_heads", ("num_key_value_heads",), default, null)
+
+
 DEEPSEEK_SIZES = (
     *SIZES,
-    Field("mla.q_rank", ("q_lora_rank",), 0),
+    Field("mla.q_rank", ("q_lora_rank",), 1536, 0),
     Field("mla.kv_rank", ("kv_lora_rank",)),
     Field("mla.nope_dim", ("qk_nope_head_dim",)),
     Field("mla.rope_dim", ("qk_rope_head_dim",)),
     Field("mla.v_dim", ("v_head_dim",)),
     FFN,
     EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
-    EXPERTS._replace(keys=("n_routed_experts",)),
     TOP_K,
-    AUXILIARY._replace(keys=("aux_loss_alpha",)),
+    AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001),
 )
 
 
 def shared_width(default: int) -> Field:
     """Summed width of the shared experts, of which the config gives the number."""
     number = "n_shared_experts"
-    return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * (hf.get(number, default) or 0))
+    return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * hf.get(number, default))
 
 
 def v2_groups(hf: HF) -> bool:
-    return hf.get("topk_method") == "group_limited_greedy"
+    return hf.get("topk_method") == "group_limited_greedy"  # transformers' class takes greedy where it is missing
 
 
 def deepseek_keys(cfg: ModelConfig) -> HF:
@@ -190,7 +206,8 @@ def v2_keys(cfg: ModelConfig) -> HF:
     return deepseek_keys(cfg) | dict(topk_method=method, n_group=cfg.moe.groups, topk_group=cfg.moe.top_groups)
 
 
-PLAIN = dict(hidden_act="silu", quantization_config=None)
+PLAIN = dict(hidden_act="silu", quantization_config=None, per_layer_config=None)
+WINDOW_KEYS = ("use_sliding_window", "max_window_layers")
 
 ARCHITECTURES = (
     Architecture(
@@ -205,7 +222,7 @@ ARCHITECTURES = (
         "qwen3",
         "Qwen3ForCausalLM",
         DECODER + QK_NORM + DENSE,
-        (*SIZES, *BIASES, HEAD_DIM._replace(default=128), FFN),
+        (*SIZES, key_heads(32, all_heads), *BIASES, SAID_HEAD_DIM._replace(default=128), FFN),
         ours=dict(qk_norm="head"),
         theirs=PLAIN,
         windows=Windows(
@@ -213,6 +230,7 @@ ARCHITECTURES = (
             lambda hf, layer: layer >= last_full_layer(hf),
             4096,
         ),
+        no_null=WINDOW_KEYS,
     ),
     Architecture(
         "mixtral",
@@ -221,6 +239,7 @@ ARCHITECTURES = (
         (
             *SIZES,
             NORM_EPS,
+            key_heads(8),
             HEAD_DIM,
             EXPERT_FFN,
             LOCAL_EXPERTS,
@@ -239,12 +258,13 @@ ARCHITECTURES = (
         DECODER + DENSE + MOE + QWEN_SHARED,
         (
             *SIZES,
+            key_heads(16),
             BIASES[0]._replace(keys=("qkv_bias",), default=True),
-            HEAD_DIM,
+            SAID_HEAD_DIM,
             FFN,
             EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
             Field("moe.shared_dim", ("shared_expert_intermediate_size",), 5632),
-            EXPERTS,
+            EXPERTS._replace(keys=("num_experts",)),
             TOP_K,
             RENORMALIZE,
             AUXILIARY,
@@ -257,6 +277,7 @@ ARCHITECTURES = (
             lambda hf, layer: layer % 2 == 0 and layer < last_full_layer(hf),
             4096,
         ),
+        no_null=("decoder_sparse_step", *WINDOW_KEYS),
     ),
     Architecture(
         "qwen3_moe",
@@ -264,8 +285,9 @@ ARCHITECTURES = (
         DECODER + QK_NORM + DENSE + MOE,
         (
             *SIZES,
+            key_heads(4),
             *BIASES,
-            HEAD_DIM,
+            SAID_HEAD_DIM,
             FFN,
             EXPERT_FFN._replace(keys=("moe_intermediate_size",)),
             EXPERTS,
@@ -277,6 +299,7 @@ ARCHITECTURES = (
         theirs=PLAIN,
         layers="qwen",
         windows=Windows(("sliding_window", "use_sliding_window"), lambda hf, layer: True, 4096),
+        no_null=("decoder_sparse_step", "use_sliding_window"),
     ),
     Architecture(
         "deepseek_v2",
@@ -284,6 +307,7 @@ ARCHITECTURES = (
         DEEPSEEK,
         (
             *DEEPSEEK_SIZES,
+            EXPERTS._replace(keys=("n_routed_experts", "num_experts")),
             shared_width(2),
             Field("dense_layers", ("first_k_dense_replace",), 0),
             Field("moe.scaling", ("routed_scaling_factor",), 1.0),
@@ -293,10 +317,11 @@ ARCHITECTURES = (
         ours={"attention": "mla", "moe.renormalize": False},
         # its own code and transformers disagree about norm_topk_prob
         theirs=PLAIN
-        | dict(attention_bias=False, scoring_func="softmax", norm_topk_prob=False)
+        | dict(attention_bias=False, mlp_bias=False, scoring_func=("softmax", None), norm_topk_prob=(False, None))
         | dict(topk_method=("greedy", "group_limited_greedy")),
         layers="deepseek",
         write=v2_keys,
+        no_null=("n_shared_experts",),
     ),
     Architecture(
         "deepseek_v3",
@@ -304,18 +329,22 @@ ARCHITECTURES = (
         DEEPSEEK,
         (
             *DEEPSEEK_SIZES,
+            key_heads(128, all_heads),
+            EXPERTS._replace(keys=("n_routed_experts", "num_local_experts")),
             shared_width(1),
             Field("dense_layers", ("first_k_dense_replace",), 3),
-            Field("mla.interleave", ("rope_interleave",), True),
+            Field("mla.interleave", ("rope_interleave",), True, False),
             Field("moe.scaling", ("routed_scaling_factor",), 2.5),
             Field("moe.groups", ("n_group",), 8),
             Field("moe.top_groups", ("topk_group",), 4),
-            RENORMALIZE._replace(default=True),
+            RENORMALIZE._replace(default=True, null=False),
         ),
         ours={"attention": "mla", "moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
-        theirs=PLAIN | dict(attention_bias=False, scoring_func="sigmoid", topk_method="noaux_tc"),
+        theirs=PLAIN | dict(attention_bias=False, scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
         layers="deepseek",
         write=deepseek_keys,
+        copies=dict(head_dim=lambda hf: hf["qk_rope_head_dim"]),  # its RoPE is as wide as this says
+        no_null=("n_shared_experts", "num_mtp_layers"),
     ),
     Architecture(
         "olmoe",
@@ -325,7 +354,7 @@ ARCHITECTURES = (
             *SIZES,
             NORM_EPS,
             *BIASES,
-            HEAD_DIM._replace(keys=()),  # always D/H: the query norm is as wide as the model
+            HEAD_DIM._replace(keys=()),  # always D/H, for the query norm is as wide as the model
             EXPERT_FFN,
             EXPERTS,
             TOP_K,
@@ -334,6 +363,7 @@ ARCHITECTURES = (
         ),
         ours=dict(qk_norm="full"),
         theirs=PLAIN | dict(clip_qkv=None),
+        copies=dict(head_dim=width_of_head),
         layers="moe",
     ),
     Architecture(
@@ -343,13 +373,13 @@ ARCHITECTURES = (
         (
             *SIZES,
             *BIASES,
-            HEAD_DIM,
+            SAID_HEAD_DIM,
             *(Field(name, (name,), 1.0) for name in ("attention_multiplier", "embedding_multiplier")),
             *(Field(name, (name,), 1.0) for name in ("residual_multiplier", "logits_scaling")),
             EXPERT_FFN,
-            LOCAL_EXPERTS,
+            EXPERTS._replace(keys=("num_local_experts",)),
             TOP_K,
-            AUXILIARY,
+            AUXILIARY._replace(null=0.001),
         ),
         ours={"moe.softmax": "after"},
         theirs=PLAIN,
@@ -362,8 +392,9 @@ ARCHITECTURES = (
         (
             *SIZES,
             NORM_EPS,
+            key_heads(8),
             *(bias._replace(default=True) for bias in BIASES),
-            HEAD_DIM._replace(default=64),
+            SAID_HEAD_DIM._replace(default=64),
             EXPERT_FFN,
             LOCAL_EXPERTS,
             TOP_K,

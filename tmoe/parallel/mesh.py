@@ -16,6 +16,7 @@ next: parallel/collectives.py
 import functools
 import itertools
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence

@@ -1,0 +1,66 @@
+"""What becomes of each tensor of a Hugging Face folder: read, a copy, carried, or refused by name. One plan for every road.
+
+Import, direct start and export all take it from here, so they accept the same folders and refuse the others in the same words.
+
+next: hf_files.py
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tmoe.config import ModelConfig
+from tmoe.hf_config import architecture, read_config
+from tmoe.hf_files import DTYPES, Folder
+from tmoe.hf_rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes
+
+
+class Reading(NamedTuple):
+    """A folder's tensors as this model has them. Every tensor of the files is in one of pieces, copies, extra and problems."""
+
+    arch: Architecture
+    cfg: ModelConfig
+    pieces: dict[str, list[Piece]]
+    """our tensors and the boxes of theirs that fill them, each element once"""
+    copies: dict[str, str]
+    """tensors that repeat another one, and that one: nothing reads them, an export writes them again"""
+    extra: list[str]
+    """tensors that are carried: computed from the config, or of blocks behind the model's last"""
+    problems: list[str]
+    """a line for each tensor that is missing, unknown, or of a wrong shape or type"""
+
+    def written(self) -> dict[str, list[Piece]]:
+        """Our tensors and all boxes that an export writes from them, copies included."""
+        again = {original: name for name, original in self.copies.items()}
+        return {
+            ours: [*group, *(piece._replace(name=again[piece.name]) for piece in group if piece.name in again)]
+            for ours, group in self.pieces.items()
+        }
+
+
+def plan_folder(folder: Folder) -> Reading:
+    """ConfigError for settings that tmoe does not compute; what is wrong with tensors is in `problems`."""
+    plan = _plan(folder.config, folder.shapes)
+    problems = folder.compare(plan.arch, their_shapes(plan.written()), plan.extra)
+    return plan._replace(problems=problems)
+
+
+def plan_layout(config: HF, types: dict[str, str]) -> Reading:
+    """Of a folder that is not there: its config.json, and of its tensors the names and types alone."""
+    plan = _plan(config, types)
+    expected = their_shapes(plan.written())
+    problems = [f"{name}: not in the original's files" for name in expected if name not in types]
+    problems += [
+        f"{name}: {types[name]} in the original's files; valid are {', '.join(DTYPES)}"
+        for name in expected
+        if types.get(name, "F32") not in DTYPES
+    ]
+    known = expected.keys() | set(plan.extra)
+    problems += [f"{name}: {plan.arch.model_type} has no such tensor" for name in types if name not in known]
+    return plan._replace(problems=problems)
+
+
+def _plan(config: HF, present: dict) -> Reading:
+    arch, cfg = architecture(config), read_config(config)
+    found, extra = divide(arch, cfg, present, ahead(config))
+    return Reading(arch, cfg, found, copies(cfg, present), extra, [])
