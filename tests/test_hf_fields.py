@@ -87,6 +87,7 @@ VARIANTS = {
     "qwen3_moe, windows": MODELS["qwen3_moe, window, biases"],
     "mixtral, windows": MODELS["mixtral, window"],
     "gpt_oss, rope of the class": lambda: GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=8),
+    "gpt_oss, windows of the class": lambda: GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=8, sliding_window=5),
     "llama, yarn": lambda: LlamaConfig(**SIZES | dict(head_dim=16), rope_parameters=YARN),
     "llama, llama3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "llama, linear": MODELS["llama, linear"],
@@ -209,10 +210,56 @@ def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
     return f"transformers refuses it: {str(built).strip().splitlines()[-1]}" if mistyped or untold else ""
 
 
+def said_in_full(name: str) -> dict:
+    """config.json with every key that transformers writes, but for layer_types where other keys shall say which blocks have windows."""
+    config = json.loads((BASES | VARIANTS)[name]().to_json_string(use_diff=False))
+    return {key: value for key, value in config.items() if key != "layer_types" or "window" not in name}
+
+
+MEANS = {  # a key and its value -> the setting of it, worked out by hand; "absent": without the key
+    ("deepseek_v3", "norm_topk_prob", None): ("moe.renormalize", False),
+    ("deepseek_v3", "norm_topk_prob", ABSENT): ("moe.renormalize", True),
+    ("deepseek_v3", "rope_interleave", None): ("mla.interleave", False),
+    ("deepseek_v3", "rope_interleave", ABSENT): ("mla.interleave", True),
+    ("deepseek_v3", "q_lora_rank", None): ("mla.q_rank", 0),
+    ("deepseek_v3", "q_lora_rank", ABSENT): ("mla.q_rank", 1536),
+    ("deepseek_v2", "q_lora_rank", ABSENT): ("mla.q_rank", 1536),
+    ("deepseek_v2", "norm_topk_prob", None): ("moe.renormalize", False),
+    ("llama", "num_key_value_heads", None): ("kv_heads", 4),
+    ("llama", "head_dim", None): ("head_dim", 4),
+    ("mixtral", "sliding_window", None): ("window", 0),
+    ("mixtral, windows", "sliding_window", ABSENT): ("window", 0),
+    ("qwen3, late window", "sliding_window", None): ("window", 0),
+    ("qwen3, late window", "sliding_window", ABSENT): ("window", 4096),
+    ("gpt_oss, rope of the class", "rope_parameters", None): ("rope.scaling", "yarn"),
+    ("gpt_oss, rope of the class", "rope_parameters", (("rope_type", "default"),)): ("rope.scaling", "none"),
+    ("qwen2_moe", "mlp_only_layers", None): ("dense_layers", 0),
+}
+
+
+@pytest.mark.parametrize(("case", "means"), MEANS.items(), ids=lambda pair: str(pair[:2]))
+def test_what_null_and_absence_mean(case, means):
+    (name, key, value), (setting, want) = case, means
+    base = said_in_full(name)
+    rest = {k: v for k, v in base.items() if k != key}
+    found = read_config(rest if value is ABSENT else rest | {key: dict(value) if isinstance(value, tuple) else value})
+    for part in setting.split("."):
+        found = getattr(found, part)
+    assert found == want
+
+
+def test_a_null_that_is_refused_is_named():
+    base = said_in_full("mixtral")
+    with pytest.raises(ConfigError) as error:
+        read_config(base | dict(num_key_value_heads=None, hidden_size=None, hidden_act=None, router_jitter_noise=None))
+    for line in ("num_key_value_heads=null: must have a value", "hidden_size: missing", "hidden_act=None: only 'silu'"):
+        assert line in str(error.value)
+    assert "4 problems" in str(error.value)
+
+
 @pytest.mark.parametrize("name", [*BASES, *VARIANTS])
 def test_every_key_is_read_as_transformers_reads_it(tmp_path, name):
-    make = (BASES | VARIANTS)[name]
-    base = json.loads(make().to_json_string(use_diff=False))
+    base = said_in_full(name)
     theirs = Theirs(tmp_path)
     found = []
     for what, hf in cases(base, VALUES if name in BASES else [None, ABSENT]):

@@ -54,6 +54,7 @@ FLOORS = [
         "tmoe.hf_tables",
         "tmoe.hf_config",
         "tmoe.hf_files",
+        "tmoe.hf_plan",
         "tmoe.hf_write",
         "tmoe.hf_export",
         "tmoe.hf_swap",

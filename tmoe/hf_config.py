@@ -336,6 +336,8 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
         slides = [kind == "sliding_attention" for kind in types]
         if any(slides) and width is None:
             return ["layer_types: sliding_attention needs a sliding_window"]
+    elif any(slides) and width is None and not (off or windows.null):
+        return [_null("sliding_window")]
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0

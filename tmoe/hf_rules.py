@@ -82,7 +82,9 @@ class Windows(NamedTuple):
     sliding: Callable[[HF, int], bool]
     """whether a block has the window where there is no layer_types"""
     width: int = 0
-    """the window where config.json has no sliding_window; null is none"""
+    """the window where config.json has no sliding_window"""
+    null: bool = True
+    """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
 
 
 @dataclass(frozen=True)

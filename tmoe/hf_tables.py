@@ -276,6 +276,7 @@ ARCHITECTURES = (
             ("sliding_window", "use_sliding_window", "layer_types"),
             lambda hf, layer: layer % 2 == 0 and layer < last_full_layer(hf),
             4096,
+            null=False,
         ),
         no_null=("decoder_sparse_step", *WINDOW_KEYS),
     ),
@@ -411,7 +412,7 @@ ARCHITECTURES = (
         layers="moe",
         theta=150000.0,
         rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
-        windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128),
+        windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128, null=False),
     ),
 )
 
