@@ -332,7 +332,7 @@ def _with_function(launch, function):
     """A launcher's `launch` with another function in place of the C function."""
     if not inspect.isfunction(launch):
         return function
-    cells = list(launch.__closure__)
+    cells = list(launch.__closure__ or ())
     cells[launch.__code__.co_freevars.index("launcher")] = CellType(function)
     return FunctionType(launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, tuple(cells))
 

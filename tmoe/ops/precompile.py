@@ -46,7 +46,7 @@ def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
 
-class WholeCache(FileCacheManager or object):
+class WholeCache(FileCacheManager or object):  # pyrefly: ignore
     """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
     them at each start, and finds out about a torn binary when it is loaded."""
 

@@ -134,7 +134,7 @@ class Tape:
         return Program(steps, found)
 
 
-class Foreign(TorchDispatchMode or object):
+class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
     """Tells a tape of torch's own ops: what they do, no program repeats."""
 
     def __init__(self, tape):

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,13 +115,16 @@ def default_store() -> dist.Store:
 def _own_store(group: dist.ProcessGroup) -> dist.Store:
     if group.size() == 1:
         return dist.HashStore()
-    store, address = None, [None]
+    store: dist.Store | None = None
+    address: list[Any] = [None]
     if group.rank() == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        store = dist.TCPStore(host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False)
-        address = [(host, store.port)]
+        mine = dist.TCPStore(host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False)
+        store = mine
+        address = [(host, mine.port)]
     dist.broadcast_object_list(address, group=group)
-    return store or dist.TCPStore(*address[0], group.size(), is_master=False, timeout=patience())
+    host, port = address[0]
+    return store or dist.TCPStore(host, port, group.size(), is_master=False, timeout=patience())
 
 
 def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
