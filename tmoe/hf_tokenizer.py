@@ -55,7 +55,7 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
         found = carried_by(start, later)
     trained_on = of_data(manifest)
     if trained_on is None or (found and found.fingerprint == trained_on):
-        return found
+        return found and found._replace(where=str(path))
     return Carried(str(path), trained_on, None)
 
 

@@ -185,7 +185,7 @@ def _unpacked(path: Path, file: BinaryIO, packed: str) -> BinaryIO:
         return cast(BinaryIO, lzma.LZMAFile(file))
     if packed == "zstd":
         require_package(path, "compressed by zstd", "zstandard", "'tmoe[zstd]', or pip install zstandard")
-        import zstandard
+        import zstandard  # pyrefly: ignore[missing-import]
 
         unpacked = _ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj)
         return cast(BinaryIO, io.BufferedReader(cast(Any, unpacked), PIECE))
@@ -318,7 +318,7 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
     require_package(path, "parquet", "pyarrow", "'tmoe[parquet]', or pip install pyarrow")
     if found.packed:
         raise DataError(f"{path}: parquet within {found.packed}; unpack it, for parquet is compressed itself")
-    import pyarrow.parquet
+    import pyarrow.parquet  # pyrefly: ignore[missing-import]
 
     try:
         file = pyarrow.parquet.ParquetFile(path)

@@ -97,7 +97,7 @@ class Carried(NamedTuple):
         do = "name that tokenizer with --data.tokenizer" if self.files is None else "leave --data.tokenizer out"
         raise DataError(
             f"{what}: of tokenizer {fingerprint}; the weights of {self.where} are of {self.fingerprint}, for which ids mean "
-            f"other text: {do}, make shards with it, or say --data.new-tokenizer if another vocabulary is meant"
+            f"other text: {do}, make shards with it, or, with --init and another vocabulary in mind, say --data.new-tokenizer"
         )
 
 
@@ -230,7 +230,9 @@ class JsonTokenizer:
                 continue
             same = np.array_equal(old[i - self.AROUND : i + self.AROUND], new[j - self.AROUND : j + self.AROUND])
             if same and all(
-                np.subtract(before.token_to_chars(i + k), shift).tolist() == list(after.token_to_chars(j + k))
+                (old_at := before.token_to_chars(i + k)) is not None
+                and (new_at := after.token_to_chars(j + k)) is not None
+                and old_at == (new_at[0] + shift, new_at[1] + shift)
                 for k in around
             ):
                 return i, j
