@@ -86,7 +86,7 @@ def test_data_are_read_with_the_tokenizer_of_the_start_or_refused(gloo, start: d
         argvs = [[*argv, "--out", str(at / f"{init}-{n}")] for n, argv in enumerate(argvs)]
         first, second = gloo(2, runs, argvs, start["model"])
         assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0] * 4 + [2] * 5 + [0] * 2
-        for code, said, fingerprint in first:
+        for code, said, _ in first:
             if code:
                 assert f"the weights of {at / init}" in said and mine in said and "Traceback" not in said
                 assert "--data.new-tokenizer" in said and len(said.splitlines()) == 1

@@ -27,9 +27,16 @@ def carried_by_start(cfg: Config) -> Carried | None:
     if cfg.resume not in ("auto", "none"):
         found = carried_by(Path(cfg.resume))
     else:
-        steps = folders.published(Path(cfg.out, "checkpoints"))[0] if cfg.resume == "auto" else []
-        found = carried_by(steps[0][1]) if steps else None
+        step = _newest(Path(cfg.out, "checkpoints")) if cfg.resume == "auto" else None
+        found = carried_by(step) if step else None
     return found or (carried_by(Path(cfg.init)) if cfg.init else None)
+
+
+def _newest(steps: Path) -> Path | None:
+    try:
+        return next((path for _, path in folders.published(steps)[0]), None)
+    except CheckpointError:
+        return None  # who resumes says what is wrong
 
 
 def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
@@ -44,10 +51,11 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     try:
         step = folders.resolve(path)
         manifest = read_manifest(step)
-    except (CheckpointError, OSError):
+        entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS)}
+        content = {name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry}
+    except CheckpointError:
         return None  # whoever loads it says what is wrong with it
-    entries = {name: manifest.tensors[FILE + name] for name in (TOKENIZER, SETTINGS) if FILE + name in manifest.tensors}
-    found = _of_files(step, {name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items()})
+    found = _of_files(step, content)
     later = (*later, step.resolve())
     config = manifest.info.get("config")
     start = Path(str(config.get("init") or "")) if isinstance(config, dict) else Path()
