@@ -25,6 +25,7 @@ from tmoe.checkpoint import Checkpoints
 from tmoe.cli import flags_of, parse
 from tmoe.config import Config, require
 from tmoe.data import Batch, Loader, open_data, unigram_entropy
+from tmoe.hf_tokenizer import carried_by_start
 from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
@@ -61,8 +62,11 @@ class Trainer:
         run.alike(flags_of(cfg))
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
+        self.carried = run.together(lambda: carried_by_start(cfg))  # the tokenizer of the weights to start from
         self.data, self.val_data = run.together(
-            lambda: [open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split) for split in ("train", "val")]
+            lambda: [
+                open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried) for split in ("train", "val")
+            ]
         )
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
         self.entropy = run.together(lambda: unigram_entropy(self.val_data))
@@ -225,7 +229,13 @@ class Trainer:
         cfg, note, mesh = self.cfg, self.metrics.note, self.mesh
         counts = count_parameters(cfg.model)
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}")
-        note(f"training data: {self.data.describe()}")
+        note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
+        for source, held in zip(self.data.sources, self.val_data.sources, strict=True):
+            note(
+                f"{source.name}: {source.taken}; {source.tokens:,} tokens to train on, {held.tokens:,} to validate with"
+            )
+        if cfg.init and not self.carried:
+            note(f"--init={cfg.init}: its tokenizer is not known, so nothing tells whether the data are of it")
         if self.entropy is not None:
             note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
         if self.step:

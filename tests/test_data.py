@@ -329,10 +329,10 @@ def test_a_tokenizer_is_given_256_documents_or_4_mb(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):
-    (texts / "zz.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    (tmp_path / "zz.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"zz\.jsonl:2: "):
-        convert((str(texts),), out=tmp_path / "out", shard_tokens=500)
-    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+        convert((str(texts), str(tmp_path / "zz.jsonl")), out=tmp_path / "out", shard_tokens=500)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts", "zz.jsonl"]
 
 
 # ---- loader ---------------------------------------------------------------------------------------------------------

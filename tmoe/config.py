@@ -429,16 +429,23 @@ class DataConfig:
     """Where tokens come from; their order is a pure function of (seed, epoch, global sample)."""
 
     path: tuple[str, ...] = ("stdlib",)
-    """sources, each PATH or PATH:WEIGHT: 'stdlib' (the interpreter's own library), text, .jsonl, or a folder of shards"""
-    tokenizer: str = "bytes"
-    """'bytes', or the path of a Hugging Face tokenizer.json"""
+    """sources, each PATH or PATH:WEIGHT: 'stdlib' (the interpreter's own library), a file of text, JSON lines, a JSON array or parquet
+    (.gz, .zst, .bz2 and .xz as well), a folder of files of one such kind or of shards, or a pattern in quotes, 'set/*.jsonl'"""
+    text_field: str = "text"
+    """name of the string field that holds a row's text, in JSON and parquet"""
+    skip_malformed: int = 0
+    """documents of a source that may be left out because they are malformed; the first are named"""
+    tokenizer: str = "auto"
+    """'auto' (that of --init's model, else bytes), 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one"""
+    new_tokenizer: bool = False
+    """train --init's weights on ids of another tokenizer than theirs: a new vocabulary, or the same one in another file"""
     seed: int = 0
     """seed of the sample order"""
     val_fraction: float = 0.05
     """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
 
     def __post_init__(self) -> None:
-        check(self, "--data.", zero="seed")
+        check(self, "--data.", zero="seed skip_malformed")
         sources = len(self.path) > 0 and all(self.path)
         require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")

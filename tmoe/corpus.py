@@ -1,18 +1,24 @@
-"""What a source holds: the interpreter's own library, text, JSONL or token shards, opened as runs of token ids.
+"""What a source holds: the interpreter's own library, text, rows of JSON or parquet, or token shards, opened as runs of token ids.
 
-Documents come from text files (one each) and JSONL lines (the string field "text"). A shard is a file of token ids
-behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1` shows it), then little-endian uint16 or
-uint32 ids in which every document ends with eos.
+Documents come from text files (one each) and rows (the string field "text"); rows.py tells which is which, by first bytes.
+A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them. JSON among
+texts (a package.json among sources) is text like these, unless it holds rows of a data set.
+A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1` shows it),
+then little-endian uint16 or uint32 ids in which every document ends with eos.
+
+Text up to IN_MEMORY bytes is tokenised by every process for itself. More is tokenised by one process of each node, while
+the others wait for its lock, into shards in a temporary folder, which all of them map, and later starts too.
 
 Held out for validation, independent of seed and sequence length: files of a folder by a hash of their relative path,
 JSONL documents by a hash of their text (so that equal documents stay on one side), and of a source that is one
 document, or of each shard, the end.
 
-next: data.py
+next: rows.py, data.py
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import json
@@ -20,21 +26,32 @@ import operator
 import os
 import re
 import shutil
+import sys
 import sysconfig
+import tempfile
+import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_type_hints
 
 import numpy as np
+import tokenizers
+from filelock import FileLock
+from rich.filesize import decimal
 
 from tmoe.config import fits
 from tmoe.manifest import naming
-from tmoe.tokenizer import DataError, Tokenizer
+from tmoe.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
+from tmoe.tokenizer import Carried, DataError, Tokenizer
 
 Split = Literal["train", "val"]
+IN_MEMORY = 16_000_000  # bytes of files
+SHOWN = 60  # characters of a source's first document
+NAMED = 5  # malformed documents that are named
 
 
 class Run(NamedTuple):
@@ -59,31 +76,175 @@ class Corpus(NamedTuple):
     eos: int
     fingerprint: str
     """of the tokenizer that made the ids"""
+    taken: str
+    """what the source was taken for, its documents, how the first begins, what was left out"""
 
 
-def open_corpus(name: str, tokenizer: Tokenizer, vocab: int, fraction: float, split: Split) -> Corpus:
-    """Opens 'stdlib', a text or .jsonl file, a shard, or a folder of texts or of shards.
+class Skips:
+    """Documents that were left out because they are malformed: up to `limit`, then the next one's error is raised."""
 
-    A folder with .bin files is one of shards. Shards are mapped, texts are read and tokenised at once.
+    def __init__(self, limit: int = 0) -> None:
+        self.limit = limit
+        self.found: dict[str, str] = {}  # where to what; a source is read more than once
+
+    def add(self, where: str, error: DataError) -> None:
+        self.found[where] = str(error)
+        if len(self.found) <= self.limit:
+            return
+        if self.limit:
+            earlier = "; ".join(list(self.found.values())[:NAMED])
+            raise DataError(
+                f"{error}; more than {self.limit} malformed documents (--skip-malformed), the first: {earlier}"
+            )
+        raise DataError(
+            f"{error}. --data.skip-malformed N (python -m tmoe.data: --skip-malformed N) leaves out up to N of such documents"
+        ) from error
+
+    def tell(self) -> str:
+        """How many were left out, and which first; "" for none."""
+        if not self.found:
+            return ""
+        return f"{len(self.found)} malformed left out: " + "; ".join(list(self.found.values())[:NAMED])
+
+
+def open_corpus(
+    name: str,
+    tokenizer: Tokenizer,
+    vocab: int,
+    fraction: float,
+    split: Split,
+    field: str = "text",
+    malformed: int = 0,
+    carried: Carried | None = None,
+) -> Corpus:
+    """Opens 'stdlib', a file, a folder or a pattern of files: texts, rows whose string field is `field`, or shards.
+
+    malformed: how many documents that cannot be read may be left out. Shards are mapped, texts and rows are tokenised.
+    carried: the tokenizer of the model to train; DataError for data of another, before anything is tokenised.
     """
-    if shards := _shard_files(name):
-        return _open_shards(name, shards, vocab, fraction, split)
+    source = survey(name)
+    if source.form == "token shards":
+        found = _open_shards(source, tokenizer, vocab, fraction, split)
+        if carried:
+            carried.require(name, found.fingerprint)
+        return found
+    if carried:
+        carried.require(name, tokenizer.fingerprint)
     if tokenizer.vocab > vocab:
         raise DataError(
             f"{name}: the tokenizer gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small"
         )
-    return Corpus(name, [_open_texts(name, tokenizer, fraction, split)], tokenizer.eos, tokenizer.fingerprint)
+    texts = _Texts(source, tokenizer, fraction, field, Skips(malformed))
+    if sum(path.stat().st_size for path, _ in source.files) > IN_MEMORY:
+        run, whole, facts = texts.cached(split)
+    else:
+        run, whole, facts = texts.in_memory(split)
+    if whole:
+        run = _cut(run, fraction, split, tokenizer.eos)
+    return Corpus(name, [run], tokenizer.eos, tokenizer.fingerprint, source.tell(facts))
 
 
-def _open_texts(name: str, tokenizer: Tokenizer, fraction: float, split: Split) -> Run:
-    documents = list(read_documents(name))
-    several = len(documents) > 1
-    if several:
-        held = held_out([document.key for document in documents], fraction)
-        documents = [document for document, val in zip(documents, held, strict=True) if val == (split == "val")]
-    nothing = np.zeros(0, np.uint8)  # concatenate wants at least one array
-    run = Run(np.concatenate([nothing, *encode_documents(documents, tokenizer)]), name)
-    return run if several else _cut(run, fraction, split, tokenizer.eos)
+class Facts(NamedTuple):
+    """What was met on the way through a source."""
+
+    documents: int
+    first: str
+    skipped: str = ""
+
+
+@dataclass
+class _Texts:
+    """One source of texts or rows, about to be tokenised."""
+
+    source: Survey
+    tokenizer: Tokenizer
+    fraction: float
+    field: str
+    skips: Skips
+
+    def in_memory(self, split: Split) -> tuple[Run, bool, Facts]:
+        """Tokens of a split, or of the whole source if it is one document, and whether that is so."""
+        documents = list(read_documents(self.source, self.field, self.skips))
+        part_of, facts = self._divide(documents)
+        wanted = [document for document in documents if part_of(document) in (split, "whole")]
+        nothing = np.zeros(0, np.uint8)  # concatenate wants at least one array
+        tokens = np.concatenate([nothing, *encode_documents(wanted, self.tokenizer, self.skips)])
+        return Run(tokens, self.source.name), len(documents) == 1, facts._replace(skipped=self.skips.tell())
+
+    def _divide(self, documents: Iterable[Document]) -> tuple[Callable[[Document], str], Facts]:
+        """Which part a document belongs to ("train", "val", or "whole" of a source of one), by its key."""
+        first, shares = "", list[int]()
+        for document in documents:
+            if not shares:
+                first = beginning(document.text)
+            shares.append(_hash(document.key))
+        low, high = min(shares, default=0), max(shares, default=0)
+
+        def part_of(document: Document) -> str:
+            if len(shares) == 1:
+                return "whole"
+            return "val" if _is_held_out(_hash(document.key), low, high, self.fraction) else "train"
+
+        return part_of, Facts(len(shares), first)
+
+    def cached(self, split: Split) -> tuple[Run, bool, Facts]:
+        """As in_memory, of shards that one process of the node makes; DataError as that one met it."""
+        folder = cache_folder()
+        made = folder / self._key()
+        failed = made.with_suffix(".failed")
+        began = time.time_ns()
+        with FileLock(made.with_suffix(".lock")):
+            if failed.exists() and failed.stat().st_mtime_ns >= began:  # while this process waited
+                raise DataError(failed.read_text())
+            try:
+                if not made.exists():
+                    self._make(made)
+            except (DataError, OSError) as error:
+                full = f"{error} (tokens are made in {folder}; TMPDIR names another place)"
+                failed.write_text(str(error) if isinstance(error, DataError) else full)
+                raise DataError(failed.read_text()) from error
+        facts = Facts(**json.loads((made / "facts.json").read_text()))
+        whole = facts.documents == 1
+        path = made / ("whole.bin" if whole else f"{split}.bin")
+        tokens = open_shard(path, self.tokenizer.vocab)[1].tokens if path.exists() else np.zeros(0, np.uint8)
+        return Run(tokens, self.source.name), whole, facts
+
+    def _key(self) -> str:
+        """Changes when a file, the tokenizer or a setting does that decides about tokens."""
+        stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
+        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        settings = [self.tokenizer.fingerprint, self.tokenizer.eos, self.fraction, self.field, self.skips.limit]
+        facts = ["1", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+    def _make(self, made: Path) -> None:
+        size = decimal(sum(path.stat().st_size for path, _ in self.source.files))
+        print(f"{self.source.name}: {size}, tokenised once for this node, into {made}", file=sys.stderr, flush=True)
+        part_of, facts = self._divide(read_documents(self.source, self.field, self.skips))
+        with _publish(made) as folder:
+            for part in ("whole",) if facts.documents == 1 else ("train", "val"):
+                documents = read_documents(self.source, self.field, self.skips)
+                wanted = (document for document in documents if part_of(document) == part)
+                path = folder / f"{part}.bin"
+                if not _write_shard(path, encode_documents(wanted, self.tokenizer, self.skips), self.tokenizer):
+                    path.unlink()
+            facts = facts._replace(skipped=self.skips.tell())
+            (folder / "facts.json").write_text(json.dumps(facts._asdict()))
+
+
+def cache_folder() -> Path:
+    """This user's folder for tokens that several processes of this node map; whatever is in it may be deleted."""
+    folder = Path(tempfile.gettempdir(), f"tmoe-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise DataError(f"{folder}: belongs to another user; name another place for temporary files in TMPDIR")
+    return folder
+
+
+def beginning(text: str | bytes) -> str:
+    """The first characters of a document, for a person to look at."""
+    shown = text[: 4 * SHOWN]
+    return (shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown)[:SHOWN]
 
 
 def held_out(keys: list[str], fraction: float) -> list[bool]:
@@ -91,10 +252,17 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
 
     The lowest hash is always held out and the highest never, so that two documents are enough for both splits.
     """
-    hashes = [hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest() for key in keys]
-    shares = [int.from_bytes(digest, "big") / 2**64 for digest in hashes]
-    lowest, highest = min(shares), max(shares)
-    return [share == lowest or (share < fraction and share < highest) for share in shares]
+    hashes = [_hash(key) for key in keys]
+    low, high = min(hashes), max(hashes)
+    return [_is_held_out(found, low, high, fraction) for found in hashes]
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _is_held_out(found: int, low: int, high: int, fraction: float) -> bool:
+    return found == low or (found / 2**64 < fraction and found < high)
 
 
 def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
@@ -160,71 +328,166 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def text_files(name: str) -> tuple[Path, list[Path]]:
-    """Root and files of a text source in reading order: sorted by relative path, hidden ones left out."""
+    """Root and files of a source in reading order: sorted by relative path, hidden ones left out."""
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
     path = Path(name)
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():
-        raise DataError(f"{name}: no such file or folder; valid: 'stdlib', text, .jsonl, a shard, or a folder of these")
+        if glob.has_magic(name):
+            return _matching(name)
+        raise DataError(
+            f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a shard, a folder "
+            "of these, or a pattern of files"
+        )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
     files = [entry for entry in visible if entry.is_file()]
     for entry in sorted(set(visible).difference(files)):
-        if entry.is_symlink() or not entry.is_dir():
+        if entry.suffix == ".bin" and not entry.is_dir():
+            files.append(entry)  # a shard: whoever opens it says what is wrong with it
+        elif entry.is_symlink() or not entry.is_dir():
             raise DataError(
                 f"{entry}: neither a file nor a folder but a pipe, or a link to nothing or to a folder; remove it, and name "
                 "a folder that it leads to as a source of its own"
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
-    return path, files
+    return path, sorted(files, key=lambda entry: entry.relative_to(path).as_posix())
 
 
-def read_documents(name: str) -> Iterator[Document]:
-    """Documents of a text source in order, empty ones left out; holds one text file or JSONL line at a time."""
+def _matching(pattern: str) -> tuple[Path, list[Path]]:
+    """As text_files, of the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+    files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    if not files:
+        raise DataError(f"{pattern}: no file of such a name")
+    return root, files
+
+
+class Survey(NamedTuple):
+    """What a source was taken for."""
+
+    name: str
+    form: Form
+    root: Path
+    files: list[tuple[Path, Found]]
+
+    def tell(self, facts: Facts) -> str:
+        packed = sorted({found.packed for _, found in self.files if found.packed})
+        among = sum(bool(found.rows) for _, found in self.files) if self.form == "plain text" else 0
+        parts = [
+            f"{self.form}{f' ({chr(44).join(packed)})' if packed else ''} in {len(self.files):,} files",
+            *([f"{among} of them JSON, taken as text like the others"] if among else []),
+            f"{facts.documents:,} documents" if facts.documents >= 0 else "documents not counted",
+            *([f"the first begins {facts.first!r}"] if facts.first else []),
+            *([facts.skipped] if facts.skipped else []),
+        ]
+        return ", ".join(parts)
+
+
+def survey(name: str) -> Survey:
+    """Looks at the first bytes of every file of a source. DataError where they are of several kinds."""
     root, files = text_files(name)
-    for path in files:
-        if path.suffix == ".jsonl":
-            yield from _read_jsonl(path)
+    if name == "stdlib":
+        return Survey(name, "plain text", root, [(path, Found("plain text")) for path in files])
+    looked = [(path, look(path)) for path in files]
+    if any(found.form == "plain text" for _, found in looked):
+        looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
+    looked = [(path, found) for path, found in looked if found.form != "nothing"]
+    forms = Counter(found.form for _, found in looked)
+    if len(forms) > 1:
+        raise _several_kinds(name, root, looked, forms)
+    return Survey(name, next(iter(forms), "plain text"), root, looked)
+
+
+def _as_text(found: Found) -> Found:
+    return found._replace(form="plain text") if found.form in ("JSON", "JSON lines") else found
+
+
+def _several_kinds(name: str, root: Path, looked: list[tuple[Path, Found]], forms: Counter[Form]) -> DataError:
+    kinds, patterns = [], []
+    for form, count in forms.most_common():
+        paths = [path for path, found in looked if found.form == form]
+        kinds.append(
+            f"{form}: {count:,} ({', '.join(str(path.relative_to(root)) for path in paths[:3])}{', …' * (count > 3)})"
+        )
+        suffix = Counter(_suffix(path) for path in paths).most_common(1)[0][0]
+        patterns.append(f"'{root}/**/*{suffix}'")
+    return DataError(
+        f"{name}: holds files of several kinds, {'; '.join(kinds)}. A source is of one kind: name it by a pattern in quotes, "
+        f"as {' or '.join(patterns)}, or name its files, or move the others away"
+    )
+
+
+def _suffix(path: Path) -> str:
+    """.gz and its like with the one before."""
+    return "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
+
+
+def read_documents(source: str | Survey, field: str = "text", skips: Skips | None = None) -> Iterator[Document]:
+    """Documents of a source of texts or rows in order, empty ones left out; holds one text file or row at a time.
+
+    skips: takes those that are malformed; without, the first raises its DataError. Rows of another use always do.
+    """
+    source = survey(source) if isinstance(source, str) else source
+    skips = skips or Skips()
+    for path, found in source.files:
+        if found.form == "token shards":
+            raise DataError(f"{path}: a token shard, which is no text; train on it as it is (--data.path)")
+        if found.form == "plain text":
+            with opened(path, found.packed) as (stream, _):
+                raw = stream.read()
+            if raw:
+                yield Document(raw, str(path), path.relative_to(source.root).as_posix(), path.stat().st_size)
             continue
-        with naming(path):
-            raw = path.read_bytes()
-        if raw:
-            yield Document(raw, str(path), path.relative_to(root).as_posix(), len(raw))
+        for where, row, error, size in read_rows(path, found, field):
+            text = row.get(field) if isinstance(row, dict) else None
+            if error is None and not isinstance(text, str):
+                error = no_text(where, row, field)
+                if isinstance(row, dict) and kind_of_row(row, field):
+                    raise error
+            if error is not None:
+                skips.add(where, error)
+            elif text:
+                yield Document(text, where, text, size)
 
 
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    with naming(path), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}:{number}: not JSON: {error}") from error
-            text = record.get("text") if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise DataError(f'{path}:{number}: needs an object with a string field "text"')
-            if text:
-                yield Document(text, f"{path}:{number}", text, len(line))
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, skips: Skips | None = None
+) -> Iterator[np.ndarray]:
+    """Ids of each document, eos at its end; some at a time, which a Hugging Face tokenizer encodes in parallel.
 
-
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Ids of each document, eos at its end; some at a time, which a Hugging Face tokenizer encodes in parallel."""
+    skips: takes those that are not Unicode or hold the separator; without, the first raises its DataError.
+    """
+    skips = skips or Skips()
     for chunk in _chunks(documents):
         try:
             encoded = tokenizer.encode_many([document.text for document in chunk])
-        except UnicodeError as error:
-            raise _not_unicode(chunk, tokenizer) from error
+        except UnicodeError:
+            chunk = [document for document in chunk if _is_unicode(document, tokenizer, skips)]
+            encoded = tokenizer.encode_many([document.text for document in chunk])
         for document, ids in zip(chunk, encoded, strict=True):
             if (separators := np.flatnonzero(ids == tokenizer.eos)).size:
-                raise DataError(
+                error = DataError(
                     f"{document.where}: holds the document separator (id {tokenizer.eos}) at token {separators[0]}; "
                     "is it text?"
                 )
-            yield np.append(ids, np.array(tokenizer.eos, dtype=ids.dtype))
+                skips.add(document.where, error)
+            else:
+                yield np.append(ids, np.array(tokenizer.eos, dtype=ids.dtype))
+
+
+def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
+    try:
+        tokenizer.encode(document.text)
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        skips.add(
+            document.where, DataError(f"{document.where}: not Unicode text at offset {error.start}: {error.reason}")
+        )
+        return False
+    return True
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -238,15 +501,6 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _not_unicode(documents: list[Document], tokenizer: Tokenizer) -> DataError:
-    for document in documents:
-        try:
-            tokenizer.encode(document.text)
-        except (UnicodeDecodeError, UnicodeEncodeError) as error:
-            return DataError(f"{document.where}: not Unicode text at offset {error.start}: {error.reason}")
-    raise AssertionError("a batch failed whose documents encode one by one")
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -270,27 +524,32 @@ class ShardHeader:
     eos: int
     magic: str = "tmoe-shard"
     version: int = 1
+    documents: int = -1
+    """-1: not counted, by an older version"""
 
     @property
     def itemsize(self) -> int:
         return np.dtype(self.dtype).itemsize
 
 
-def _shard_files(name: str) -> list[Path]:
-    path = Path(name)
-    return [path] if path.suffix == ".bin" and path.is_file() else sorted(path.glob("*.bin"))
-
-
-def _open_shards(name: str, paths: list[Path], vocab: int, fraction: float, split: Split) -> Corpus:
+def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: float, split: Split) -> Corpus:
+    paths = [path for path, _ in source.files]
     opened = [open_shard(path, vocab) for path in paths]
-    first, _ = opened[0]
+    first, run = opened[0]
     for path, (header, _) in zip(paths, opened, strict=True):
         if (header.tokenizer, header.eos) != (first.tokenizer, first.eos):
             raise DataError(
                 f"{path}: made with tokenizer {header.tokenizer}, eos {header.eos}; "
                 f"{paths[0]} with {first.tokenizer}, eos {first.eos}"
             )
-    return Corpus(name, [_cut(run, fraction, split, first.eos) for _, run in opened], first.eos, first.tokenizer)
+    counts = [header.documents for header, _ in opened]
+    shown = run.tokens[: 4 * SHOWN]
+    ends = np.flatnonzero(shown == first.eos)
+    same = tokenizer.fingerprint == first.tokenizer
+    text = tokenizer.decode(shown[: ends[0] if ends.size else None])[:SHOWN] if same else ""
+    taken = source.tell(Facts(-1 if min(counts) < 0 else sum(counts), text)) + f", of tokenizer {first.tokenizer}"
+    runs = [_cut(run, fraction, split, first.eos) for _, run in opened]
+    return Corpus(source.name, runs, first.eos, first.tokenizer, taken)
 
 
 def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
@@ -365,7 +624,7 @@ def _number(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tupl
 
 def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> int:
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
-    tokens, max_id, max_at = 0, -1, 0
+    tokens, max_id, max_at, count = 0, -1, 0, 0
     with naming(path), path.open("xb") as file:
         file.seek(HEADER_BYTES)
         for ids in documents:
@@ -374,7 +633,10 @@ def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokeniz
                 max_id, max_at = int(ids[highest]), tokens + highest
             file.write(ids.astype("<u2" if dtype == "uint16" else "<u4").tobytes())
             tokens += len(ids)
-        header = ShardHeader(dtype, tokens, max_id, max_at, tokenizer.fingerprint, tokenizer.vocab, tokenizer.eos)
+            count += 1
+        header = ShardHeader(
+            dtype, tokens, max_id, max_at, tokenizer.fingerprint, tokenizer.vocab, tokenizer.eos, documents=count
+        )
         file.seek(0)
         file.write(json.dumps(asdict(header)).encode().ljust(HEADER_BYTES - 1) + b"\n")
         file.flush()

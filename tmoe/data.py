@@ -1,6 +1,7 @@
 """Batches of token windows whose order is a pure function of (seed, epoch, global sample), and the shard converter.
 
     python -m tmoe.data texts/ more.jsonl --out shards/ --tokenizer tokenizer.json
+    python -m tmoe.data 'set/**/*.parquet' --out shards/ --tokenizer HF_DIR --text-field content --skip-malformed 100
 
 Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation -> window.
 Every arrow is arithmetic, so any rank jumps to any sample at once, and neither world size nor workers change the order.
@@ -25,22 +26,34 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import tyro
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from tmoe.config import DataConfig
 from tmoe.corpus import (
     Corpus,
     Document,
+    Facts,
+    Skips,
     Split,
+    Survey,
+    beginning,
     encode_documents,
     open_corpus,
     read_documents,
-    text_files,
+    survey,
     write_shards,
 )
 from tmoe.folders import expand_home
 from tmoe.loss import IGNORE
-from tmoe.tokenizer import DataError, load_tokenizer
+from tmoe.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
 
@@ -112,6 +125,7 @@ class Source:
 
     def __init__(self, corpus: Corpus, seq: int, vocab: int, split: Split) -> None:
         self.name, self.runs, self.seq, self.vocab = corpus.name, corpus.runs, seq, vocab
+        self.taken = corpus.taken
         self.starts = [0, *itertools.accumulate(len(run.tokens) for run in corpus.runs)]
         self.tokens = self.starts.pop()
         self.samples = (self.tokens - 1) // seq
@@ -218,24 +232,30 @@ def unigram_entropy(dataset: Dataset) -> float | None:
     return float(-(seen * np.log(seen)).sum())
 
 
-def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
+def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carried | None = None) -> Dataset:
     """Opens the sources of `--data.path` for windows of seq tokens and their targets.
 
     Without weights each source gives one sample a window that it has (in proportion to its tokens, so that an epoch
     passes everything once); with weights, samples in proportion to them, whatever the sources' sizes: small sources
     then begin their next epoch, shuffled anew, while large ones are still in their first.
-    Text is tokenised here, in memory, by every rank: convert anything large to shards. Shards carry their tokenizer's
-    fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
+    Text is tokenised here (corpus.py): convert what many runs read to shards. carried: the tokenizer of the model that the
+    run starts from; it is the default, and data of another is refused, but for cfg.new_tokenizer. Shards carry their
+    tokenizer's fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
     DataError for anything that cannot be trained on, the same on every rank.
     """
     names, weights = parse_sources(cfg.path)
-    tokenizer = load_tokenizer(cfg.tokenizer)
+    if cfg.new_tokenizer:
+        carried = None
+    tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
     try:
-        corpora = [open_corpus(name, tokenizer, vocab, cfg.val_fraction, split) for name in names]
+        corpora = [
+            open_corpus(name, tokenizer, vocab, cfg.val_fraction, split, cfg.text_field, cfg.skip_malformed, carried)
+            for name in names
+        ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
         raise DataError(f"--data.path: {error}") from None
-    first = corpora[0] if cfg.tokenizer == "bytes" else tokenizer
+    first = corpora[0] if cfg.tokenizer == "auto" else tokenizer
     for corpus in corpora:
         if (corpus.fingerprint, corpus.eos) != (first.fingerprint, first.eos):
             raise DataError(
@@ -244,6 +264,16 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split) -> Dataset:
             )
     weights = weights or [source.samples for source in sources]
     return Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
+
+
+def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
+    """The one of `--data.tokenizer`; for 'auto' the one that the start carries, else bytes."""
+    if spec != "auto":
+        chosen = load_tokenizer(spec)
+        if carried:
+            carried.require(f"--data.tokenizer={spec}", chosen.fingerprint)
+        return chosen
+    return carried.load() if carried and carried.files else ByteTokenizer()
 
 
 def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:
@@ -331,19 +361,23 @@ def convert(
     out: Path,
     tokenizer: str = "bytes",
     shard_tokens: int = 100_000_000,
+    text_field: str = "text",
+    skip_malformed: int = 0,
 ) -> None:
-    """Turns text and JSONL (string field "text") into a folder of memory-mapped token shards.
+    """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of memory-mapped token shards.
 
     Args:
-        sources: 'stdlib', text files, .jsonl files, folders of these
+        sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
         out: folder to make; must not exist
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
         shard_tokens: most tokens in a shard, unless one document is longer
+        text_field: name of the string field that holds a row's text
+        skip_malformed: documents that may be left out because they are malformed; the first are named
     """
-    if not sources or shard_tokens < 1:
-        raise DataError("needs at least one source, and --shard-tokens of at least 1")
-    size = sum(path.stat().st_size for name in sources for path in text_files(name)[1])
-    documents = itertools.chain.from_iterable(map(read_documents, sources))
+    if not sources or shard_tokens < 1 or skip_malformed < 0:
+        raise DataError("needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0")
+    surveyed, skips = [survey(name) for name in sources], Skips(skip_malformed)
+    size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -352,15 +386,44 @@ def convert(
         TimeRemainingColumn(),
     )
     chosen = load_tokenizer(tokenizer)
+    counts = [Counts() for _ in surveyed]
     with Progress(*columns) as progress:
-        tracked = _track(documents, progress, size)
-        tokens = write_shards(out, encode_documents(tracked, chosen), chosen, shard_tokens)
+        task = progress.add_task("tokenizing", total=size)
+        read = (
+            _track(source, text_field, skips, count, progress, task)
+            for source, count in zip(surveyed, counts, strict=True)
+        )
+        encoded = (
+            ids
+            for documents, count in zip(read, counts, strict=True)
+            for ids in count.tokens_of(encode_documents(documents, chosen, skips))
+        )
+        tokens = write_shards(out, encoded, chosen, shard_tokens)
+    for source, count in zip(surveyed, counts, strict=True):
+        print(f"{source.name}: {source.tell(Facts(count.documents, count.first))}; {count.tokens:,} tokens")
+    if skips.found:
+        print(skips.tell())
     print(f"{out}: {tokens:,} tokens in {len(list(out.iterdir()))} shards")
 
 
-def _track(documents: Iterable[Document], progress: Progress, size: int) -> Iterator[Document]:
-    task = progress.add_task("tokenizing", total=size)
-    for document in documents:
+class Counts:
+    """What a source gave to a conversion."""
+
+    documents, tokens, first = 0, 0, ""
+
+    def tokens_of(self, encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for ids in encoded:
+            self.documents += 1
+            self.tokens += len(ids)
+            yield ids
+
+
+def _track(
+    source: Survey, field: str, skips: Skips, count: Counts, progress: Progress, task: TaskID
+) -> Iterator[Document]:
+    for number, document in enumerate(read_documents(source, field, skips)):
+        if number == 0:
+            count.first = beginning(document.text)
         yield document
         progress.advance(task, document.size)
 

@@ -40,6 +40,7 @@ from tmoe.hf_packed import unpacked
 from tmoe.hf_plan import plan_folder
 from tmoe.hf_rules import Piece, model_shapes
 from tmoe.hf_swap import swap_experts
+from tmoe.hf_tokenizer import carried_by
 from tmoe.layout import Box, lay_out
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, read_manifest
@@ -123,6 +124,8 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         files={},
         tensors={},
     )
+    if tokenizer := carried_by(folder.path):  # what a `reshard --only model`, which drops the files, still knows
+        manifest.info["data"] = dict(tokenizer=tokenizer.fingerprint)
     stats = ((name, (folder.path / name).stat()) for name in sorted({*folder.stored_in.values(), *folder.others()}))
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
@@ -247,7 +250,9 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     (step, tokens), goes_on = counts, not cfg.eval_only and counts[0] < cfg.steps
     idle = f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
     left = [] if goes_on or cfg.eval_only else [idle]
+    by_hash = ("data.tokenizer", "data.new_tokenizer")  # above
     names = [f"{group}.{name}" for group in ("data", "optim") for name in now[group]]
+    names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "train.seq", "train.dtype", "seed"]
     names += ["steps"] if goes_on else []  # rates follow them
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]

@@ -42,11 +42,12 @@ from tmoe.hf_files import (
 from tmoe.hf_packed import unpacked
 from tmoe.hf_plan import plan_folder, plan_layout
 from tmoe.hf_rules import FP32, HF, divide, model_shapes, their_shapes
+from tmoe.hf_tokenizer import require_tokenizer_of_run
 from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.layout import Box
 from tmoe.listing import listed
 from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
-from tmoe.rewrite import keeping, read_boxes, require_absent, require_outside
+from tmoe.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
 SHORT = dict(bf16="BF16", fp32="F32")
@@ -93,6 +94,7 @@ def export_hf(
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
+    require_tokenizer_of_run(step, manifest, origin.files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)
     arch, found, extra = plan.arch, plan.written(), plan.extra
@@ -158,7 +160,7 @@ def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
 
     files, layout = _carried(step, tensors), json.loads(_content(step, tensors[LAYOUT]))
     require_names(step, layout)
-    extra, packed = lambda name: _whole(step, tensors[EXTRA + name]), manifest.info.get("packed", "")
+    extra, packed = lambda name: read_whole(step, tensors[EXTRA + name]), manifest.info.get("packed", "")
     return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step))
 
 
@@ -170,11 +172,7 @@ def _carried(step: Path, tensors: dict[str, TensorEntry]) -> dict[str, Callable[
 
 
 def _content(step: Path, entry: TensorEntry) -> bytes:
-    return _whole(step, entry).numpy().tobytes()
-
-
-def _whole(step: Path, entry: TensorEntry) -> Tensor:
-    return next(read_boxes(step, entry, (Box(0, (0,) * len(entry.shape), entry.shape),)))
+    return read_whole(step, entry).numpy().tobytes()
 
 
 def _digest(step: Path) -> str:

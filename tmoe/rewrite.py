@@ -330,6 +330,11 @@ def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iter
         yield content.pop()  # this frame keeps no reference
 
 
+def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
+    """A whole tensor of a step folder, checked as it is read."""
+    return next(read_boxes(folder, entry, (Box(0, (0,) * len(entry.shape), entry.shape),)))
+
+
 def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:
     """The box from the chunks that cover it; a view if one chunk does."""
     if len(parts) == 1:

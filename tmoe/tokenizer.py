@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
@@ -59,36 +60,91 @@ class ByteTokenizer:
         return bytes(np.asarray(ids, dtype=np.uint8)).decode("utf-8", "surrogateescape")
 
 
+class TokenizerFiles(NamedTuple):
+    """A tokenizer.json and the tokenizer_config.json beside it, wherever they were read."""
+
+    name: str
+    """of the first, for messages"""
+    raw: bytes
+    settings: bytes | None
+    settings_name: str = "tokenizer_config.json"
+
+    @property
+    def fingerprint(self) -> str:
+        return "sha256:" + hashlib.sha256(self.raw).hexdigest()[:32]
+
+
+class Carried(NamedTuple):
+    """The tokenizer that belongs to the weights a run starts from."""
+
+    where: str
+    """the folder that says so"""
+    fingerprint: str
+    files: TokenizerFiles | None
+    """None: its fingerprint alone is known"""
+
+    def load(self) -> Tokenizer:
+        assert self.files
+        try:
+            return JsonTokenizer(self.files)
+        except DataError as error:
+            raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
+
+    def require(self, what: str, fingerprint: str) -> None:
+        """DataError unless ids of `what` mean to the weights what they mean there."""
+        if fingerprint == self.fingerprint:
+            return
+        do = "name that tokenizer with --data.tokenizer" if self.files is None else "leave --data.tokenizer out"
+        raise DataError(
+            f"{what}: of tokenizer {fingerprint}; the weights of {self.where} are of {self.fingerprint}, for which ids mean "
+            f"other text: {do}, make shards with it, or, with --init and another vocabulary in mind, say --data.new-tokenizer"
+        )
+
+
 class JsonTokenizer:
     """A Hugging Face tokenizer.json.
 
     Special tokens are neither added nor recognised: "<|endoftext|>" written out in a text becomes ordinary tokens, so
-    that no document can forge a separator. `eos` is the `eos_token` of a tokenizer_config.json in the same folder, or
-    else the first of `EOS_NAMES` in the vocabulary. DataError if there is neither, or the file is not a tokenizer.
+    that no document can forge a separator, whatever the file says of that token. `eos` is the `eos_token` of a
+    tokenizer_config.json in the same folder, or else the first of `EOS_NAMES` in the vocabulary. DataError if there is
+    neither, or the file is not a tokenizer.
+
+    A text longer than LONG is encoded in overlapping windows, for a tokenizer takes a hundred bytes and more for each
+    of text. Where two windows are joined, AROUND tokens on both sides of the seam are the same, and lie at the same
+    place, in both. So ids are those of the whole text for every tokenizer whose choices depend on less than that.
+    Where there is no such seam, as in 20,000 equal characters, the two become one window.
     """
 
     EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+    LONG = 1_000_000  # characters
+    WINDOW = 250_000
+    OVERLAP = 16_384
+    AROUND = 128  # tokens
+    AT_ONCE = 8  # windows, encoded in parallel
 
-    def __init__(self, path: Path) -> None:
-        raw = path.read_bytes()
+    def __init__(self, files: TokenizerFiles) -> None:
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files.raw)
         except Exception as error:  # the Rust side raises bare Exception
-            raise DataError(f"--data.tokenizer={path}: not a Hugging Face tokenizer.json: {error}") from error
+            raise DataError(f"{files.name}: not a Hugging Face tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True  # encode them as the text that they are
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = max(ids.values()) + 1  # ids may have gaps, so the number of entries would not do
-        self.eos = self._find_eos(path, ids)
-        self.fingerprint = "sha256:" + hashlib.sha256(raw).hexdigest()[:32]
+        self._separator = self._find_eos(files, ids)
+        self.eos = ids[self._separator]
+        self.fingerprint = files.fingerprint
         self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+        added = self._tokenizer.get_added_tokens_decoder().get(self.eos)
+        if added is not None and not added.special:  # else it is recognised in a text, as any added word
+            self._tokenizer.add_special_tokens([added])
 
     @classmethod
-    def _find_eos(cls, path: Path, ids: dict[str, int]) -> int:
-        settings = path.with_name("tokenizer_config.json")
+    def _find_eos(cls, files: TokenizerFiles, ids: dict[str, int]) -> str:
+        settings = files.settings_name
         try:
-            told = json.loads(settings.read_bytes()) if settings.exists() else {}
+            told = {} if files.settings is None else json.loads(files.settings)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{settings}: not JSON: {error}") from error
         if not isinstance(told, dict):
@@ -99,10 +155,10 @@ class JsonTokenizer:
             raise DataError(f'{settings}: eos_token={named!r}: must be a token, "..." or {{"content": "..."}}')
         for name in cls.EOS_NAMES if named is None else (named,):
             if name in ids:
-                return ids[name]
+                return name
         wanted = f"{named!r} of {settings}" if named else f"any of {', '.join(cls.EOS_NAMES)}"
         raise DataError(
-            f"--data.tokenizer={path}: no token to end documents with: the vocabulary lacks {wanted}; "
+            f"{files.name}: no token to end documents with: the vocabulary lacks {wanted}; "
             f'name one in {settings}, {{"eos_token": "..."}}'
         )
 
@@ -110,19 +166,98 @@ class JsonTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        raw = [text.encode() if isinstance(text, str) else text for text in texts]  # finds lone surrogates
-        # encode_batch_fast leaves out the character offsets, which nobody reads here
-        encodings = self._tokenizer.encode_batch_fast([text.decode() for text in raw], add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+        decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
+        for text in decoded:
+            text.encode()  # UnicodeEncodeError names a lone surrogate and where it is
+        found = self._encode_texts(decoded)
+        return [self._in_parts(text) if self.eos in ids else ids for text, ids in zip(decoded, found, strict=True)]
+
+    def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
+        short = [text for text in texts if len(text) <= self.LONG]
+        # encode_batch_fast leaves out the character offsets, which nothing reads here
+        encodings = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
+        return [self._ids(next(encodings)) if len(text) <= self.LONG else self._encode_long(text) for text in texts]
+
+    def _in_parts(self, text: str) -> np.ndarray:
+        """Ids of a text in which the model itself makes a separator of the written-out name: the name is cut in two."""
+        middle = len(self._separator) // 2
+        halves = re.escape(self._separator[:middle]), re.escape(self._separator[middle:])
+        parts = re.split(f"(?<={halves[0]})(?={halves[1]})", text) if middle else [text]
+        return np.concatenate(self._encode_texts(parts))
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        """Ids of a text by windows that overlap."""
+        starts = range(0, len(text) - self.OVERLAP, self.WINDOW - self.OVERLAP)
+        found: list[np.ndarray] = []
+        before: tokenizers.Encoding | None = None
+        begun, first = 0, 0  # where the window before begins, and which of its tokens follows those in `found`
+        for low in range(0, len(starts), self.AT_ONCE):
+            some = starts[low : low + self.AT_ONCE]
+            for start, after in zip(
+                some, self._encode_windows([text[at : at + self.WINDOW] for at in some]), strict=True
+            ):
+                if before is None:
+                    before = after
+                    continue
+                overlap = text[start : start + self.OVERLAP]
+                if seam := self._seam(overlap, before, after, start - begun):
+                    found.append(self._ids(before)[first : seam[0]])
+                    before, begun, first = after, start, seam[1]
+                    continue
+                (longer,) = self._encode_windows([text[begun : start + self.WINDOW]])
+                kept = first + self.AROUND if first else 0
+                if longer.ids[:kept] != before.ids[:kept]:
+                    return self._ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
+                before = longer
+        assert before is not None
+        return np.concatenate([*found, self._ids(before)[first:]])
+
+    def _encode_windows(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def _seam(
+        self, overlap: str, before: tokenizers.Encoding, after: tokenizers.Encoding, shift: int
+    ) -> tuple[int, int] | None:
+        """Where to leave one window's tokens and to go on with the next one's, which begins `shift` characters later with
+        `overlap`; None where they differ."""
+        low, high = self.OVERLAP // 4, self.OVERLAP * 3 // 4
+        words = [match.end() for match in re.compile(r"\s(?=\S)").finditer(overlap, low, high)]
+        old, new = np.array(before.ids), np.array(after.ids)
+        around = range(-self.AROUND, self.AROUND)
+        for at in (*words[:: max(len(words) // 16, 1)], *range(low, high, (high - low) // 16)):
+            i, j = before.char_to_token(shift + at), after.char_to_token(at)
+            if i is None or j is None or min(i, j) < self.AROUND or i + self.AROUND > len(old):
+                continue
+            same = np.array_equal(old[i - self.AROUND : i + self.AROUND], new[j - self.AROUND : j + self.AROUND])
+            if same and all(
+                (old_at := before.token_to_chars(i + k)) is not None
+                and (new_at := after.token_to_chars(j + k)) is not None
+                and old_at == (new_at[0] + shift, new_at[1] + shift)
+                for k in around
+            ):
+                return i, j
+        return None
+
+    def _ids(self, encoding: tokenizers.Encoding) -> np.ndarray:
+        return np.array(encoding.ids, dtype=self._dtype)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles:
+    """What the path of a tokenizer.json, or of a folder that holds one, names."""
+    path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
+    if not path.is_file():
+        raise DataError(
+            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json or of a folder that holds one"
+        )
+    settings = path.with_name("tokenizer_config.json")
+    return TokenizerFiles(
+        f"{flag}={path}", path.read_bytes(), settings.read_bytes() if settings.exists() else None, str(settings)
+    )
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer named by `--data.tokenizer`: 'bytes', or the path of a tokenizer.json."""
-    if spec == "bytes":
-        return ByteTokenizer()
-    if not Path(spec).is_file():
-        raise DataError(f"--data.tokenizer={spec}: no such file; valid: 'bytes' or the path of a tokenizer.json")
-    return JsonTokenizer(Path(spec))
+    """The tokenizer named by `--data.tokenizer`: 'bytes', the path of a tokenizer.json or of a folder that holds one."""
+    return ByteTokenizer() if spec == "bytes" else JsonTokenizer(tokenizer_files(spec))

@@ -1,0 +1,105 @@
+"""The tokenizer that weights belong to: found where a run starts from, and compared with that of a folder to be exported.
+
+next: tokenizer.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tmoe import folders
+from tmoe.config import Config
+from tmoe.hf_files import FILE, is_folder
+from tmoe.manifest import CheckpointError, Manifest, read_manifest
+from tmoe.rewrite import read_whole
+from tmoe.tokenizer import Carried, TokenizerFiles
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+
+def carried_by_start(cfg: Config) -> Carried | None:
+    """The tokenizer of the weights that a run begins with: of the step that it resumes, else of --init; None if that is not known.
+
+    Reads no more than manifests and tokenizer files. Whether the step is whole, and the run's, is checked when it is loaded.
+    """
+    if cfg.resume not in ("auto", "none"):
+        found = carried_by(Path(cfg.resume))
+    else:
+        step = _newest(Path(cfg.out, "checkpoints")) if cfg.resume == "auto" else None
+        found = carried_by(step) if step else None
+    return found or (carried_by(Path(cfg.init)) if cfg.init else None)
+
+
+def _newest(steps: Path) -> Path | None:
+    try:
+        return next((path for _, path in folders.published(steps)[0]), None)
+    except CheckpointError:
+        return None  # who resumes says what is wrong
+
+
+def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
+    """The tokenizer of a Hugging Face folder or of a step folder: the file in it, else of what its run started from.
+
+    A step of a run tells what its data were made with; a file of another hash is not its tokenizer. later: steps that began from
+    this one.
+    """
+    if is_folder(path):
+        present = {name: (path / name).read_bytes() for name in (TOKENIZER, SETTINGS) if (path / name).is_file()}
+        return _of_files(path, present)
+    try:
+        step = folders.resolve(path)
+        manifest = read_manifest(step)
+        entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS)}
+        content = {name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry}
+    except CheckpointError:
+        return None  # whoever loads it says what is wrong with it
+    found = _of_files(step, content)
+    later = (*later, step.resolve())
+    config = manifest.info.get("config")
+    start = Path(str(config.get("init") or "")) if isinstance(config, dict) else Path()
+    if found is None and start.name and start.resolve() not in later:
+        found = carried_by(start, later)
+    trained_on = of_data(manifest)
+    if trained_on is None or (found and found.fingerprint == trained_on):
+        return found and found._replace(where=str(path))
+    return Carried(str(path), trained_on, None)
+
+
+def of_data(manifest: Manifest) -> str | None:
+    """Fingerprint of the tokenizer that made a step's data; None where the step does not say."""
+    data = manifest.info.get("data")
+    found = data.get("tokenizer") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
+    """None without a tokenizer.json, or for one that has no model in it, which no text was ever encoded by."""
+    raw = content.get(TOKENIZER)
+    if raw is None or not _is_tokenizer(raw):
+        return None
+    files = TokenizerFiles(f"{where / TOKENIZER}", raw, content.get(SETTINGS), f"{where / SETTINGS}")
+    return Carried(str(where), files.fingerprint, files)
+
+
+def _is_tokenizer(raw: bytes) -> bool:
+    try:
+        told = json.loads(raw)
+    except (ValueError, RecursionError):
+        return True  # damaged: not to be passed over
+    return not isinstance(told, dict) or "model" in told
+
+
+def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Callable[[], bytes]]) -> None:
+    """CheckpointError where an export's tokenizer.json is not the one that the step was trained with."""
+    trained_on = of_data(manifest)
+    raw = files[TOKENIZER]() if TOKENIZER in files else None
+    if trained_on is None or raw is None or not _is_tokenizer(raw):
+        return
+    theirs = TokenizerFiles(TOKENIZER, raw, None).fingerprint
+    if theirs != trained_on:
+        raise CheckpointError(
+            f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is {theirs}, for which ids mean other "
+            f"text: name with --like a copy of the original that holds the run's {TOKENIZER}, or none"
+        )

@@ -1,0 +1,332 @@
+"""What a file of a source holds, told by its first bytes, and its rows: JSON lines, a JSON array, parquet; compressed or not.
+
+next: corpus.py
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib.util
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+from tmoe.manifest import naming
+from tmoe.tokenizer import DataError
+
+Form = Literal["token shards", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
+
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
+REFUSED = {
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"Rar!": "a rar archive; unpack it",
+    b"7z\xbc\xaf": "a 7z archive; unpack it",
+    b"ARROW1": "an Arrow file; save the data set as parquet or JSON lines",
+    b"\xff\xff\xff\xff": "an Arrow stream; save the data set as parquet or JSON lines",
+    b"%PDF-": "a PDF; extract its text",
+    b"\x93NUMPY": "a NumPy array; make token shards with python -m tmoe.data",
+    b"\x89HDF": "an HDF5 file; save the data set as parquet or JSON lines",
+    b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it as UTF-8",
+}
+HEAD = 4096
+PIECE = 1 << 20  # characters that a JSON reader takes at a time
+MOST_GUESSED = 1 << 24  # characters in which the first value must end, of a file that is not named .json
+
+
+class Found(NamedTuple):
+    """What a file was taken for."""
+
+    form: Form
+    packed: str = ""
+    """by which program it is compressed"""
+    named: bool = False
+    """whether its name says rows, too"""
+    rows: tuple[dict, ...] = ()
+    """the first two at most"""
+
+    @property
+    def sure(self) -> bool:
+        """Whether these are rows of a data set rather than a JSON file among others, a package.json say."""
+        return self.form == "parquet" or self.named or (len(self.rows) > 1 and kind_of_row(self.rows[0]) != "")
+
+
+def kind_of_row(row: dict, field: str = "text") -> str:
+    """What a row is, by its fields: "text", or rows of a kind that has other uses; "" for none that is known."""
+    if isinstance(row.get(field), str):
+        return "text"
+    if "messages" in row or "conversations" in row:
+        return "chat rows"
+    if "chosen" in row and "rejected" in row:
+        return "preference rows"
+    if "prompt" in row and ("completion" in row or "response" in row):
+        return "prompt and completion rows"
+    return ""
+
+
+def no_text(where: str, row: Any, field: str) -> DataError:
+    """The error of a row without text: what it seems to be, and the fields that it has."""
+    if not isinstance(row, dict):
+        return DataError(f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}')
+    shown = ", ".join(list(map(str, row))[:12]) or "none"
+    if kind := kind_of_row(row, field):
+        return DataError(
+            f"{where}: {kind} (fields: {shown}), which cannot be trained on yet; their JSON is no text to train on. "
+            f'Valid: rows with a string field "{field}", or another named by --data.text-field (--text-field)'
+        )
+    return DataError(
+        f'{where}: needs an object with a string field "{field}"; its fields are: {shown}; '
+        "--data.text-field (python -m tmoe.data: --text-field) names another"
+    )
+
+
+def look(path: Path) -> Found:
+    """What a file holds: by its first bytes, and where these leave it open by its name."""
+    if path.suffix == ".bin":
+        return Found("token shards")  # whoever opens it says what is wrong with it
+    packed = packing(path)
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED_SUFFIXES:
+        del suffixes[-1]
+    suffix = suffixes[-1] if suffixes else ""
+    with opened(path, packed) as (stream, _):
+        head = stream.read(HEAD)
+    if not head:
+        return Found("nothing", packed)
+    if head.startswith(b'{"') and b'"tmoe-shard"' in head[:1024]:
+        return Found("token shards", packed)
+    if head.startswith(b"PAR1"):
+        return Found("parquet", packed)
+    refuse_others(path, head)
+    named = suffix in ROWS_SUFFIXES[:2]
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start == b"{" or named:
+        lines = first_lines(path, packed)
+        if lines or (named and start != b"["):
+            return Found("JSON lines", packed, named, lines)
+    if start in (b"{", b"["):
+        most = None if suffix in ROWS_SUFFIXES else MOST_GUESSED
+        values: list[Any] = []
+        with suppress(DataError):
+            values += [value for _, value, _ in islice(read_json(path, packed, most), 2)]
+        if values and all(isinstance(value, dict) for value in values):
+            return Found("JSON", packed, named, tuple(values))
+    if suffix in ROWS_SUFFIXES:  # named so, and none: its first row says why, unless other texts lie beside it
+        return Found("JSON lines" if start == b"{" else "JSON", packed, named)
+    return Found("plain text", packed)
+
+
+def refuse_others(path: Path, head: bytes) -> None:
+    """DataError for a file of a kind that is known, and neither text nor rows."""
+    for magic, what in REFUSED.items():
+        if head.startswith(magic):
+            raise DataError(f"{path}: {what}")
+    if head[257:262] == b"ustar":
+        raise DataError(f"{path}: a tar archive; unpack it")
+
+
+def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
+    """The first two lines with content if these are JSON objects; () if one of them is not."""
+    found = []
+    with opened(path, packed) as (stream, _):
+        for line in islice(filter(bytes.strip, stream), 2):
+            try:
+                found.append(json.loads(line))
+            except (ValueError, RecursionError):
+                return ()
+    return tuple(found) if all(isinstance(row, dict) for row in found) else ()
+
+
+# ---- compressed files ----
+
+
+def packing(path: Path) -> str:
+    """By which program a file is compressed, told by its first bytes; "" for none."""
+    if not path.is_file():
+        raise DataError(f"{path}: no regular file, or a link to nothing")  # opened, a pipe would wait for a writer
+    with naming(path), path.open("rb") as file:
+        head = file.read(8)
+    return next((name for magic, name in PACKED.items() if head.startswith(magic)), "")
+
+
+@contextmanager
+def opened(path: Path, packed: str) -> Generator[tuple[BinaryIO, BinaryIO], None, None]:
+    """A file's content, unpacked, and the file itself, whose `tell` is how far it has been read. DataError if it is damaged."""
+    with naming(path), path.open("rb") as file:
+        try:
+            yield _unpacked(path, file, packed), file
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: damaged {packed}: {error}") from error
+        except OSError as error:
+            if packed and error.errno is None:  # bz2's
+                raise DataError(f"{path}: damaged {packed}: {error}") from error
+            raise
+        except Exception as error:
+            if type(error).__name__ == "ZstdError":
+                raise DataError(f"{path}: damaged {packed}: {error}") from error
+            raise
+
+
+def _unpacked(path: Path, file: BinaryIO, packed: str) -> BinaryIO:
+    if packed == "gzip":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if packed == "bzip2":
+        return cast(BinaryIO, bz2.BZ2File(file))
+    if packed == "xz":
+        return cast(BinaryIO, lzma.LZMAFile(file))
+    if packed == "zstd":
+        require_package(path, "compressed by zstd", "zstandard", "'tmoe[zstd]', or pip install zstandard")
+        import zstandard  # pyrefly: ignore[missing-import]
+
+        unpacked = _ZstdFrames(file, zstandard.ZstdDecompressor().decompressobj)
+        return cast(BinaryIO, io.BufferedReader(cast(Any, unpacked), PIECE))
+    return file
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Unpacks frames that follow one another. EOFError where the file ends within one: the library's own reader just ends there."""
+
+    def __init__(self, file: BinaryIO, frame: Callable[[], Any]) -> None:
+        self.file, self.new_frame = file, frame
+        self.frame, self.inside = frame(), False
+        self.rest, self.ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.ready:
+            packed = self.rest or self.file.read(1 << 17)
+            if not packed:
+                if self.inside:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            self.ready = memoryview(self.frame.decompress(packed))
+            self.inside, self.rest = not self.frame.eof, self.frame.unused_data
+            if self.frame.eof:
+                self.frame = self.new_frame()
+        count = min(len(buffer), len(self.ready))
+        buffer[:count] = self.ready[:count]
+        self.ready = self.ready[count:]
+        return count
+
+
+def require_package(path: Path, what: str, package: str, install: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise DataError(
+            f"{path}: {what}: needs the package {package}, which is not installed here: pip install {install}"
+        )
+
+
+# ---- rows ----
+
+
+def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
+    """Of each row of a file: where it is, the row, its error if it cannot be read, bytes of the file that it took."""
+    if found.form == "parquet":
+        yield from _parquet_rows(path, found, field)
+    elif found.form == "JSON":
+        for number, row, size in read_json(path, found.packed):
+            yield f"{path}: row {number}", row, None, size
+    else:
+        yield from _line_rows(path, found.packed)
+
+
+def _line_rows(path: Path, packed: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
+    before = 0
+    with opened(path, packed) as (stream, file):
+        for number, line in enumerate(stream, start=1):
+            size, before = file.tell() - before, file.tell()
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                yield where, json.loads(line), None, size
+            except (ValueError, RecursionError) as error:
+                yield where, None, DataError(f"{where}: not JSON: {error}"), size
+
+
+def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tuple[int, Any, int]]:
+    """Number, value and bytes of each value of a JSON array, or of values that follow one another; one at a time in memory.
+
+    most: characters in which the first value must end. DataError where the file ends within a value, or is not JSON.
+    """
+    decoder, number, before, needed = json.JSONDecoder(), 0, 0, 0
+    with opened(path, packed) as (stream, file):
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+        buffer, at, closed, done = "", 0, False, False
+        try:
+            buffer = text.read(PIECE)
+            at = _blank(buffer, 0)
+            array = buffer.startswith("[", at)
+            at += array
+            while True:
+                at = _blank(buffer, at, "," if array else "")
+                if array and buffer.startswith("]", at):
+                    at, closed = _blank(buffer, at + 1), True
+                if at < len(buffer) and closed:
+                    raise ValueError("something follows the array")
+                if at < len(buffer) and len(buffer) - at >= needed:
+                    try:
+                        value, end = decoder.raw_decode(buffer, at)
+                        if end < len(buffer) or done:
+                            number += 1
+                            size, before = file.tell() - before, file.tell()
+                            yield number, value, size
+                            at, needed = end, 0
+                            continue
+                    except ValueError:
+                        if done:
+                            raise
+                        needed = 2 * (len(buffer) - at)  # not parsed anew with every piece
+                if done:
+                    break
+                if most is not None and number == 0 and len(buffer) > most:
+                    raise ValueError(f"the first value does not end within {most} characters")
+                more = text.read(PIECE)
+                done = not more
+                needed = 0 if done else needed
+                buffer, at = buffer[at:] + more, 0
+            if array and not closed:
+                raise ValueError("the file ends within the array")
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path}: row {number + 1}: not JSON: {error}") from error
+        finally:
+            text.detach()
+
+
+def _blank(text: str, at: int, also: str = "") -> int:
+    """Where the next character stands that is neither blank nor in `also`."""
+    while at < len(text) and (text[at].isspace() or text[at] in also):
+        at += 1
+    return at
+
+
+def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
+    """Reads the text alone where there is a column of that name, else all columns, which the message about the row names."""
+    require_package(path, "parquet", "pyarrow", "'tmoe[parquet]', or pip install pyarrow")
+    if found.packed:
+        raise DataError(f"{path}: parquet within {found.packed}; unpack it, for parquet is compressed itself")
+    import pyarrow.parquet  # pyrefly: ignore[missing-import]
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        columns = [field] if field in file.schema_arrow.names else None
+        number, size = 0, -(-path.stat().st_size // max(file.metadata.num_rows, 1))
+        for table in file.iter_batches(batch_size=256, columns=columns):
+            for row in table.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row, None, size
+    except (pyarrow.ArrowException, OSError) as error:  # what the reader of these rows raises does not come here
+        raise DataError(f"{path}: damaged parquet: {error}") from error
