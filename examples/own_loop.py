@@ -58,7 +58,7 @@ for step in range(state["step"], args.steps):
     y_RS = (5 * x_RS + 3) % VOCAB  # what there is to learn; -100 would be no target
     micros = [m.to(device) for m in torch.stack([x_RS, y_RS])[:, rank::world].chunk(MICROS, 1)]
     counts_M3 = [[(y != -100).sum().item(), x.numel(), len(x)] for x, y in micros]
-    counts_3 = torch.tensor(counts_M3, dtype=torch.float32, device=device).sum(0)
+    counts_3 = torch.tensor(counts_M3, dtype=torch.float64, device=device).sum(0)
     dist.all_reduce(counts_3)
     targets, tokens, sequences = counts_3  # of the whole step: all ranks, all micro-batches
     loss = torch.zeros((), device=device)
