@@ -26,7 +26,7 @@ def trains(rank: int, world: int, argv: list[str], own: list[str]) -> None:
     ("own", "says"),
     [
         (["--optim.lr", "0.1"], "--optim.lr: 0.1 on rank [1], "),
-        (["--model.moe.top-k", "1"], "--model.moe.top-k: 1 on rank [1], 2 on rank 0"),
+        (["--model.moe.top-k", "3"], "--model.moe.top-k: 3 on rank [1], 2 on rank 0"),
         (["--data.seed", "9"], "--data.seed: 9 on rank [1], "),
         (["--resume", "none"], "--resume: 'none' on rank [1], "),
         (["--init", "somewhere"], "--init: True on rank [1], False on rank 0"),
