@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import gloo as gloo_module
 import numpy as np
@@ -59,12 +59,16 @@ def _gloo_server(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _share_of_a_gpu(request: pytest.FixtureRequest) -> None:
-    """run_gpu.py: what a worker may hold of the memory that it shares with others, less its context."""
+def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """run_gpu.py: what one test may hold of the memory that workers share, less the context; it goes back behind the test."""
     gib = os.environ.get("TMOE_TESTS_GIB")
-    if gib and request.node.get_closest_marker("gpu"):
+    shares = bool(gib) and request.node.get_closest_marker("gpu") is not None
+    if gib and shares:
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, (float(gib) - CONTEXT_GIB) / total))
+    yield
+    if shares:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

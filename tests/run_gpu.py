@@ -3,7 +3,7 @@
     make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py; nothing is installed, no package index is asked
     python3 tests/run_gpu.py -k router    # words behind it go to pytest
 
-Two pytests run beside each other. Most tests share GPUs with other workers, each of which may hold GIB_A_WORKER of one. Those marked
+Two pytests run beside each other. Most tests share GPUs with other workers, one for each GIB_A_WORKER of one. Those marked
 `whole_gpu` start ranks of their own, need several GPUs or hold much of one's memory: a file of theirs is one worker's, and memory is
 left free for them. The kernels are compiled into triton's cache beforehand, and that time is told apart: a second call finds them there.
 
@@ -22,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GIB_A_WORKER = 4.0  # of a GPU's memory, a worker's context (0.6 GiB) included
+GIB_A_WORKER = 4.0  # of a GPU's memory, a worker's context (0.6 GiB) included: what decides their number
+GIB_A_TEST = 12.0  # what the largest tests may hold for a moment; few do so at once
 GIB_KEPT = 20.0  # of each GPU's, for the ranks and the large tensors of `whole_gpu`
 CORES_KEPT = 2  # for the same
 WHOLE_WORKERS = 3  # its files
@@ -137,7 +138,7 @@ def main(words: list[str]) -> int:
     start = time.perf_counter()
     shared, whole = commands(count, words)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    share = dict(TMOE_TESTS_GIB=str(GIB_A_WORKER), TMOE_TESTS_GPUS=visible)
+    share = dict(TMOE_TESTS_GIB=str(GIB_A_TEST), TMOE_TESTS_GPUS=visible)
     with tempfile.TemporaryFile("w+") as said:
         beside = subprocess.Popen(whole, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
         try:

@@ -58,11 +58,23 @@ def test_no_tokens(dtype):
     assert y.shape == (0, 8) and dx.shape == (0, 64) and dw.shape == (8, 64) and not dw.any()
 
 
-def test_tf32_autocast_and_strides_change_nothing(monkeypatch):
+@pytest.fixture
+def tf32():
+    """Allowed for torch's own products; torch's property is no attribute that monkeypatch can put back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+
+    def allow() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+    yield allow
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_tf32_autocast_and_strides_change_nothing(tf32):
     x, w, g = operands(400, 128, 24, fp32, "cuda")
     g = g[:, :1].expand(400, 24)
     want = step(x, w, g)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    tf32()
     with torch.autocast("cuda", torch.float16):
         got = step(x, w, g)
     again = step(x, w, g.contiguous(), lambda x, w: checkpoint(router_product, x, w, use_reentrant=False))

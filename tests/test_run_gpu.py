@@ -99,7 +99,7 @@ def test_two_runs_beside_each_other(monkeypatch, capsys, codes, want, visible):
         "--durations=10" in shared and "--durations=10" in whole and shared[-6:-4] == whole[-6:-4] == ["-k", "router"]
     )
     assert "gpu and not whole_gpu" in shared and "gpu and whole_gpu" in whole and "--numprocesses=14" in shared
-    assert share["TMOE_TESTS_GIB"] == "4.0" and share["TMOE_TESTS_GPUS"] == (visible or "0,1")
+    assert share["TMOE_TESTS_GIB"] == "12.0" and share["TMOE_TESTS_GPUS"] == (visible or "0,1")
     assert whole_env["OMP_NUM_THREADS"] and not {"TMOE_TESTS_GIB", "TMOE_TESTS_GPUS"} & (whole_env.keys() | os.environ)
     order = [
         out.index(words) for words in ("2 x H (79 GiB), 16 cores: 14 workers", "warm-up: ", "said by ranks", "tests: ")

@@ -6,6 +6,7 @@ As a test it starts itself under torchrun on up to four GPUs of the machine; fou
 next: test_symm_shared.py
 """
 
+import functools
 import os
 
 import pytest
@@ -56,15 +57,22 @@ def rule(beside, hidden):
     return lambda ranks, itemsize, width: beside if width == SHARED else hidden
 
 
+@functools.cache
+def mesh():
+    """One for all layers: NCCL keeps the buffers of every group, and four ranks may share one GPU."""
+    from tmoe.parallel import build_mesh
+
+    return build_mesh(ep=dist.get_world_size())
+
+
 def make_layer(dtype, dim=128, experts=16, K=4, shared=0):
     from tmoe import MoE, MoEConfig
-    from tmoe.parallel import build_mesh
     from tmoe.parallel.apply import apply_ep
 
     torch.manual_seed(0)
     cfg = MoEConfig(experts=experts, top_k=K, ffn_dim=64, shared_dim=shared, shared_gate=shared > 0)
     moe = MoE(dim, cfg).cuda().to(dtype)
-    apply_ep(moe, build_mesh(ep=dist.get_world_size()), "auto")
+    apply_ep(moe, mesh(), "auto")
     return moe
 
 
