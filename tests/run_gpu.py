@@ -71,6 +71,9 @@ def traces() -> list[tuple]:
         if T > 200:
             activations = ("swiglu", "clamped")
             found += [(trace, T, D, F, E, K, torch.bfloat16, None, act, True) for act in activations]
+    for shape in test_ops_gpu.FEW_SHAPES:
+        for dtype in (torch.bfloat16, torch.float16):
+            found += [(test_ops_gpu.trace_few, *shape, dtype, rows) for rows in test_ops_gpu.FEW_ROWS]
     for cfg in test_moe_gpu.CASES.values():
         T, D = test_moe_gpu.SIZES
         found.append((trace, T, D, cfg.ffn_dim, cfg.experts, cfg.top_k, torch.bfloat16))

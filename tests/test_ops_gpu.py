@@ -4,6 +4,7 @@ next: test_ops.py
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -266,24 +267,43 @@ def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
         assert errors([y[here]], [want[here].double()])[0] < 4e-3
 
 
+FEW_SHAPES = [(512, 2048, 768, 128, 8), (37, 512, 192, 16, 4), (1, 64, 64, 4, 2), (300, 320, 448, 33, 3)]
+FEW_ROWS = [1, 64, 128]
+
+
+def few_calls(gate_up, slots):
+    """Bias, activation, pairs and keep of each call of gpu.forward that the test below makes."""
+    for biased, activation in ((False, "swiglu"), (True, "clamped")):
+        bias = torch.randn_like(gate_up[..., 0]) if biased else None
+        for pairs, keep in ((slots, True), (slots, False), (slots // 3 + 1, True)):
+            yield bias, activation, pairs, keep
+
+
+def trace_few(T, D, F, E, K, dtype, rows):
+    """The test's launches on meta tensors: fifteen tests would compile each of them anew."""
+    gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
+    x, down = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((T, D), (E, D, F)))
+    weights, ids = (torch.empty(T, K, dtype=kind, device="meta") for kind in (torch.float32, torch.int32))
+    for choice in (table.few("cuda:90", rows, True), None):
+        with patch.object(gpu, "few", lambda *a, choice=choice: choice):
+            for call in few_calls(gate_up, T * K):
+                gpu.forward(x, gate_up, down, weights, ids, *call)
+
+
 @pytest.mark.parametrize("mode", ["random", "zipf", "one", "absent", "none"])
-@pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize("rows", FEW_ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "shape", [(512, 2048, 768, 128, 8), (37, 512, 192, 16, 4), (1, 64, 64, 4, 2), (300, 320, 448, 33, 3)], ids=str
-)
+@pytest.mark.parametrize("shape", FEW_SHAPES, ids=str)
 def test_one_launch_for_few_rows_equals_two(shape, dtype, rows, mode, monkeypatch):
     x, gate_up, down, weights, ids, _ = layer(*shape, mode, dtype)
-    cut, slots = table.few("cuda:90", rows, True), ids.numel()
-    here = int((ids >= 0).sum())
-    for bias, activation in ((None, "swiglu"), (torch.randn_like(gate_up[..., 0]), "clamped")):
-        for pairs, keep in ((slots, True), (slots, False), (slots // 3 + 1, True)):
-            got, want = [], []
-            for choice, out in ((cut, got), (cut, got), (None, want)):
-                monkeypatch.setattr(gpu, "few", lambda *a, choice=choice: choice)
-                y, h, _ = gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
-                out += [y, h[: min(here, pairs)]]
-            assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True)), (activation, pairs, keep)
+    cut, here = table.few("cuda:90", rows, True), int((ids >= 0).sum())
+    for bias, activation, pairs, keep in few_calls(gate_up, ids.numel()):
+        got, want = [], []
+        for choice, out in ((cut, got), (cut, got), (None, want)):
+            monkeypatch.setattr(gpu, "few", lambda *a, choice=choice: choice)
+            y, h, _ = gpu.forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
+            out += [y, h[: min(here, pairs)]]
+        assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True)), (activation, pairs, keep)
 
 
 @pytest.mark.parametrize("entry", sorted({(e[0], e[4]) for e in table.entries("cuda:90")}), ids=str)
