@@ -23,7 +23,7 @@ from tmoe.accounting import count_parameters, flops_per_token, peak_flops, requi
 from tmoe.balance import Totals
 from tmoe.checkpoint import Checkpoints
 from tmoe.cli import flags_of, parse
-from tmoe.config import Config, require
+from tmoe.config.run import Config, require
 from tmoe.data import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf_tokenizer import carried_by_start
 from tmoe.loss import IGNORE

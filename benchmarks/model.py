@@ -63,7 +63,7 @@ from tmoe.accounting import (
     v_width,
 )
 from tmoe.cli import parse
-from tmoe.config import MOST, Config, divisors
+from tmoe.config.run import MOST, Config, divisors
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]

@@ -18,7 +18,7 @@ from tmoe.accounting import (
     root_shapes,
     sharded,
 )
-from tmoe.config import Config
+from tmoe.config.run import Config
 from tmoe.parallel.mesh import units
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tmoe.cli import parse
-from tmoe.config import Config
+from tmoe.config.run import Config
 
 RESULTS = Path(__file__).with_name("results")
 UNHELD = {  # --check shows their errors, and none of them decides its code

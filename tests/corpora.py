@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from tmoe.config import DataConfig
+from tmoe.config.run import DataConfig
 from tmoe.data import Dataset, convert, open_data
 
 WORDS = ["expert", "router", "token", "gate", "shard", "batch", "mesh", "world", "step", "norm"]

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tmoe.checkpoint import Checkpoints, verify
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf_config import build_config
 from tmoe.hf_rules import divide

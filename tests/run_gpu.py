@@ -58,12 +58,12 @@ def traces() -> list[tuple]:
     import test_symm_gpu
     import torch
 
-    from tmoe.config import ParallelConfig
+    from tmoe.config.presets import presets
+    from tmoe.config.run import ParallelConfig
     from tmoe.loss import IGNORE
     from tmoe.ops import adamw, cross_entropy, parts, router_product
     from tmoe.ops.precompile import trace, trace_router
     from tmoe.warmup import traces as traces_of
-    from tmoe.zoo import presets
 
     found: list[tuple] = []
     for T, D, F, E, K, _ in test_ops_gpu.SHAPES:

@@ -4,7 +4,7 @@ from collections import namedtuple
 
 import torch
 
-from tmoe.config import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from tmoe.metrics import Metrics
 
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")

@@ -30,7 +30,7 @@ from tmoe.accounting import (
 )
 from tmoe.attention import rope_table
 from tmoe.cli import parse
-from tmoe.config import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
 from tmoe.ops import gpu

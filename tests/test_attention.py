@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from tmoe import attend as attend_module
 from tmoe.attend import attend, block_mask, document_mask, make_mask, tiles
 from tmoe.attention import Attention, rope_frequencies, rope_table, rotate
-from tmoe.config import ModelConfig, RopeConfig
+from tmoe.config.run import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")
 

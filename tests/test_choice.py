@@ -13,7 +13,16 @@ from test_train import SMALL, assert_equal_state, load, numbers, run
 from torch._dynamo.utils import counters
 
 from tmoe.balance import Balancer, Totals, measure
-from tmoe.config import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import (
+    Config,
+    ConfigError,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from tmoe.layout import BUFFERS
 from tmoe.manifest import dtype_of, read_manifest
 from tmoe.model import Transformer

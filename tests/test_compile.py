@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tmoe.config import Config, ModelConfig, MoEConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config.run import Config, ModelConfig, MoEConfig, ParallelConfig, RopeConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.parallel import build_mesh, parallelize
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe.config import MoEConfig
+from tmoe.config.run import MoEConfig
 from tmoe.moe import MoE
 from tmoe.parallel import build_mesh
 from tmoe.parallel.apply import apply_ep

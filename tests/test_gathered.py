@@ -9,7 +9,7 @@ from test_layouts import MODEL
 from torch.distributed.fsdp import FSDPModule
 
 import tmoe
-from tmoe.config import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.optim import Ema, build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, gathered, mesh, parallelize

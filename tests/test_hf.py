@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from tmoe import manifest, shards
 from tmoe.checkpoint import MismatchError, read_manifest
 from tmoe.cli import parse
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf, main
 from tmoe.hf_config import read_config, write_config
 from tmoe.hf_files import Folder, split

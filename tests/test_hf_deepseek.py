@@ -17,13 +17,13 @@ from test_train import SMALL, run
 from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint import MismatchError
-from tmoe.config import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import differences, read_config
 from tmoe.hf_files import Folder
 from tmoe.model import Transformer
 from tmoe.parallel import build_mesh, parallelize
-from tmoe.zoo import presets
 
 INDEX = "model.safetensors.index.json"
 

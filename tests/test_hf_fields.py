@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.hf import load_hf
 from tmoe.hf_config import READ, facts, read_config
 from tmoe.hf_files import Folder

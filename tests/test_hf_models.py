@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tmoe.checkpoint import MismatchError
-from tmoe.config import ConfigError, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import ConfigError, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf_config import differences, read_config, write_config
 from tmoe.hf_rules import divide, their_shapes
 from tmoe.hf_tables import ARCHITECTURES
 from tmoe.model import Transformer
-from tmoe.zoo import presets
 
 
 @pytest.mark.parametrize("name", MODELS)

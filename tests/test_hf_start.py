@@ -12,7 +12,7 @@ import torch
 from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
 
 from tmoe.checkpoint import Checkpoints, MismatchError
-from tmoe.config import ModelConfig, RopeConfig
+from tmoe.config.run import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder

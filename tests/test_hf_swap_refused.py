@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 import tmoe.hf_swap as hf_swap
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.hf import swap_experts
 from tmoe.hf_swap import SwappedExperts
 from tmoe.hf_tables import Swap

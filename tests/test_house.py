@@ -63,7 +63,7 @@ FLOORS = [
         "tmoe.hf",
         "tmoe.upcycle",
     ),
-    ("tmoe.zoo", "tmoe.cli", "tmoe.planning", "tmoe.runtime", "tmoe.warmup"),
+    ("tmoe.config.presets", "tmoe.cli", "tmoe.planning", "tmoe.runtime", "tmoe.warmup"),
     ("train",),
 ]
 PACKAGES = {"tmoe", "tmoe.parallel"}  # they re-export names of several floors, so nobody inside may import them

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tmoe.balance import Totals
-from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.optim import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tmoe import Transformer
 from tmoe import loss as loss_module
-from tmoe.config import ModelConfig, MoEConfig
+from tmoe.config.run import ModelConfig, MoEConfig
 from tmoe.loss import cross_entropy_sum
 
 

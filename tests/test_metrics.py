@@ -18,7 +18,7 @@ from run_logs import Stats, config, routers, start, step
 
 from tmoe import metrics as module
 from tmoe import onlookers, progress, report
-from tmoe.config import ConfigError, ParallelConfig
+from tmoe.config.run import ConfigError, ParallelConfig
 from tmoe.metrics import max_violation, to_host, versions
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from test_accounting import saved_bytes
 from tmoe.accounting import count_parameters, flops_per_token, layer_bytes
 from tmoe.attend import document_mask
 from tmoe.attention import rope_table
-from tmoe.config import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
+from tmoe.config.run import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
 from tmoe.mla import LatentAttention
 from tmoe.model import Block, Transformer
 

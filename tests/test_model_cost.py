@@ -24,11 +24,11 @@ from tmoe.accounting import (
     rows_received,
 )
 from tmoe.cli import parse
-from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh
-from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import model as cost
-from tmoe.zoo import presets
+from tmoe.config.presets import presets
 
 
 def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:

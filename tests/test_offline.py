@@ -42,7 +42,7 @@ from benchmarks.inject import die_at, flip
 from tmoe import manifest as files
 from tmoe import offline, rewrite, shards
 from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
-from tmoe.config import ModelConfig, MoEConfig
+from tmoe.config.run import ModelConfig, MoEConfig
 from tmoe.layout import Box, lay_out
 from tmoe.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.model import Transformer

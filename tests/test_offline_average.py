@@ -29,7 +29,7 @@ from benchmarks.inject import die_at, flip
 from tmoe import manifest as files
 from tmoe import offline, shards
 from tmoe.checkpoint import read_manifest, verify
-from tmoe.config import Config, ModelConfig, MoEConfig, OptimConfig
+from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

@@ -16,10 +16,10 @@ from test_ops_kernels import CHIPS, assert_fits, measure
 from triton import knobs
 
 from tmoe import loss
+from tmoe.config.presets import presets
 from tmoe.ops import adamw, cross_entropy, parts
 from tmoe.ops.launch import compile_only
 from tmoe.warmup import traces
-from tmoe.zoo import presets
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")

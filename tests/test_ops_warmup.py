@@ -20,9 +20,9 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from tmoe import warmup
+from tmoe.config.presets import presets
 from tmoe.ops import precompile
 from tmoe.warmup import warm
-from tmoe.zoo import presets
 
 ROOT = Path(__file__).parents[1]
 RANKS = 8

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tmoe.config import OptimConfig
+from tmoe.config.run import OptimConfig
 from tmoe.optim import (
     AdamW,
     Ema,

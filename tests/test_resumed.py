@@ -13,7 +13,7 @@ from test_init import FLAGS, train_two_steps
 from tmoe import hf
 from tmoe.checkpoint import Checkpoints
 from tmoe.cli import parse
-from tmoe.config import Config, ConfigError
+from tmoe.config.run import Config, ConfigError
 from tmoe.corpus import text_files, write_shards
 from tmoe.data import open_data
 from tmoe.metrics import write_config

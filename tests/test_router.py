@@ -13,7 +13,7 @@ from test_choice import reference_loss
 from torch.nn.functional import one_hot
 
 from tmoe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.config import MoEConfig
+from tmoe.config.run import MoEConfig
 from tmoe.moe import MoE
 from tmoe.router import Router, Routing
 

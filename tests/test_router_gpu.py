@@ -9,7 +9,7 @@ from test_router_product import ORDERS, TYPES, assert_right, bf16, every_exponen
 from torch.utils.checkpoint import checkpoint
 
 from tmoe import router as router_module
-from tmoe.config import MoEConfig
+from tmoe.config.run import MoEConfig
 from tmoe.ops.router_product import beside, router_product, stacked
 from tmoe.router import Router
 

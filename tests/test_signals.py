@@ -21,7 +21,7 @@ import train
 from benchmarks.launch import launch
 from tmoe import runtime
 from tmoe.cli import parse
-from tmoe.config import ConfigError, TrainConfig
+from tmoe.config.run import ConfigError, TrainConfig
 
 ROOT = Path(train.__file__).parent
 TINY = "tiny --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()

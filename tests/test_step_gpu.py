@@ -10,7 +10,16 @@ from tmoe import optim
 from tmoe.attend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Totals
-from tmoe.config import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config.run import (
+    Config,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    RopeConfig,
+    TrainConfig,
+)
 from tmoe.loss import cross_entropy_sum
 from tmoe.mla import LatentAttention
 from tmoe.model import Transformer

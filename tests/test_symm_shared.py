@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
 from tmoe.accounting import moe_bytes, runs_beside
-from tmoe.config import Config, ParallelConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ParallelConfig
 from tmoe.experts import LocalExperts
 from tmoe.moe import SwiGLU
 from tmoe.ops import exchange, swiglu
@@ -34,7 +35,6 @@ from tmoe.parallel import symm
 from tmoe.parallel.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.router import Routing
 from tmoe.warmup import traces
-from tmoe.zoo import presets
 
 
 @pytest.mark.slow

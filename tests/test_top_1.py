@@ -14,7 +14,7 @@ import train
 from tmoe import MoE, MoEConfig, Transformer
 from tmoe import cli as front
 from tmoe.cli import parse
-from tmoe.config import Config, ConfigError, ModelConfig, TrainConfig
+from tmoe.config.run import Config, ConfigError, ModelConfig, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder

@@ -20,7 +20,7 @@ from benchmarks.inject import die_at
 from tmoe import manifest as files
 from tmoe import rewrite, shards, upcycle
 from tmoe.checkpoint import Checkpoints, read_manifest, verify
-from tmoe.config import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.model import Transformer
 from tmoe.parallel import build_mesh, parallelize

@@ -1,16 +1,15 @@
 """tmoe: Mixture-of-Experts language models in plain PyTorch.
 
-next: train.py, then config.py
+next: train.py, then config/run.py
 """
 
 import importlib
 from types import ModuleType
 
-from tmoe import ops, parallel
-from tmoe.config import Config, ModelConfig, MoEConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ModelConfig, MoEConfig
 from tmoe.model import Transformer
 from tmoe.moe import MoE, balancing_loss
-from tmoe.zoo import presets
 
 __version__ = "0.1.0"
 __all__ = [

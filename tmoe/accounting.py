@@ -12,7 +12,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from tmoe.config import Config, ModelConfig, require
+from tmoe.config.run import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
 from tmoe.ops.cross_entropy import aligned
 from tmoe.parallel.dispatch import pairs_bound

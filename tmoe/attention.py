@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tmoe.attend import attend
-from tmoe.config import ModelConfig, RopeConfig
+from tmoe.config.run import ModelConfig, RopeConfig
 from tmoe.stack import take
 
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")

@@ -1,6 +1,6 @@
 """Command line to Config: `PRESET --section.field value`, one clear error for whatever cannot work.
 
-next: config.py
+next: config/run.py
 """
 
 import importlib.util
@@ -19,12 +19,12 @@ from typing import Any, get_type_hints
 import tyro
 
 from tmoe.accounting import padding
-from tmoe.config import Config, ConfigError, divisors
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ConfigError, divisors
 from tmoe.folders import expand_home
 from tmoe.manifest import is_step
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
-from tmoe.zoo import presets
 
 LAG_S = 10.0  # that rank 0 may start later than others
 

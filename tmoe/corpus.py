@@ -43,7 +43,7 @@ import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
-from tmoe.config import fits
+from tmoe.config.run import fits
 from tmoe.manifest import naming
 from tmoe.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.tokenizer import Carried, DataError, Tokenizer

@@ -36,7 +36,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from tmoe.config import DataConfig
+from tmoe.config.run import DataConfig
 from tmoe.corpus import (
     Corpus,
     Document,

@@ -31,7 +31,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint import Checkpoints
-from tmoe.config import STEPS_READ, Config, ModelConfig, fits, require
+from tmoe.config.run import STEPS_READ, Config, ModelConfig, fits, require
 from tmoe.folders import expand_home, resolve
 from tmoe.hf_config import build_config, differences
 from tmoe.hf_export import export_hf

@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
-from tmoe.config import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
+from tmoe.config.run import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
 from tmoe.hf_rules import HF, NO_NULL, Architecture, Field
 from tmoe.hf_tables import ARCHITECTURES
 from tmoe.listing import listed

@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe import folders
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 from tmoe.hf_config import architecture, build_config, differences, write_config
 from tmoe.hf_files import (
     CONFIG,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tmoe.checkpoint import MismatchError
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf_rules import EMBEDDING, HEAD, HF, Architecture, Piece
 from tmoe.listing import listed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 from tmoe.hf_config import architecture, read_config
 from tmoe.hf_files import DTYPES, Folder
 from tmoe.hf_rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tmoe.checkpoint import MismatchError
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 from tmoe.listing import listed
 from tmoe.model import Transformer
 

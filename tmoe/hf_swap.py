@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.experts import Experts, LocalExperts
 from tmoe.hf_tables import CLAMPED, SWAPPABLE, Swap
 from tmoe.parallel.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher

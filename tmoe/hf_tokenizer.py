@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tmoe import folders
-from tmoe.config import Config
+from tmoe.config.run import Config
 from tmoe.hf_files import FILE, is_folder
 from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.rewrite import read_whole

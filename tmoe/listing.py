@@ -1,6 +1,6 @@
 """Lists in messages: twenty lines at most, and of a longer list one line for each kind.
 
-next: config.py
+next: config/run.py
 """
 
 from __future__ import annotations

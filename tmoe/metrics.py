@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
-from tmoe.config import Config, ConfigError, require
+from tmoe.config.run import Config, ConfigError, require
 from tmoe.manifest import naming
 from tmoe.onlookers import Onlooker, reason
 from tmoe.progress import Display

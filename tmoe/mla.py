@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tmoe.attend import attend
 from tmoe.attention import rotate, yarn_scale
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tmoe.attend import make_mask
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Balancer, Load, Totals, stack
-from tmoe.config import ModelConfig
+from tmoe.config.run import ModelConfig
 from tmoe.experts import LocalExperts
 from tmoe.init import initialise
 from tmoe.loss import IGNORE, cross_entropy_sum

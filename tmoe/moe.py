@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tmoe.balance import Balancer, Load, Totals, measure, stack
-from tmoe.config import MoEConfig
+from tmoe.config.run import MoEConfig
 from tmoe.experts import Experts, LocalExperts
 from tmoe.init import initialise
 from tmoe.ops.check import autocasts, require

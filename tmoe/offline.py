@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tmoe import folders, inspection
 from tmoe import manifest as files
-from tmoe.config import STEPS_READ
+from tmoe.config.run import STEPS_READ
 from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest

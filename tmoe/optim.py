@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tmoe.config import OptimConfig
+from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw import adamw_
 from tmoe.parallel.mesh import local_part
 from tmoe.parallel.working import make_stale, version, working_copy

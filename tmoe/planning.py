@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
 
 from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
-from tmoe.config import Config
+from tmoe.config.run import Config
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh, local_part

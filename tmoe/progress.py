@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tmoe.config import Config
+from tmoe.config.run import Config
 from tmoe.onlookers import Onlooker, say
 
 BAR_SECONDS = 0.5  # between two pictures of the bar

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
-from tmoe.config import ConfigError
+from tmoe.config.run import ConfigError
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError
 from tmoe.onlookers import Onlooker, say, settle_output

@@ -36,7 +36,7 @@ import tyro
 from torch import Tensor
 
 from tmoe import folders
-from tmoe.config import ModelConfig, MoEConfig, require
+from tmoe.config.run import ModelConfig, MoEConfig, require
 from tmoe.hf_config import build_config
 from tmoe.hf_files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf_rules import model_shapes

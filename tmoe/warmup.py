@@ -23,14 +23,14 @@ from filelock import FileLock, Timeout
 
 from tmoe.accounting import runs_beside
 from tmoe.cli import require_cache_folder
-from tmoe.config import Config, ConfigError
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ConfigError
 from tmoe.loss import IGNORE
 from tmoe.ops import adamw, cross_entropy, exchange, parts, router_product, swiglu
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router, whole
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.stack import find
-from tmoe.zoo import presets
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
 ARCH_VALID = "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.attend import COMPILE
-from tmoe.config import Config, TrainConfig
+from tmoe.config.run import Config, TrainConfig
 from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE

@@ -1,6 +1,6 @@
 """The presets: published models' shapes, and one small enough for a laptop."""
 
-from tmoe.config import Config, DataConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TrainConfig
+from tmoe.config.run import Config, DataConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TrainConfig
 
 
 def presets() -> dict[str, Config]:
