@@ -31,8 +31,8 @@ import torch
 import triton
 
 from benchmarks import rivals
-from tmoe.ops import gpu, table
-from tmoe.ops.routing import route
+from tmoe.ops.experts import gpu, table
+from tmoe.ops.experts.routing import route
 
 SHAPES = {  # name: (T, D, F, E, K)
     "qwen3": (32768, 2048, 768, 128, 8),

@@ -1,4 +1,4 @@
-"""Fills tmoe/ops/table.json for this GPU: every kernel, every configuration worth trying, at the given shapes.
+"""Fills tmoe/ops/experts/table.json for this GPU: every kernel, every configuration worth trying, at the given shapes.
 
     python -m benchmarks.tune --shapes qwen3 olmoe --out tuned.json     # measure (minutes), keep everything measured
     python -m benchmarks.tune --merge tuned.json                        # write the winners into the table (no GPU)
@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.moe_layer import SHAPES, Bench, require_gpu, time_all
-from tmoe.ops import table
+from tmoe.ops.experts import table
+from tmoe.ops.experts.table import Config
 from tmoe.ops.launch import compile_only, device_facts
-from tmoe.ops.table import Config
 from tmoe.warmup import ARCH, ARCH_VALID
 
 TUNED = {  # the benchmark's shapes, and others between which the rule finds its way: name: (T, D, F, E, K)

@@ -61,7 +61,8 @@ def traces() -> list[tuple]:
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
     from tmoe.loss import IGNORE
-    from tmoe.ops import adamw, cross_entropy, parts, router_product
+    from tmoe.ops import adamw, cross_entropy, router_product
+    from tmoe.ops import sum_parts as parts
     from tmoe.ops.precompile import trace, trace_router
     from tmoe.warmup import traces as traces_of
 

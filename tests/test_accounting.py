@@ -33,7 +33,7 @@ from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
-from tmoe.ops import gpu
+from tmoe.ops.experts import gpu
 from tmoe.ops.launch import compile_only
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.dispatch import SymmDispatcher, pairs_bound

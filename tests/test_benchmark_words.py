@@ -14,7 +14,7 @@ import torch
 from orphans import descendants
 from orphans import no_orphans as no_orphans  # a fixture
 
-from tmoe.ops import table
+from tmoe.ops.experts import table
 
 ROOT = Path(__file__).parents[1]
 

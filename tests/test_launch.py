@@ -15,7 +15,8 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe import ops, stack
-from tmoe.ops import exchange, launch, mlp, topk
+from tmoe.ops import exchange, launch, topk
+from tmoe.ops.experts import op as mlp
 from tmoe.ops.precompile import trace
 from tmoe.ops.router_product import router_product
 from tmoe.ops.straight import unwatched

@@ -8,7 +8,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tmoe import ops
-from tmoe.ops import reference, table
+from tmoe.ops import reference
+from tmoe.ops.experts import table
 
 # bf16 keeps 8 bits of mantissa, fp16 11, fp32 24: a few roundings in a row each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}

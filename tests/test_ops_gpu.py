@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tmoe import ops
-from tmoe.ops import gpu, reference, replay, table
-from tmoe.ops.routing import route
+from tmoe.ops import reference, replay
+from tmoe.ops.experts import gpu, table
+from tmoe.ops.experts.routing import route
 
 pytestmark = pytest.mark.gpu
 NAMES = ("y", "x", "gate_up", "down", "weights")

@@ -46,7 +46,7 @@ def frugal_interpreter():
 
 def metadata(E):
     """The last of E experts has the last n of N rows, in reverse order of their tokens, with K = 1; the others have none."""
-    from tmoe.ops.routing import Metadata
+    from tmoe.ops.experts.routing import Metadata
 
     meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.offsets[E - 1 :] = torch.tensor([N - n, N])
@@ -74,7 +74,7 @@ def near(name, got_NW, want_nW, tolerance=3e-3):
 def main():
     from test_ops_interpreter import repair_interpreter, small_tiles
 
-    from tmoe.ops import gpu
+    from tmoe.ops.experts import gpu
 
     repair_interpreter()
     frugal_interpreter()

@@ -68,7 +68,7 @@ def poison():
 
 def small_tiles(gpu, tma, gather, sub):
     """Replace the GPU by three programs, and the configurations by tiles that the interpreter gets through."""
-    from tmoe.ops.table import Config
+    from tmoe.ops.experts.table import Config
 
     def pick(kernel, *_):
         columns = 64 if kernel == "up" else 32
@@ -186,7 +186,8 @@ def check_grouped(gpu, reference, ends, dtype=torch.float32):
 
 def main():
     repair_interpreter()
-    from tmoe.ops import gpu, reference, routing, topk
+    from tmoe.ops import reference, topk
+    from tmoe.ops.experts import gpu, routing
 
     poison()
     torch.manual_seed(0)

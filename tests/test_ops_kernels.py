@@ -17,7 +17,7 @@ import pytest
 import torch
 from triton import knobs
 
-from tmoe.ops import gpu, table
+from tmoe.ops.experts import gpu, table
 from tmoe.ops.launch import compile_only
 from tmoe.ops.precompile import trace, trace_router
 

@@ -17,7 +17,8 @@ from triton import knobs
 
 from tmoe import loss
 from tmoe.config.presets import presets
-from tmoe.ops import adamw, cross_entropy, parts
+from tmoe.ops import adamw, cross_entropy
+from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch import compile_only
 from tmoe.warmup import traces
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import triton
 
-from tmoe.ops import gpu, launch, replay
+from tmoe.ops import launch, replay
+from tmoe.ops.experts import gpu
 from tmoe.parallel import received
 
 

@@ -327,7 +327,7 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
 def in_the_interpreter():
     from test_ops_interpreter import poison, repair_interpreter, small_tiles
 
-    from tmoe.ops import gpu
+    from tmoe.ops.experts import gpu
     from tmoe.parallel import symm
 
     repair_interpreter()

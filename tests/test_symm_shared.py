@@ -342,7 +342,7 @@ def one_rank(rank, ranks, tokens, L):
     """Layers of all kinds, one after another, each rank at its own pace."""
     from test_ops_interpreter import poison, repair_interpreter, small_tiles
 
-    from tmoe.ops import gpu
+    from tmoe.ops.experts import gpu
 
     torch.set_num_threads(1)  # a fork has no others
     repair_interpreter()

@@ -65,7 +65,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # The same for compilers, which would trace every chunk, and on a GPU the kernels' launches.
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # ops/mlp.py says why not @custom_op
+_lib = torch.library.Library("tmoe", "FRAGMENT")  # ops/experts/op.py says why not @custom_op
 _lib.define(
     "cross_entropy(Tensor h, Tensor weight, Tensor targets, bool needs_h, bool needs_w) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,

@@ -26,7 +26,8 @@ from tmoe.cli import require_cache_folder
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ConfigError
 from tmoe.loss import IGNORE
-from tmoe.ops import adamw, cross_entropy, exchange, parts, router_product, swiglu
+from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
+from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch import device_facts
 from tmoe.ops.precompile import precompile, trace, trace_router, whole
 from tmoe.parallel.dispatch import pairs_bound

@@ -4,8 +4,8 @@ They know tensors only: no config, no module, no process group. Both run on CPU 
 integer arguments, trace under torch.compile(fullgraph=True), and have their definition in `reference.py`.
 """
 
-from tmoe.ops.grouped import grouped_mm
-from tmoe.ops.mlp import moe_mlp
+from tmoe.ops.experts.grouped import grouped_mm
+from tmoe.ops.experts.op import moe_mlp
 from tmoe.ops.topk import softmax_topk
 
 __all__ = ["grouped_mm", "moe_mlp", "softmax_topk"]

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from triton import knobs
 
-from tmoe.ops import gpu, topk
+from tmoe.ops import topk
+from tmoe.ops.experts import gpu
+from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch import cdiv, compile_only
-from tmoe.ops.routing import Metadata
 from tmoe.stack import take
 
 FileCacheManager: Any = take("triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced")

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from tmoe.ops.check import check_tensors, require
+from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch import cdiv, launch
-from tmoe.ops.routing import power_of_2
 from tmoe.ops.straight import no_second_derivative
 
 HI, MID, LO = 0, 1, 2

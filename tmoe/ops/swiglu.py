@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops import kernels
+from tmoe.ops.experts import kernels
+from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch import cdiv, launch
-from tmoe.ops.routing import power_of_2
 
 TILE = 4096  # elements of a program
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tmoe.ops import gpu
-from tmoe.ops.parts import sum_parts
+from tmoe.ops.experts import gpu
+from tmoe.ops.sum_parts import sum_parts
 from tmoe.parallel.mesh import local_part
 from tmoe.parallel.working import WorkingCopy
 from tmoe.stack import take

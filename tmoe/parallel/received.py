@@ -8,9 +8,9 @@ next: parallel/symm.py
 
 import torch
 
-from tmoe.ops import gpu
+from tmoe.ops.experts import gpu
+from tmoe.ops.experts.routing import Metadata, route
 from tmoe.ops.replay import remembered
-from tmoe.ops.routing import Metadata, route
 
 
 class Experts:

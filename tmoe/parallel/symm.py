@@ -296,7 +296,7 @@ def moe(
     return y_TD, None if shared_gate_up is None else shared_TD
 
 
-# Library.define as in ops/mlp.py: the decorator's own checks cost as much as a kernel
+# Library.define as in ops/experts/op.py: the decorator's own checks cost as much as a kernel
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
     "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, Tensor? shared_gate_up, "

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tmoe.ops.kernels import RAGGED, activate, activate_backward, slices, tile_at, weight_tile_at
+from tmoe.ops.experts.kernels import RAGGED, activate, activate_backward, slices, tile_at, weight_tile_at
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from tmoe.ops.kernels import activate, slices
+from tmoe.ops.experts.kernels import activate, slices
 
 thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # triton 3.6's name, and 3.8's
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
+from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.straight import no_second_derivative
 
 

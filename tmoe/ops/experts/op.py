@@ -7,11 +7,11 @@ needs the host, or keeps a CUDA graph from being captured.
 
 import torch
 
-from tmoe.ops import cpu, gpu
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
+from tmoe.ops.experts import cpu, gpu
+from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.reference import ACTIVATIONS
 from tmoe.ops.replay import remembered
-from tmoe.ops.routing import Metadata
 from tmoe.ops.straight import mapped, no_second_derivative, unwatched
 
 

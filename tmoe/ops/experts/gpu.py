@@ -9,15 +9,15 @@ kernels that read it.
 
 import torch
 
-from tmoe.ops import kernels
 from tmoe.ops.check import require
+from tmoe.ops.experts import kernels
+from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
+from tmoe.ops.experts.table import few, pick
 from tmoe.ops.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
-from tmoe.ops.routing import FEW, Metadata, group, power_of_2, route
-from tmoe.ops.table import few, pick
 
 try:
-    from tmoe.ops import hopper
-    from tmoe.ops.few import few_rows
+    from tmoe.ops.experts import hopper
+    from tmoe.ops.experts.few_rows import few_rows
 except ImportError:  # no GPU then counts as one that they are for: launch.py's gluon_lacks
     hopper = few_rows = None
 
