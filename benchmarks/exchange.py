@@ -33,7 +33,7 @@ from benchmarks.train import write_line
 from tmoe.ops import exchange, router_product, swiglu
 from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
-from tmoe.ops.precompile import precompile, trace, trace_router
+from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.parallel import collectives, symm
 from tmoe.parallel.apply import apply_ep
 from tmoe.parallel.dispatch import pairs_bound

@@ -22,7 +22,7 @@ import triton
 
 from benchmarks import rivals
 from benchmarks.moe_layer import CYCLES_PER_MS, both, make, prepare, require_gpu, time_all
-from tmoe.ops.precompile import precompile, trace, trace_router
+from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.warmup import local_arch
 
 MODELS = {  # name: (D, F, E, K)

@@ -23,7 +23,7 @@ import torch
 from benchmarks.moe_layer import SHAPES, Bench, require_gpu, time_all
 from tmoe.ops.experts import table
 from tmoe.ops.experts.table import Config
-from tmoe.ops.launch import compile_only, device_facts
+from tmoe.ops.launch.launch import compile_only, device_facts
 from tmoe.warmup import ARCH, ARCH_VALID
 
 TUNED = {  # the benchmark's shapes, and others between which the rule finds its way: name: (T, D, F, E, K)

@@ -51,7 +51,7 @@ def files() -> list[str]:
 
 
 def traces() -> list[tuple]:
-    """What the tests launch most, as tmoe/ops/precompile.py takes it; variants that few tests ask for are compiled by these."""
+    """What the tests launch most, as tmoe/ops/launch/precompile.py takes it; variants that few tests ask for are compiled by these."""
     import test_moe_gpu
     import test_ops_gpu
     import test_router_gpu
@@ -63,7 +63,7 @@ def traces() -> list[tuple]:
     from tmoe.loss import IGNORE
     from tmoe.ops import adamw, cross_entropy, router_product
     from tmoe.ops import sum_parts as parts
-    from tmoe.ops.precompile import trace, trace_router
+    from tmoe.ops.launch.precompile import trace, trace_router
     from tmoe.warmup import traces as traces_of
 
     found: list[tuple] = []

@@ -34,7 +34,7 @@ from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimCo
 from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
 from tmoe.ops.experts import gpu
-from tmoe.ops.launch import compile_only
+from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.dispatch import SymmDispatcher, pairs_bound
 from tmoe.parallel.mesh import build_mesh

@@ -15,11 +15,12 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmoe import ops, stack
-from tmoe.ops import exchange, launch, topk
+from tmoe.ops import exchange, topk
 from tmoe.ops.experts import op as mlp
-from tmoe.ops.precompile import trace
+from tmoe.ops.launch import launch
+from tmoe.ops.launch.eager import unwatched
+from tmoe.ops.launch.precompile import trace
 from tmoe.ops.router_product import router_product
-from tmoe.ops.straight import unwatched
 
 
 def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tmoe import ops
-from tmoe.ops import reference, replay
+from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.routing import route
+from tmoe.ops.launch import replay
 
 pytestmark = pytest.mark.gpu
 NAMES = ("y", "x", "gate_up", "down", "weights")

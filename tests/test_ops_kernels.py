@@ -18,8 +18,8 @@ import torch
 from triton import knobs
 
 from tmoe.ops.experts import gpu, table
-from tmoe.ops.launch import compile_only
-from tmoe.ops.precompile import trace, trace_router
+from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.launch.precompile import trace, trace_router
 
 # their grid is programs an SM
 PERSISTENT = ("specialised", "few_rows", "up_kernel", "rows_kernel", "dh_kernel", "dw_kernel")

@@ -19,7 +19,7 @@ from tmoe import loss
 from tmoe.config.presets import presets
 from tmoe.ops import adamw, cross_entropy
 from tmoe.ops import sum_parts as parts
-from tmoe.ops.launch import compile_only
+from tmoe.ops.launch.launch import compile_only
 from tmoe.warmup import traces
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined

@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from tmoe import warmup
 from tmoe.config.presets import presets
-from tmoe.ops import precompile
+from tmoe.ops.launch import precompile
 from tmoe.warmup import warm
 
 ROOT = Path(__file__).parents[1]

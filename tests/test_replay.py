@@ -14,8 +14,8 @@ import pytest
 import torch
 import triton
 
-from tmoe.ops import launch, replay
 from tmoe.ops.experts import gpu
+from tmoe.ops.launch import launch, replay
 from tmoe.parallel import received
 
 

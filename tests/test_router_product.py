@@ -19,7 +19,7 @@ from triton import knobs
 from tmoe import router as router_module
 from tmoe.config.run import MoEConfig
 from tmoe.ops import router_product as module
-from tmoe.ops.launch import compile_only
+from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.router_product import HI, LO, MID, beside, router_product, split_gpu, stacked, three_pieces
 from tmoe.router import Router
 

@@ -33,7 +33,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("arch", ["cuda:90", "cuda:80", "hip:gfx942"])
 def test_compiles(arch):
     from tmoe.ops import exchange
-    from tmoe.ops.launch import compile_only
+    from tmoe.ops.launch.launch import compile_only
 
     found = {}
     with compile_only(arch, lambda name, key, compile: found.setdefault(key, (name, compile()))):

@@ -175,9 +175,9 @@ CASES = [
 
 
 def traces(world):
-    """All kernels of all cases, as tmoe/ops/precompile.py takes them."""
+    """All kernels of all cases, as tmoe/ops/launch/precompile.py takes them."""
     from tmoe.ops import exchange, swiglu
-    from tmoe.ops.precompile import trace
+    from tmoe.ops.launch.precompile import trace
     from tmoe.parallel.dispatch import pairs_bound
 
     found = []
@@ -193,7 +193,7 @@ def traces(world):
 
 def warm():
     """All kernels of all cases, compiled by many processes before the process group exists."""
-    from tmoe.ops.precompile import precompile
+    from tmoe.ops.launch.precompile import precompile
     from tmoe.warmup import local_arch
 
     precompile(local_arch(), traces(int(os.environ["WORLD_SIZE"])), 8)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from gloo import shared
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from tmoe.ops import exchange, precompile
-from tmoe.ops.launch import compile_only
+from tmoe.ops import exchange
+from tmoe.ops.launch import precompile
+from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel import collectives, symm
 from tmoe.parallel.dispatch import pairs_bound
 

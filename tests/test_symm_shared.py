@@ -30,7 +30,7 @@ from tmoe.config.run import Config, ParallelConfig
 from tmoe.experts import LocalExperts
 from tmoe.moe import SwiGLU
 from tmoe.ops import exchange, swiglu
-from tmoe.ops.launch import compile_only
+from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel import symm
 from tmoe.parallel.dispatch import SymmDispatcher, dispatcher_for
 from tmoe.router import Routing

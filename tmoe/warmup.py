@@ -4,10 +4,10 @@
     python -m tmoe.warmup qwen3-30b-a3b --arch cuda:90   # for a GPU that need not be here
     python -m tmoe.warmup                                # every preset
 
-Any number of processes may run it at once, on an empty or a half-written cache: each kernel is compiled once (ops/precompile.py).
+Any number of processes may run it at once, on an empty or a half-written cache: each kernel is compiled once (ops/launch/precompile.py).
 Call it before the process group exists, and let no collective wait for it.
 
-next: ops/precompile.py
+next: ops/launch/precompile.py
 """
 
 import argparse
@@ -28,8 +28,8 @@ from tmoe.config.run import Config, ConfigError
 from tmoe.loss import IGNORE
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts
-from tmoe.ops.launch import device_facts
-from tmoe.ops.precompile import precompile, trace, trace_router, whole
+from tmoe.ops.launch.launch import device_facts
+from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
 from tmoe.parallel.dispatch import pairs_bound
 from tmoe.stack import find
 

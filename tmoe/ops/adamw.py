@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.launch import launch
+from tmoe.ops.launch.launch import cdiv
 
 BLOCK = 1024
 # numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step

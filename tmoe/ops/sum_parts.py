@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import cdiv, launch
+from tmoe.ops.launch import launch
+from tmoe.ops.launch.launch import cdiv
 
 BLOCK = 4096
 

@@ -1,6 +1,6 @@
 """A rank's experts at work on the rows that it received: moe_mlp's kernels, with results in the exchange's sections.
 
-What has nothing of the exchange in it is one part, and the third call of a part decides nothing anew (ops/replay.py): a layer with two
+What has nothing of the exchange in it is one part, and the third call of a part decides nothing anew (ops/launch/replay.py): a layer with two
 windows that are empty has 40 launches, and 45 such layers were a tenth of what a slow host does in moe-pilot-14b's step.
 
 next: parallel/symm.py
@@ -10,7 +10,7 @@ import torch
 
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.routing import Metadata, route
-from tmoe.ops.replay import remembered
+from tmoe.ops.launch.replay import remembered
 
 
 class Experts:

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
-from tmoe.ops.launch import cdiv, device_facts
+from tmoe.ops.launch.launch import cdiv, device_facts
 from tmoe.parallel.collectives import group_of, together
 from tmoe.parallel.received import Experts
 from tmoe.stack import find

@@ -4,7 +4,7 @@ import torch
 
 from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
-from tmoe.ops.straight import no_second_derivative
+from tmoe.ops.launch.eager import no_second_derivative
 
 
 def grouped_mm(a_ND, b_EFD, ends_E):

@@ -10,9 +10,9 @@ import torch
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.routing import Metadata
+from tmoe.ops.launch.eager import mapped, no_second_derivative, unwatched
+from tmoe.ops.launch.replay import remembered
 from tmoe.ops.reference import ACTIVATIONS
-from tmoe.ops.replay import remembered
-from tmoe.ops.straight import mapped, no_second_derivative, unwatched
 
 
 def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):

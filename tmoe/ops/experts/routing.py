@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmoe.ops.launch import cdiv, early, empty, launch
+from tmoe.ops.launch import launch
+from tmoe.ops.launch.launch import cdiv, early, empty
 
 # row tile heights that the kernels use; each has its table of (expert, first row)
 TILES = (64, 128)

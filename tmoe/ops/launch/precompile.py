@@ -23,7 +23,7 @@ from triton import knobs
 from tmoe.ops import topk
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.routing import Metadata
-from tmoe.ops.launch import cdiv, compile_only
+from tmoe.ops.launch.launch import cdiv, compile_only
 from tmoe.stack import take
 
 FileCacheManager: Any = take("triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from triton import knobs
 
-from tmoe.ops import launch
-from tmoe.ops.launch import Address, Descriptor, encoded, heard
+from tmoe.ops.launch import launch
+from tmoe.ops.launch.launch import Address, Descriptor, encoded, heard
 from tmoe.stack import take
 
 TorchDispatchMode: Any = take(

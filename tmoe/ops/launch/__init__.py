@@ -1,0 +1,1 @@
+"""How kernels are started: launching, replaying, calling without dispatch, compiling ahead."""
