@@ -59,7 +59,7 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
 def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
     """Seconds of a step's gathering of such experts, and of the way of their gradients, in the compute type but for sums of micro-batches.
 
-    Gradients go straight to the rank that sums them (parallel/gathered.py): unlike a ring, all members of a node send theirs out.
+    Gradients go straight to the rank that sums them (parallel/gathered_copies.py): unlike a ring, all members of a node send theirs out.
     """
     width, layers = compute_bytes(cfg), range(cfg.model.layers if kept_whole(cfg, dp, ep) else 0)
     experts = [n / ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]

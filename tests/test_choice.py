@@ -23,13 +23,13 @@ from tmoe.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from tmoe.layout import BUFFERS
 from tmoe.manifest import dtype_of, read_manifest
 from tmoe.model import Transformer
 from tmoe.moe import MoE
 from tmoe.offline import main as offline
 from tmoe.optim import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
+from tmoe.parallel.layout import BUFFERS
 from tmoe.router import Router, Routing
 
 

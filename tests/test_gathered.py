@@ -12,10 +12,11 @@ import tmoe
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model import Transformer
 from tmoe.optim import Ema, build_optimizer
-from tmoe.parallel import build_mesh, clip_grad_norm_, gathered, mesh, parallelize
-from tmoe.parallel.gathered import GatheredCopy
+from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
+from tmoe.parallel import gathered_copies as gathered
+from tmoe.parallel.copies import make_stale, working_copy
+from tmoe.parallel.gathered_copies import GatheredCopy
 from tmoe.parallel.mesh import local_part
-from tmoe.parallel.working import make_stale, working_copy
 
 B, S = 2, 16
 

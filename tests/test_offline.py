@@ -43,10 +43,10 @@ from tmoe import manifest as files
 from tmoe import offline, rewrite, shards
 from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
 from tmoe.config.run import ModelConfig, MoEConfig
-from tmoe.layout import Box, lay_out
 from tmoe.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
+from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import build_mesh, local_part
 from tmoe.rewrite import read_boxes
 

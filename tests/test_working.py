@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from tmoe.optim import Ema
-from tmoe.parallel.working import make_stale, stand_in, working_copy
+from tmoe.parallel.copies import make_stale, stand_in, working_copy
 
 
 class Net(nn.Module):

@@ -41,12 +41,12 @@ from tmoe.hf_plan import plan_folder
 from tmoe.hf_rules import Piece, model_shapes
 from tmoe.hf_swap import swap_experts
 from tmoe.hf_tokenizer import carried_by
-from tmoe.layout import Box, lay_out
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.metrics import versions
 from tmoe.moe import warn_if_untrained
 from tmoe.offline import one_message
+from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import local_part, local_slices
 from tmoe.rewrite import Output, Plan, check_space, keeping, rewrite
 

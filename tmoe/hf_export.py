@@ -44,9 +44,9 @@ from tmoe.hf_plan import plan_folder, plan_layout
 from tmoe.hf_rules import FP32, HF, divide, model_shapes, their_shapes
 from tmoe.hf_tokenizer import require_tokenizer_of_run
 from tmoe.hf_write import Export, check_room, write_folder
-from tmoe.layout import Box
 from tmoe.listing import listed
 from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
+from tmoe.parallel.layout import Box
 from tmoe.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them

@@ -20,8 +20,8 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
-from tmoe.layout import EXPERTS
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_chunk, read_manifest
+from tmoe.parallel.layout import EXPERTS
 
 BLOCK = 4 << 20  # elements that statistics widen to fp64 at once
 

@@ -34,9 +34,9 @@ from torch import Tensor
 from tmoe import folders, inspection
 from tmoe import manifest as files
 from tmoe.config.run import STEPS_READ
-from tmoe.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, require_outside, rewrite
 from tmoe.shards import RNG
 

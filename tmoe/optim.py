@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw import adamw_
+from tmoe.parallel.copies import make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part
-from tmoe.parallel.working import make_stale, version, working_copy
 from tmoe.stack import need
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW, of which clipping and the choice not to step are part, both made on the device: no host waits.
 
     On a GPU one pass over the memory of all parameters does it (ops/adamw.py): gradients of any float type are read once and not
-    written, working copies (parallel/working.py) are written beside the weights. `keeps_fresh` says that nobody else writes to
+    written, working copies (parallel/copies.py) are written beside the weights. `keeps_fresh` says that nobody else writes to
     the weights without `make_stale`, so that no forward need cast them again.
     """
 

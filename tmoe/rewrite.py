@@ -8,7 +8,7 @@ Memory: a worker holds the chunks that the next boxes of one tensor still need, 
 tensors in a reshard and 5 in an average. Hashing is what costs (of contents read and written, of files written and read back), so
 groups are written in parallel, as many as fit into MEMORY.
 
-next: layout.py, manifest.py
+next: parallel/layout.py, manifest.py
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch import Tensor
 
 from tmoe import folders, shards
 from tmoe import manifest as files
-from tmoe.layout import Box
 from tmoe.listing import listed
 from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
+from tmoe.parallel.layout import Box
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more

@@ -40,10 +40,10 @@ from tmoe.config.run import ModelConfig, MoEConfig, require
 from tmoe.hf_config import build_config
 from tmoe.hf_files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf_rules import model_shapes
-from tmoe.layout import Box, lay_out
 from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.metrics import versions
 from tmoe.offline import carry_out, check_sizes, one_message, origin_of, with_history
+from tmoe.parallel.layout import Box, lay_out
 from tmoe.rewrite import Output, Plan, read_boxes
 
 

@@ -30,10 +30,10 @@ from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
 from tmoe.moe import MoE
 from tmoe.ops.check import require
+from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.dispatch import dispatcher_for
-from tmoe.parallel.gathered import GatheredCopy, Sharers, at_the_end
+from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
-from tmoe.parallel.working import WorkingCopy, stand_in
 from tmoe.stack import find
 
 _StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")  # build_mesh asks for it

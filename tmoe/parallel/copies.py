@@ -5,7 +5,7 @@ way, 28 bytes an element a step. Here a parameter stays an fp32 DTensor for whoe
 module runs, a copy in the compute type stands in its place, and the copy's gradient becomes the parameter's: 6 bytes an element,
 or 2 where the optimizer writes the copy while it has the weight at hand (`tmoe.optim.AdamW`).
 
-next: parallel/gathered.py
+next: parallel/gathered_copies.py
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tmoe.ops.experts import gpu
 from tmoe.ops.sum_parts import sum_parts
+from tmoe.parallel.copies import WorkingCopy
 from tmoe.parallel.mesh import local_part
-from tmoe.parallel.working import WorkingCopy
 from tmoe.stack import take
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's name, and 2.11's
