@@ -21,7 +21,7 @@ import torch
 from tmoe import hf, runtime, warmup
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
 from tmoe.balance import Totals
-from tmoe.checkpoint import Checkpoints
+from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli import flags_of, parse
 from tmoe.config.run import Config, require
 from tmoe.data import Batch, Loader, open_data, unigram_entropy

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tmoe import manifest, shards
-from tmoe.checkpoint import Checkpoints, read_manifest
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest
+from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
 
 Tensors = dict[str, torch.Tensor]
 FULL = 40_000  # bytes that fit on the full disk: less than a rank's shard

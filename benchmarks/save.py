@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.train import write_line
-from tmoe.checkpoint import Checkpoints
+from tmoe.checkpoint.checkpoints import Checkpoints
 
 PIECE = 2**28  # fp32 elements of a tensor: 1 GiB
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tmoe import shards
+from tmoe.checkpoint import dcp as shards
 
 CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
 TEST_TIMEOUT_S = 360  # a neighbour that computes on the same cores must fail none

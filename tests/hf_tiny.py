@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tmoe.checkpoint import Checkpoints, verify
+from tmoe.checkpoint.checkpoints import Checkpoints, verify
 from tmoe.config.run import ModelConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf_config import build_config

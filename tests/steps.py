@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tmoe import manifest as files
-from tmoe import offline
-from tmoe.checkpoint import Checkpoints, read_manifest
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
 
 ROOT = Path(__file__).parents[1]
 

@@ -27,8 +27,8 @@ from steps import two_steps as two_steps  # a fixture
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.inject import flip
-from tmoe import manifest as files
-from tmoe.checkpoint import CheckpointError, MismatchError, read_manifest, verify
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.checkpoints import CheckpointError, MismatchError, read_manifest, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.inject import die_at
-from tmoe import manifest as files
-from tmoe import shards
-from tmoe.checkpoint import CheckpointError, read_manifest
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

@@ -13,6 +13,8 @@ from test_train import SMALL, assert_equal_state, load, numbers, run
 from torch._dynamo.utils import counters
 
 from tmoe.balance import Balancer, Totals, measure
+from tmoe.checkpoint.manifest import dtype_of, read_manifest
+from tmoe.checkpoint.tools import main as offline
 from tmoe.config.run import (
     Config,
     ConfigError,
@@ -23,10 +25,8 @@ from tmoe.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from tmoe.manifest import dtype_of, read_manifest
 from tmoe.model import Transformer
 from tmoe.moe import MoE
-from tmoe.offline import main as offline
 from tmoe.optim import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from tmoe.parallel.layout import BUFFERS

@@ -30,17 +30,18 @@ from safetensors.torch import load_file, save_file
 from test_train import SMALL, run
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from tmoe import manifest, shards
-from tmoe.checkpoint import MismatchError, read_manifest
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest
+from tmoe.checkpoint.checkpoints import MismatchError, read_manifest
+from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.checkpoint.rewrite import rewrite
+from tmoe.checkpoint.tools import plan_reshard
 from tmoe.cli import parse
 from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf, main
 from tmoe.hf_config import read_config, write_config
 from tmoe.hf_files import Folder, split
-from tmoe.manifest import CheckpointError
 from tmoe.model import Transformer
-from tmoe.offline import plan_reshard
-from tmoe.rewrite import rewrite
 
 
 def test_every_wrong_tensor_is_listed(tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_train import SMALL, run
 from transformers import AutoModelForCausalLM
 
-from tmoe.checkpoint import MismatchError
+from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.presets import presets
 from tmoe.config.run import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf

@@ -28,12 +28,12 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
 from tmoe.hf import load_hf
 from tmoe.hf_config import READ, facts, read_config
 from tmoe.hf_files import Folder
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.manifest import CheckpointError
 from tmoe.model import Transformer
 
 ABSENT = object()

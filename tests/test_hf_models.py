@@ -23,7 +23,7 @@ from hf_tiny import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tmoe.checkpoint import MismatchError
+from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.presets import presets
 from tmoe.config.run import ConfigError, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf

@@ -13,13 +13,13 @@ from hf_tiny import MODELS, assert_bits, far, load_step, saved, tensors_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from tmoe.checkpoint import MismatchError
+from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
 from tmoe.hf_plan import plan_folder
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.manifest import CheckpointError
 from tmoe.model import Transformer
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
 
-from tmoe.checkpoint import Checkpoints, MismatchError
+from tmoe.checkpoint.checkpoints import Checkpoints, MismatchError
 from tmoe.config.run import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config

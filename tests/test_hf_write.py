@@ -17,10 +17,11 @@ import torch
 from hf_tiny import files_of, saved
 
 from benchmarks.inject import die_at, flip
-from tmoe import hf, hf_write, shards
-from tmoe.checkpoint import CheckpointError, read_manifest, verify
+from tmoe import hf, hf_write
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
+from tmoe.checkpoint.rewrite import work_folder
 from tmoe.hf import export_hf, import_hf
-from tmoe.rewrite import work_folder
 
 NAME = "qwen3_moe, leading dense"
 

@@ -20,7 +20,8 @@ from test_train import SMALL, changes, whole
 from transformers import AutoModelForCausalLM
 
 import train
-from tmoe import hf, offline, runtime
+from tmoe import hf, runtime
+from tmoe.checkpoint import tools as offline
 from tmoe.cli import parse
 from tmoe.hf_config import build_config, read_config
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe import folders, runtime
+from tmoe import runtime
+from tmoe.checkpoint import folders
 from tmoe.cli import parse
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.launcher import first_host, job_port, launcher_world, meeting_place

@@ -39,16 +39,18 @@ from steps import (
 from steps import step as step  # a fixture
 
 from benchmarks.inject import die_at, flip
-from tmoe import manifest as files
-from tmoe import offline, rewrite, shards
-from tmoe.checkpoint import CheckpointError, Checkpoints, read_manifest, verify
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint import rewrite
+from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
+from tmoe.checkpoint.manifest import Chunk, FileEntry, TensorEntry
+from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.run import ModelConfig, MoEConfig
-from tmoe.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.model import Transformer
 from tmoe.parallel.apply import parallelize
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import build_mesh, local_part
-from tmoe.rewrite import read_boxes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

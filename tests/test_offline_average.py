@@ -26,9 +26,10 @@ from steps import (
 from steps import step as step  # a fixture
 
 from benchmarks.inject import die_at, flip
-from tmoe import manifest as files
-from tmoe import offline, shards
-from tmoe.checkpoint import read_manifest, verify
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint.checkpoints import read_manifest, verify
 from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
@@ -189,7 +190,7 @@ def test_every_difference_is_listed(tmp_path):
 
 
 def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tmoe.inspection.BLOCK", 7)
+    monkeypatch.setattr("tmoe.checkpoint.inspect.BLOCK", 7)
     g = torch.Generator().manual_seed(1)
     w = torch.randn(4, 5, 6, generator=g) * 3 + 10
     w[1, 2, 3], w[3] = math.nan, math.inf

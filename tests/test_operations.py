@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tmoe import hf, offline, upcycle
+from tmoe import hf, upcycle
+from tmoe.checkpoint import tools as offline
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/operations.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 from test_init import FLAGS, train_two_steps
 
 from tmoe import hf
-from tmoe.checkpoint import Checkpoints
+from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError
 from tmoe.corpus import text_files, write_shards

@@ -19,12 +19,13 @@ from hf_tiny import SIZES, others_of, saved
 from test_train import SMALL
 
 import train
-from tmoe import hf, offline, runtime
+from tmoe import hf, runtime
+from tmoe.checkpoint import tools as offline
+from tmoe.checkpoint.manifest import CheckpointError, read_manifest
 from tmoe.cli import parse
 from tmoe.data import convert
 from tmoe.hf_config import build_config, read_config
 from tmoe.hf_tokenizer import carried_by
-from tmoe.manifest import CheckpointError, read_manifest
 from tmoe.tokenizer import load_tokenizer
 
 bpe = corpora.bpe  # a fixture

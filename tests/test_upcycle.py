@@ -17,9 +17,11 @@ from hf_tiny import SIZES, far, load_step, saved
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inject import die_at
-from tmoe import manifest as files
-from tmoe import rewrite, shards, upcycle
-from tmoe.checkpoint import Checkpoints, read_manifest, verify
+from tmoe import upcycle
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint import rewrite
+from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest, verify
 from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.model import Transformer

@@ -43,8 +43,8 @@ import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
+from tmoe.checkpoint.manifest import naming
 from tmoe.config.run import fits
-from tmoe.manifest import naming
 from tmoe.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.tokenizer import Carried, DataError, Tokenizer
 

@@ -36,6 +36,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from tmoe.checkpoint.folders import expand_home
 from tmoe.config.run import DataConfig
 from tmoe.corpus import (
     Corpus,
@@ -51,7 +52,6 @@ from tmoe.corpus import (
     survey,
     write_shards,
 )
-from tmoe.folders import expand_home
 from tmoe.loss import IGNORE
 from tmoe.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 

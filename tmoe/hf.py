@@ -30,9 +30,12 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
-from tmoe.checkpoint import Checkpoints
+from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.folders import expand_home, resolve
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
+from tmoe.checkpoint.tools import one_message
 from tmoe.config.run import STEPS_READ, Config, ModelConfig, fits, require
-from tmoe.folders import expand_home, resolve
 from tmoe.hf_config import build_config, differences
 from tmoe.hf_export import export_hf
 from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
@@ -42,13 +45,10 @@ from tmoe.hf_rules import Piece, model_shapes
 from tmoe.hf_swap import swap_experts
 from tmoe.hf_tokenizer import carried_by
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.metrics import versions
 from tmoe.moe import warn_if_untrained
-from tmoe.offline import one_message
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import local_part, local_slices
-from tmoe.rewrite import Output, Plan, check_space, keeping, rewrite
 
 __all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_run", "swap_experts"]
 

@@ -20,7 +20,9 @@ import tyro
 from rich.filesize import decimal
 from torch import Tensor
 
-from tmoe import folders
+from tmoe.checkpoint import folders
+from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
+from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 from tmoe.config.run import ModelConfig
 from tmoe.hf_config import architecture, build_config, differences, write_config
 from tmoe.hf_files import (
@@ -45,9 +47,7 @@ from tmoe.hf_rules import FP32, HF, divide, model_shapes, their_shapes
 from tmoe.hf_tokenizer import require_tokenizer_of_run
 from tmoe.hf_write import Export, check_room, write_folder
 from tmoe.listing import listed
-from tmoe.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.parallel.layout import Box
-from tmoe.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
 SHORT = dict(bf16="BF16", fp32="F32")

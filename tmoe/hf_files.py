@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tmoe.checkpoint import MismatchError
+from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
 from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf_rules import EMBEDDING, HEAD, HF, Architecture, Piece
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.checkpoint import MismatchError
+from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.run import ModelConfig
 from tmoe.listing import listed
 from tmoe.model import Transformer

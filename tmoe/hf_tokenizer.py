@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tmoe import folders
+from tmoe.checkpoint import folders
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
 from tmoe.hf_files import FILE, is_folder
-from tmoe.manifest import CheckpointError, Manifest, read_manifest
-from tmoe.rewrite import read_whole
 from tmoe.tokenizer import Carried, TokenizerFiles
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"

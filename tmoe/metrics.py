@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from tmoe.accounting import count_parameters, mfu
+from tmoe.checkpoint.manifest import naming
 from tmoe.config.run import Config, ConfigError, require
-from tmoe.manifest import naming
 from tmoe.onlookers import Onlooker, reason
 from tmoe.progress import Display
 

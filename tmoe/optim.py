@@ -2,7 +2,7 @@
 
 Sees tensors and their names, never the model.
 
-next: checkpoint.py
+next: checkpoint/checkpoints.py
 """
 
 from __future__ import annotations

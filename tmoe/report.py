@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from tmoe.folders import expand_home
-from tmoe.manifest import naming
+from tmoe.checkpoint.folders import expand_home
+from tmoe.checkpoint.manifest import naming
 from tmoe.metrics import read_lines
 
 

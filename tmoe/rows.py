@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from tmoe.manifest import naming
+from tmoe.checkpoint.manifest import naming
 from tmoe.tokenizer import DataError
 
 Form = Literal["token shards", "JSON lines", "JSON", "parquet", "plain text", "nothing"]

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
+from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError
 from tmoe.onlookers import Onlooker, say, settle_output
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience

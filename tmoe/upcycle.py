@@ -19,7 +19,7 @@ another function; in `down` alone it is exact.
 Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command goes on where it was.
 Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state and averages of a dense model are of no use.
 
-next: rewrite.py
+next: checkpoint/rewrite.py
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ import torch
 import tyro
 from torch import Tensor
 
-from tmoe import folders
+from tmoe.checkpoint import folders
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
+from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.config.run import ModelConfig, MoEConfig, require
 from tmoe.hf_config import build_config
 from tmoe.hf_files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf_rules import model_shapes
-from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.metrics import versions
-from tmoe.offline import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.parallel.layout import Box, lay_out
-from tmoe.rewrite import Output, Plan, read_boxes
 
 
 def upcycle(

@@ -3,7 +3,7 @@
 A checkpoint loads into any layout whatever its files hold; written in the layout of the world that will read it, each rank finds its
 rows in its own files. tests/test_offline.py compares with what real ranks save.
 
-next: rewrite.py
+next: checkpoint/rewrite.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 Exit code 0: done; 1: damaged, refused or failed, the reason on stderr; 2: not a command line. Memory is that of a few tensors.
 
-next: rewrite.py, inspection.py
+next: checkpoint/rewrite.py, checkpoint/inspect.py
 """
 
 from __future__ import annotations
@@ -31,14 +31,26 @@ from rich.console import Console
 from rich.filesize import decimal
 from torch import Tensor
 
-from tmoe import folders, inspection
-from tmoe import manifest as files
+from tmoe.checkpoint import folders
+from tmoe.checkpoint import inspect as inspection
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.dcp import RNG
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
+from tmoe.checkpoint.rewrite import (
+    Advance,
+    Output,
+    Plan,
+    bar,
+    check_space,
+    divide,
+    keeping,
+    read_boxes,
+    require_outside,
+    rewrite,
+)
 from tmoe.config.run import STEPS_READ
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
-from tmoe.rewrite import Advance, Output, Plan, bar, check_space, divide, keeping, read_boxes, require_outside, rewrite
-from tmoe.shards import RNG
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 WIDTH = 200  # of lines that go into a file or a pipe

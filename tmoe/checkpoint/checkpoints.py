@@ -8,7 +8,7 @@ Nothing is unpickled: DCP's metadata is rebuilt from the manifest and payloads g
 Measured on an H200, 12 GiB a rank: an async save returns after 0.23 s, as long as the bare copy to pinned memory takes (51 GiB/s);
 the first one after 4.5 s, for it pins the buffers. The background then hashes, writes and syncs 1.2 to 1.8 GiB/s, the disk's speed.
 
-next: shards.py, manifest.py, folders.py; offline.py for `python -m tmoe.checkpoint`
+next: checkpoint/dcp.py, checkpoint/manifest.py, checkpoint/folders.py; checkpoint/tools.py for `python -m tmoe.checkpoint`
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
-from tmoe import folders
-from tmoe import manifest as files
+from tmoe.checkpoint import folders
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.parallel.mesh import patience
-from tmoe.shards import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 
 __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
 
@@ -360,9 +360,3 @@ def _buffer_like(source: Tensor, kept: Tensor | None) -> Tensor:
     if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
         return kept
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-
-
-if __name__ == "__main__":
-    from tmoe.offline import main  # python -m tmoe.checkpoint inspect|verify|reshard|average
-
-    main()

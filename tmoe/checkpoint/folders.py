@@ -3,7 +3,7 @@
 `step-N` is published, and whole or provably damaged; `step-N.tmp-UUID` is being written or being removed; `step-N.old-UUID` is the step
 that a re-save displaces, and exists for the moment between two renames only.
 
-next: manifest.py
+next: checkpoint/manifest.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from tmoe.manifest import NAME, CheckpointError, read_saved_ns
+from tmoe.checkpoint.manifest import NAME, CheckpointError, read_saved_ns
 
 _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 

@@ -1,10 +1,10 @@
-"""Shards between DCP and the disk: the planner, storage writer and storage reader that checkpoint.py hands to DCP.
+"""Shards between DCP and the disk: the planner, storage writer and storage reader that checkpoint/checkpoints.py hands to DCP.
 
 DCP knows which rank holds which box of which tensor and who reads what; these classes write and read the boxes. DCP's own file
 system classes are not used: the writer loses the errors of its helper threads (pytorch#191391) and does not hash, the reader
 unpickles `.metadata`. The files stay readable to them.
 
-next: manifest.py
+next: checkpoint/manifest.py
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
-from tmoe import manifest as files
-from tmoe.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from tmoe.stack import take
 
 # by it stock FileSystemReader finds payloads in .metadata; the one name that DCP does not export

@@ -1,6 +1,6 @@
 """Show what a step folder holds: the run, the tree of tensors with equal blocks folded, statistics of one tensor.
 
-next: manifest.py
+next: checkpoint/manifest.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
-from tmoe.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_chunk, read_manifest
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_chunk, read_manifest
 from tmoe.parallel.layout import EXPERTS
 
 BLOCK = 4 << 20  # elements that statistics widen to fp64 at once

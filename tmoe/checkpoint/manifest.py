@@ -4,7 +4,7 @@ A step folder `step-N` holds the shard files `__RANK_I.distcp` (torch.save paylo
 `.metadata` for stock readers (tmoe hashes it and never opens it), and `manifest.json`, the commit mark. Every byte of the folder is
 under a hash: the manifest carries each file's size and SHA-256, and its own SHA-256 in its first line (taken with that digest blanked).
 
-next: folders.py
+next: checkpoint/folders.py
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Memory: a worker holds the chunks that the next boxes of one tensor still need, 
 tensors in a reshard and 5 in an average. Hashing is what costs (of contents read and written, of files written and read back), so
 groups are written in parallel, as many as fit into MEMORY.
 
-next: parallel/layout.py, manifest.py
+next: parallel/layout.py, checkpoint/manifest.py
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
-from tmoe import folders, shards
-from tmoe import manifest as files
+from tmoe.checkpoint import dcp as shards
+from tmoe.checkpoint import folders
+from tmoe.checkpoint import manifest as files
+from tmoe.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
 from tmoe.listing import listed
-from tmoe.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
 from tmoe.parallel.layout import Box
 
 Advance = Callable[[int], None]  # told of bytes done since its last call, by any thread
@@ -154,7 +155,7 @@ def work_folder(dst: Path) -> Path:
 
 
 def divide(plan: Plan) -> list[list[Output]]:
-    """Groups of tensors of about equal bytes: as many as a rank's files would be if training had saved (shards.py)."""
+    """Groups of tensors of about equal bytes: as many as a rank's files would be if training had saved (checkpoint/dcp.py)."""
     per_rank = sum(output.nbytes for output in plan.outputs) // plan.manifest.world
     count = min(shards.WRITERS, 1 + per_rank // shards.SMALL)
     groups: list[list[Output]] = [[] for _ in range(count)]

@@ -1,0 +1,1 @@
+"""Step folders: saving and loading them, what is in them, and the offline tools."""
