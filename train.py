@@ -29,7 +29,16 @@ from tmoe.hf_tokenizer import carried_by_start
 from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
-from tmoe.optim import Ema, SkipGuard, build_optimizer, init_state, lr_factor, optimizer_tensors, require_finite, set_lr
+from tmoe.optim.adamw import (
+    Ema,
+    SkipGuard,
+    build_optimizer,
+    init_state,
+    lr_factor,
+    optimizer_tensors,
+    require_finite,
+    set_lr,
+)
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.runtime import OnItsWay, Runtime, all_finite
 

@@ -84,9 +84,10 @@ def train(path: str, words: list[str]) -> None:
 
 def become_plain() -> None:
     """Every fast path of this process gives way to its definition."""
-    from tmoe import experts, model, optim, router
+    from tmoe import experts, model, router
     from tmoe.attend import document_mask
     from tmoe.ops import reference
+    from tmoe.optim import adamw as optim
 
     def whole_loss(h_TD, weight_VD, targets_T):
         return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")

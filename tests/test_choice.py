@@ -27,7 +27,7 @@ from tmoe.config.run import (
 )
 from tmoe.model import Transformer
 from tmoe.moe import MoE
-from tmoe.optim import build_optimizer
+from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from tmoe.parallel.layout import BUFFERS
 from tmoe.router import Router, Routing

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tmoe.config.run import OptimConfig
-from tmoe.optim import (
+from tmoe.optim.adamw import (
     AdamW,
     Ema,
     SkipGuard,

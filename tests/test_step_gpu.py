@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tmoe import optim
 from tmoe.attend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.attention import Attention, rope_table
 from tmoe.balance import Totals
@@ -24,7 +23,8 @@ from tmoe.loss import cross_entropy_sum
 from tmoe.mla import LatentAttention
 from tmoe.model import Transformer
 from tmoe.ops.adamw import adamw_
-from tmoe.optim import build_optimizer, init_state
+from tmoe.optim import adamw as optim
+from tmoe.optim.adamw import build_optimizer, init_state
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from train import all_finite
 

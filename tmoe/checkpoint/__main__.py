@@ -1,7 +1,5 @@
 """python -m tmoe.checkpoint inspect|verify|reshard|average."""
 
-
-
 from tmoe.checkpoint.tools import main  # python -m tmoe.checkpoint inspect|verify|reshard|average
 
 main()

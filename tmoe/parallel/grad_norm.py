@@ -15,7 +15,7 @@ what they share with its ranks by another factor.
 `torch.nn.utils.clip_grad_norm_` raises as soon as DTensors live on two meshes (seen on 2.13: "All operands in
 aten.stack.default must have the same mesh").
 
-next: optim.py
+next: optim/adamw.py
 """
 
 from __future__ import annotations
