@@ -32,8 +32,8 @@ import numpy as np
 
 from benchmarks.trace import read, summary
 from tmoe.cli import parse
-from tmoe.corpus import write_shards
-from tmoe.tokenizer import ByteTokenizer
+from tmoe.data.sources import write_shards
+from tmoe.data.tokenizer import ByteTokenizer
 
 WARMUP = 10  # steps left out of the medians
 

@@ -17,9 +17,17 @@ import pytest
 import torch
 from corpora import data, prose
 
-from tmoe.corpus import HEADER_BYTES, Document, encode_documents, held_out, open_shard, read_documents, stdlib_files
-from tmoe.data import IGNORE, Dataset, Loader, choose, convert, parse_sources, permute, unigram_entropy
-from tmoe.tokenizer import ByteTokenizer, DataError, load_tokenizer
+from tmoe.data.dataset import IGNORE, Dataset, Loader, choose, convert, parse_sources, permute, unigram_entropy
+from tmoe.data.sources import (
+    HEADER_BYTES,
+    Document,
+    encode_documents,
+    held_out,
+    open_shard,
+    read_documents,
+    stdlib_files,
+)
+from tmoe.data.tokenizer import ByteTokenizer, DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures

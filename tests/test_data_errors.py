@@ -17,9 +17,9 @@ import corpora
 import pytest
 from corpora import data
 
-from tmoe.corpus import HEADER_BYTES, open_shard
-from tmoe.data import convert
-from tmoe.tokenizer import DataError, load_tokenizer
+from tmoe.data.dataset import convert
+from tmoe.data.sources import HEADER_BYTES, open_shard
+from tmoe.data.tokenizer import DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 # 1024 brackets: beyond Python 3.11's depth, not beyond that of later ones, which reach the end

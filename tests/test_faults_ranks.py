@@ -23,7 +23,7 @@ from test_faults import EP2, TIMEOUT, before_step, finish, start
 import train
 from benchmarks.launch import End, launch
 from tmoe import watch as watch_module
-from tmoe.data import convert
+from tmoe.data.dataset import convert
 from tmoe.metrics import Metrics
 from tmoe.watch import Watch
 

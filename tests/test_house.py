@@ -22,10 +22,10 @@ FLOORS = [
     ),
     (
         "tmoe.loss",
-        "tmoe.tokenizer",
+        "tmoe.data.tokenizer",
         "tmoe.checkpoint.dcp",
-        "tmoe.rows",
-        "tmoe.corpus",
+        "tmoe.data.rows",
+        "tmoe.data.sources",
         "tmoe.data",
         "tmoe.optim",
         "tmoe.checkpoint.manifest",

@@ -14,10 +14,10 @@ from tmoe import hf
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError
-from tmoe.corpus import text_files, write_shards
-from tmoe.data import open_data
+from tmoe.data.dataset import open_data
+from tmoe.data.sources import text_files, write_shards
+from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.metrics import write_config
-from tmoe.tokenizer import ByteTokenizer, DataError
 
 
 class Other(ByteTokenizer):

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from corpora import data
 
-from tmoe import rows
-from tmoe.corpus import Skips, beginning, open_shard, read_documents, survey
-from tmoe.data import convert
-from tmoe.tokenizer import DataError
+from tmoe.data import rows
+from tmoe.data.dataset import convert
+from tmoe.data.sources import Skips, beginning, open_shard, read_documents, survey
+from tmoe.data.tokenizer import DataError
 
 ROOT = Path(__file__).parents[1]
 texts, bpe, shards, jsonl = corpora.texts, corpora.bpe, corpora.shards, corpora.jsonl  # fixtures

@@ -17,9 +17,9 @@ import pytest
 from corpora import data, prose
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from tmoe import corpus
-from tmoe.data import convert
-from tmoe.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
+from tmoe.data import sources as corpus
+from tmoe.data.dataset import convert
+from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 bpe = corpora.bpe  # a fixture
@@ -229,7 +229,7 @@ def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(tmp_path:
         "write = corpus._write_shard\n"
         "corpus._write_shard = lambda path, *a: (write(path, *a), os.kill(os.getpid(), 9))\n"
         "corpus.open_corpus(sys.argv[1], corpus_tokenizer(sys.argv[2]), 300, 0.05, 'train')"
-    ).replace("corpus_tokenizer", "__import__('tmoe.tokenizer').tokenizer.load_tokenizer")
+    ).replace("corpus_tokenizer", "__import__('tmoe.data.tokenizer').tokenizer.load_tokenizer")
     command = [sys.executable, "-c", code, str(tmp_path / "a.jsonl"), str(bpe), str(tmp_path / "t")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr

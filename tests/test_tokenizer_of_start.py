@@ -23,10 +23,10 @@ from tmoe import hf, runtime
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, read_manifest
 from tmoe.cli import parse
-from tmoe.data import convert
+from tmoe.data.dataset import convert
+from tmoe.data.tokenizer import load_tokenizer
 from tmoe.hf_config import build_config, read_config
 from tmoe.hf_tokenizer import carried_by
-from tmoe.tokenizer import load_tokenizer
 
 bpe = corpora.bpe  # a fixture
 

@@ -1,6 +1,6 @@
 """The tokenizer that weights belong to: found where a run starts from, and compared with that of a folder to be exported.
 
-next: tokenizer.py
+next: data/tokenizer.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
+from tmoe.data.tokenizer import Carried, TokenizerFiles
 from tmoe.hf_files import FILE, is_folder
-from tmoe.tokenizer import Carried, TokenizerFiles
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 

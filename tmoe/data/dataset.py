@@ -6,7 +6,7 @@
 Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation -> window.
 Every arrow is arithmetic, so any rank jumps to any sample at once, and neither world size nor workers change the order.
 
-next: corpus.py for what a source holds
+next: data/sources.py for what a source holds
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
@@ -36,9 +35,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from tmoe.checkpoint.folders import expand_home
 from tmoe.config.run import DataConfig
-from tmoe.corpus import (
+from tmoe.data.sources import (
     Corpus,
     Document,
     Facts,
@@ -52,8 +50,8 @@ from tmoe.corpus import (
     survey,
     write_shards,
 )
+from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 from tmoe.loss import IGNORE
-from tmoe.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
 
@@ -238,7 +236,7 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     Without weights each source gives one sample a window that it has (in proportion to its tokens, so that an epoch
     passes everything once); with weights, samples in proportion to them, whatever the sources' sizes: small sources
     then begin their next epoch, shuffled anew, while large ones are still in their first.
-    Text is tokenised here (corpus.py): convert what many runs read to shards. carried: the tokenizer of the model that the
+    Text is tokenised here (data/sources.py): convert what many runs read to shards. carried: the tokenizer of the model that the
     run starts from; it is the default, and data of another is refused, but for cfg.new_tokenizer. Shards carry their
     tokenizer's fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
     DataError for anything that cannot be trained on, the same on every rank.
@@ -426,12 +424,3 @@ def _track(
             count.first = beginning(document.text)
         yield document
         progress.advance(task, document.size)
-
-
-if __name__ == "__main__":
-    try:
-        tyro.cli(convert, prog="python -m tmoe.data", args=expand_home())
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted; nothing was written")

@@ -1,6 +1,6 @@
 """Text to token ids and back: raw bytes, or any Hugging Face tokenizer.json.
 
-next: corpus.py
+next: data/sources.py
 """
 
 from __future__ import annotations

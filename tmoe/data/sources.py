@@ -1,6 +1,6 @@
 """What a source holds: the interpreter's own library, text, rows of JSON or parquet, or token shards, opened as runs of token ids.
 
-Documents come from text files (one each) and rows (the string field "text"); rows.py tells which is which, by first bytes.
+Documents come from text files (one each) and rows (the string field "text"); data/rows.py tells which is which, by first bytes.
 A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them. JSON among
 texts (a package.json among sources) is text like these, unless it holds rows of a data set.
 A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1` shows it),
@@ -13,7 +13,7 @@ Held out for validation, independent of seed and sequence length: files of a fol
 JSONL documents by a hash of their text (so that equal documents stay on one side), and of a source that is one
 document, or of each shard, the end.
 
-next: rows.py, data.py
+next: data/rows.py, data/dataset.py
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from rich.filesize import decimal
 
 from tmoe.checkpoint.manifest import naming
 from tmoe.config.run import fits
-from tmoe.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
-from tmoe.tokenizer import Carried, DataError, Tokenizer
+from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 Split = Literal["train", "val"]
 IN_MEMORY = 16_000_000  # bytes of files

@@ -1,6 +1,6 @@
 """What a file of a source holds, told by its first bytes, and its rows: JSON lines, a JSON array, parquet; compressed or not.
 
-next: corpus.py
+next: data/sources.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from tmoe.checkpoint.manifest import naming
-from tmoe.tokenizer import DataError
+from tmoe.data.tokenizer import DataError
 
 Form = Literal["token shards", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 

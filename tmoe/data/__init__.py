@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizers, shards, and the order of samples."""
