@@ -20,7 +20,6 @@ import torch
 
 from tmoe import hf, runtime, warmup
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
-from tmoe.balance import Totals
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli import flags_of, parse
 from tmoe.config.run import Config, require
@@ -29,6 +28,7 @@ from tmoe.hf_tokenizer import carried_by_start
 from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
 from tmoe.model import Transformer
+from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import (
     Ema,
     SkipGuard,

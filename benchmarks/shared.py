@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from tmoe.parallel import symm
+from tmoe.moe import symm
 
 
 def main() -> None:

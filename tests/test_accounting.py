@@ -31,14 +31,14 @@ from tmoe.accounting import (
 from tmoe.attention import rope_table
 from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.experts import LocalExperts
 from tmoe.model import Block, Transformer
+from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.apply import parallelize
-from tmoe.parallel.dispatch import SymmDispatcher, pairs_bound
 from tmoe.parallel.mesh import build_mesh
-from tmoe.router import Routing
 
 PILOT = ModelConfig(
     vocab=151936,
@@ -196,7 +196,7 @@ def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
 @pytest.mark.parametrize("kind", ["moe", "jitter", "dense"])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr("tmoe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)  # as on the GPU
+    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)  # as on the GPU
     moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192, jitter=0.1 if kind == "jitter" else 0.0)
     model = ModelConfig(
         dim=256,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from test_train import SMALL, assert_equal_state, load, numbers, run
 from torch._dynamo.utils import counters
 
-from tmoe.balance import Balancer, Totals, measure
 from tmoe.checkpoint.manifest import dtype_of, read_manifest
 from tmoe.checkpoint.tools import main as offline
 from tmoe.config.run import (
@@ -26,11 +25,12 @@ from tmoe.config.run import (
     TrainConfig,
 )
 from tmoe.model import Transformer
-from tmoe.moe import MoE
+from tmoe.moe.balance import Balancer, Totals, measure
+from tmoe.moe.layer import MoE
+from tmoe.moe.router import Router, Routing
 from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from tmoe.parallel.layout import BUFFERS
-from tmoe.router import Router, Routing
 
 
 def reference_loss(logits_TE, ids_TK):

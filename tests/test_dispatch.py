@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from tmoe.config.run import MoEConfig
-from tmoe.moe import MoE
+from tmoe.moe.dispatch import AllToAllDispatcher
+from tmoe.moe.layer import MoE
+from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh
 from tmoe.parallel.apply import apply_ep
 from tmoe.parallel.collectives import together
-from tmoe.parallel.dispatch import AllToAllDispatcher
-from tmoe.router import Routing
 
 D, E, K = 16, 8, 3
 

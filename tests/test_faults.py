@@ -27,7 +27,7 @@ from benchmarks.launch import launch
 from tmoe import runtime
 from tmoe.cli import parse
 from tmoe.loss import IGNORE
-from tmoe.router import Router
+from tmoe.moe.router import Router
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

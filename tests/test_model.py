@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from test_router import naive_losses
 
-from tmoe.balance import Totals
 from tmoe.config.presets import presets
 from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.init import initialise
 from tmoe.model import Transformer
-from tmoe.moe import MoE
-from tmoe.router import Router
+from tmoe.moe.balance import Totals
+from tmoe.moe.layer import MoE
+from tmoe.moe.router import Router
 
 QUIET = dict(balance="none", z_coeff=0.0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tmoe.config.run import MoEConfig
-from tmoe.moe import MoE
+from tmoe.moe.layer import MoE
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import triton
 
+from tmoe.moe import received
 from tmoe.ops.experts import gpu
 from tmoe.ops.launch import launch, replay
-from tmoe.parallel import received
 
 
 @pytest.fixture

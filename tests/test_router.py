@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from test_choice import reference_loss
 from torch.nn.functional import one_hot
 
-from tmoe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.config.run import MoEConfig
-from tmoe.moe import MoE
-from tmoe.router import Router, Routing
+from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
+from tmoe.moe.layer import MoE
+from tmoe.moe.router import Router, Routing
 
 FIXED = [[1.0, 2.0, 0.0, -1.0], [0.5, 0.0, 1.5, 1.0], [2.0, 1.9, -1.0, 0.0], [0.0, 0.0, 3.0, 1.0]]
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
-from tmoe import router as router_module
 from tmoe.config.run import MoEConfig
+from tmoe.moe import router as router_module
+from tmoe.moe.router import Router
 from tmoe.ops import router_product as module
 from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.router_product import HI, LO, MID, beside, router_product, split_gpu, stacked, three_pieces
-from tmoe.router import Router
 
 ROOT = Path(__file__).parents[1]
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from tmoe.attend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.attention import Attention, rope_table
-from tmoe.balance import Totals
 from tmoe.config.run import (
     Config,
     MLAConfig,
@@ -22,6 +21,7 @@ from tmoe.config.run import (
 from tmoe.loss import cross_entropy_sum
 from tmoe.mla import LatentAttention
 from tmoe.model import Transformer
+from tmoe.moe.balance import Totals
 from tmoe.ops.adamw import adamw_
 from tmoe.optim import adamw as optim
 from tmoe.optim.adamw import build_optimizer, init_state

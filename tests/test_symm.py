@@ -104,7 +104,7 @@ class Ranks:
 
     def exchange(self, p):
         """What rank p of a real group would have."""
-        from tmoe.parallel import symm
+        from tmoe.moe import symm
 
         ex = object.__new__(symm.Exchange)
         ex.rank, ex.world, ex.capacity = p, self.world, self.capacity
@@ -259,8 +259,8 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
 
     Backward as kernels move its rows, and as copies do.
     """
+    from tmoe.moe import symm
     from tmoe.ops import exchange, reference
-    from tmoe.parallel import symm
 
     world, capacity, draw = len(tokens), max(tokens), torch.Generator().manual_seed(3)
     ranks = Ranks(world, capacity, D, K, torch.float32)
@@ -327,8 +327,8 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
 def in_the_interpreter():
     from test_ops_interpreter import poison, repair_interpreter, small_tiles
 
+    from tmoe.moe import symm
     from tmoe.ops.experts import gpu
-    from tmoe.parallel import symm
 
     repair_interpreter()
     small_tiles(gpu, False, True, 1)

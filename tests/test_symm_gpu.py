@@ -38,7 +38,7 @@ def way(dispatcher, moe):
 
 def layer(through, moe, x, w, ids, dy):
     """y, all gradients, and the shared expert's y unless there is none."""
-    from tmoe.router import Routing
+    from tmoe.moe.router import Routing
 
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
@@ -80,7 +80,7 @@ NAMES = "y", "dx", "dw", "gate_up", "down", "shared gate_up", "shared down", "sh
 
 
 def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
-    from tmoe.parallel.dispatch import AllToAllDispatcher, SymmDispatcher
+    from tmoe.moe.dispatch import AllToAllDispatcher, SymmDispatcher
 
     world, rank = dist.get_world_size(), dist.get_rank()
     moe = make_layer(dtype, shared=shared)
@@ -176,9 +176,9 @@ CASES = [
 
 def traces(world):
     """All kernels of all cases, as tmoe/ops/launch/precompile.py takes them."""
+    from tmoe.moe.dispatch import pairs_bound
     from tmoe.ops import exchange, swiglu
     from tmoe.ops.launch.precompile import trace
-    from tmoe.parallel.dispatch import pairs_bound
 
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,7 +200,7 @@ def warm():
 
 
 def on_gpus():
-    from tmoe.parallel import symm
+    from tmoe.moe import symm
 
     warm()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

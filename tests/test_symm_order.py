@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tmoe.moe import symm
 from tmoe.ops import exchange, swiglu
-from tmoe.parallel import symm
 
 D, K = 8, 2
 

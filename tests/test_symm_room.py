@@ -17,11 +17,12 @@ import torch.distributed as dist
 from gloo import shared
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from tmoe.moe import symm
+from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
-from tmoe.parallel import collectives, symm
-from tmoe.parallel.dispatch import pairs_bound
+from tmoe.parallel import collectives
 
 D, K = 8, 2
 
@@ -262,9 +263,9 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
 
 def refusals(rank, world):
     from tmoe import MoE, MoEConfig
+    from tmoe.moe.dispatch import AllToAllDispatcher
     from tmoe.parallel import build_mesh
     from tmoe.parallel.apply import apply_ep
-    from tmoe.parallel.dispatch import AllToAllDispatcher
 
     moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
     for dispatch, wire in (("symm", "same"), ("auto", "fp8")):

@@ -27,13 +27,13 @@ from triton import knobs
 from tmoe.accounting import moe_bytes, runs_beside
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ParallelConfig
-from tmoe.experts import LocalExperts
-from tmoe.moe import SwiGLU
+from tmoe.moe import symm
+from tmoe.moe.dispatch import SymmDispatcher, dispatcher_for
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.layer import SwiGLU
+from tmoe.moe.router import Routing
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.launch.launch import compile_only
-from tmoe.parallel import symm
-from tmoe.parallel.dispatch import SymmDispatcher, dispatcher_for
-from tmoe.router import Routing
 from tmoe.warmup import traces
 
 

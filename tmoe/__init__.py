@@ -9,7 +9,7 @@ from types import ModuleType
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ModelConfig, MoEConfig
 from tmoe.model import Transformer
-from tmoe.moe import MoE, balancing_loss
+from tmoe.moe.layer import MoE, balancing_loss
 
 __version__ = "0.1.0"
 __all__ = [

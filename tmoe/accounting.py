@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from tmoe.config.run import Config, ModelConfig, require
 from tmoe.loss import chunk_rows
+from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.symm import hides
 from tmoe.ops.cross_entropy import aligned
-from tmoe.parallel.dispatch import pairs_bound
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
-from tmoe.parallel.symm import hides
 
 Shape = tuple[int, ...]
 

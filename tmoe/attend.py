@@ -1,6 +1,6 @@
 """Softmax attention over earlier tokens of the same document: the mask, and the fastest kernel that takes it.
 
-next: moe.py
+next: moe/layer.py
 """
 
 import functools

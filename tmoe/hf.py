@@ -46,7 +46,7 @@ from tmoe.hf_swap import swap_experts
 from tmoe.hf_tokenizer import carried_by
 from tmoe.listing import listed
 from tmoe.metrics import versions
-from tmoe.moe import warn_if_untrained
+from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import local_part, local_slices
 

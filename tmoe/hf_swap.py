@@ -6,7 +6,7 @@ stay what they were. The new module has the old one's parameters under the old n
 built before the swap do not notice (without a mesh: the Parameter objects themselves are kept).
 Registering a function with transformers' ALL_EXPERTS_FUNCTIONS was the other way: it sees no mesh and cannot own DTensors.
 
-next: experts.py
+next: moe/experts.py
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.config.run import ConfigError
-from tmoe.experts import Experts, LocalExperts
 from tmoe.hf_tables import CLAMPED, SWAPPABLE, Swap
-from tmoe.parallel.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.router import Routing
 from tmoe.parallel.mesh import Mesh, local_part
-from tmoe.router import Routing
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = tuple(f"{name}_bias" for name in WEIGHTS)

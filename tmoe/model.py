@@ -1,6 +1,6 @@
 """The Transformer: embedding, blocks, head. Knows nothing of how many ranks there are.
 
-next: attention.py, then moe.py
+next: attention.py, then moe/layer.py
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from tmoe.attend import make_mask
 from tmoe.attention import Attention, rope_table
-from tmoe.balance import Balancer, Load, Totals, stack
 from tmoe.config.run import ModelConfig
-from tmoe.experts import LocalExperts
 from tmoe.init import initialise
 from tmoe.loss import IGNORE, cross_entropy_sum
 from tmoe.mla import LatentAttention
-from tmoe.moe import MoE, SwiGLU, check_marks, warn_if_untrained
+from tmoe.moe.balance import Balancer, Load, Totals, stack
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
 
 
 class Block(nn.Module):

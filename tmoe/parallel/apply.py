@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tmoe.attend import COMPILE
 from tmoe.config.run import Config, TrainConfig
-from tmoe.experts import Experts
 from tmoe.model import Block, Transformer
-from tmoe.moe import MoE
+from tmoe.moe.dispatch import dispatcher_for
+from tmoe.moe.experts import Experts
+from tmoe.moe.layer import MoE
 from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
-from tmoe.parallel.dispatch import dispatcher_for
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.stack import find

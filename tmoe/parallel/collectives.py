@@ -8,7 +8,7 @@
 wrong under one compile backend. The number of rows that arrive is one unbacked size, made by `plan` alone, so that
 nothing recompiles when the routing changes.
 
-next: parallel/dispatch.py
+next: moe/dispatch.py
 """
 
 import json

@@ -10,7 +10,7 @@ which is half of FSDP2's bytes between ranks, a fifth of its copies in memory wh
 the copies; docs/decisions/004-experts-kept-whole.md has what it gives. Both ways lead beside the compute, as
 FSDP2's do: streams wait for what they need alone.
 
-next: parallel/dispatch.py
+next: moe/dispatch.py
 """
 
 import itertools

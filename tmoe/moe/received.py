@@ -3,7 +3,7 @@
 What has nothing of the exchange in it is one part, and the third call of a part decides nothing anew (ops/launch/replay.py): a layer with two
 windows that are empty has 40 launches, and 45 such layers were a tenth of what a slow host does in moe-pilot-14b's step.
 
-next: parallel/symm.py
+next: moe/symm.py
 """
 
 import torch

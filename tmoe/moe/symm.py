@@ -34,7 +34,7 @@ calls of one group must come on one stream, in the same order on every rank. A r
 **fp8** on the wire: rows are packed to float8 e4m3 with a scale each before they leave, and unpacked where they arrive, so that
 experts and sums see the type of x. Half the bytes; each movement adds about 2.6% of a row's norm in rounding, forward and backward.
 
-next: parallel/dispatch.py
+next: moe/dispatch.py
 """
 
 import functools
@@ -46,11 +46,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.moe.received import Experts
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch.launch import cdiv, device_facts
 from tmoe.parallel.collectives import group_of, together
-from tmoe.parallel.received import Experts
 from tmoe.stack import find
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tmoe.config.run import MoEConfig
+from tmoe.moe.dispatch import Rows
 from tmoe.ops import moe_mlp
-from tmoe.parallel.dispatch import Rows
 from tmoe.parallel.mesh import local_part
 
 

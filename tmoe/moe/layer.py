@@ -1,6 +1,6 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine.
 
-next: router.py
+next: moe/router.py
 """
 
 import warnings
@@ -11,13 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.config.run import MoEConfig
-from tmoe.experts import Experts, LocalExperts
 from tmoe.init import initialise
+from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
+from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
+from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.router import Router
 from tmoe.ops.check import autocasts, require
-from tmoe.parallel.dispatch import Dispatcher, LocalDispatcher
-from tmoe.router import Router
 
 
 class SwiGLU(nn.Module):

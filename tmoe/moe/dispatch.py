@@ -8,7 +8,7 @@ nothing else: no state crosses the pair.
     AllToAllDispatcher      torch.distributed, any backend; the host waits once a layer for the counts
     SymmDispatcher          one NVLink node; all three steps are one op, and the host never waits
 
-next: experts.py
+next: moe/experts.py
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.parallel import collectives, symm
-from tmoe.router import Routing
+from tmoe.moe import symm
+from tmoe.moe.router import Routing
+from tmoe.parallel import collectives
 
 
 class Rows(NamedTuple):
@@ -51,7 +52,7 @@ def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | N
 
 
 class Shared(Protocol):
-    """A shared expert, as moe.py's SwiGLU is one: an op may multiply by its matrices in its place where it is plain and they are not
+    """A shared expert, as moe/layer.py's SwiGLU is one: an op may multiply by its matrices in its place where it is plain and they are not
     None. Ranks that do not decide alike wait for each other for ever: all of them agree on `plain` beforehand."""
 
     def __call__(self, x_TD: Tensor, /) -> Tensor: ...

@@ -1,6 +1,6 @@
 """Chooses K experts for every token and weighs them: softmax or sigmoid scores in fp32, the top K of all or of the best groups.
 
-next: balance.py
+next: moe/balance.py
 """
 
 from contextlib import nullcontext

@@ -4,7 +4,7 @@ Every MoE layer returns sums per sequence only; the loss is taken once, for all 
 blocks. So the global-batch loss costs one all-reduce a micro-batch however deep the model, and activation
 checkpointing cannot count a token twice.
 
-next: parallel/dispatch.py
+next: moe/dispatch.py
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.config.run import MoEConfig
-from tmoe.router import Router, Routing
+from tmoe.moe.router import Router, Routing
 
 
 class Load(NamedTuple):

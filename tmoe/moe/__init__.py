@@ -1,0 +1,1 @@
+"""A Mixture-of-Experts layer: route, dispatch, experts, combine."""
