@@ -6,7 +6,7 @@
     python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8            what each of 64 GPUs would hold
     python train.py --help                                                        every field
 
-next: tmoe/data/dataset.py, tmoe/model.py
+next: tmoe/data/dataset.py, tmoe/model/transformer.py
 """
 
 import sys
@@ -25,9 +25,9 @@ from tmoe.cli import flags_of, parse
 from tmoe.config.run import Config, require
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf_tokenizer import carried_by_start
-from tmoe.loss import IGNORE
 from tmoe.metrics import Metrics, versions
-from tmoe.model import Transformer
+from tmoe.model.loss import IGNORE
+from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import (
     Ema,

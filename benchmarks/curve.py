@@ -84,8 +84,8 @@ def train(path: str, words: list[str]) -> None:
 
 def become_plain() -> None:
     """Every fast path of this process gives way to its definition."""
-    from tmoe import model
-    from tmoe.attend import document_mask
+    from tmoe.model import transformer as model
+    from tmoe.model.attention_backend import document_mask
     from tmoe.moe import experts, router
     from tmoe.ops import reference
     from tmoe.optim import adamw as optim

@@ -30,6 +30,7 @@ import triton.language as tl
 import tmoe
 from benchmarks.moe_layer import require_gpu, time_all
 from benchmarks.train import write_line
+from tmoe.model.parallelize import apply_ep
 from tmoe.moe import symm
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import exchange, router_product, swiglu
@@ -37,7 +38,6 @@ from tmoe.ops.exchange import section
 from tmoe.ops.launch import launch
 from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.parallel import collectives
-from tmoe.parallel.apply import apply_ep
 from tmoe.warmup import local_arch
 
 E, K, D = 128, 8, 2048

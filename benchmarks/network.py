@@ -1,6 +1,6 @@
 """Seconds that a step's collectives take: what FSDP2 and ranks that keep experts whole move, and what compute does not hide of it.
 
-For model.py, whose constants `m` are (h200.json); no measurement of its own.
+For model/transformer.py, whose constants `m` are (h200.json); no measurement of its own.
 """
 
 import math

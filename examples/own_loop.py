@@ -1,6 +1,6 @@
 """tmoe's layers in a model and a loop of your own: torchrun --nproc-per-node 2 examples/own_loop.py --ep 2 --save DIR.
 
-next: tmoe/moe/layer.py, tmoe/parallel/apply.py
+next: tmoe/moe/layer.py, tmoe/model/parallelize.py
 """
 
 import argparse

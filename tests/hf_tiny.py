@@ -31,7 +31,7 @@ from tmoe.hf import export_hf, import_hf
 from tmoe.hf_config import build_config
 from tmoe.hf_rules import divide
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 SIZES = dict(
     vocab_size=31,

@@ -60,7 +60,7 @@ def traces() -> list[tuple]:
 
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
-    from tmoe.loss import IGNORE
+    from tmoe.model.loss import IGNORE
     from tmoe.ops import adamw, cross_entropy, router_product
     from tmoe.ops import sum_parts as parts
     from tmoe.ops.launch.precompile import trace, trace_router

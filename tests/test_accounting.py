@@ -28,16 +28,16 @@ from tmoe.accounting import (
     rows_received,
     window_bytes,
 )
-from tmoe.attention import rope_table
 from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model import Block, Transformer
+from tmoe.model.attention import rope_table
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
 from tmoe.ops.launch.launch import compile_only
-from tmoe.parallel.apply import parallelize
 from tmoe.parallel.mesh import build_mesh
 
 PILOT = ModelConfig(

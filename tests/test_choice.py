@@ -24,7 +24,7 @@ from tmoe.config.run import (
     ParallelConfig,
     TrainConfig,
 )
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Balancer, Totals, measure
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, Routing

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 from tmoe.config.run import MoEConfig
+from tmoe.model.parallelize import apply_ep
 from tmoe.moe.dispatch import AllToAllDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh
-from tmoe.parallel.apply import apply_ep
 from tmoe.parallel.collectives import together
 
 D, E, K = 16, 8, 3

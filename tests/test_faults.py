@@ -26,7 +26,7 @@ import train
 from benchmarks.launch import launch
 from tmoe import runtime
 from tmoe.cli import parse
-from tmoe.loss import IGNORE
+from tmoe.model.loss import IGNORE
 from tmoe.moe.router import Router
 
 pytestmark = pytest.mark.usefixtures("no_orphans")

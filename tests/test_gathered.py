@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import tmoe
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.optim.adamw import Ema, build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
 from tmoe.parallel import gathered_copies as gathered

@@ -41,7 +41,7 @@ from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf, main
 from tmoe.hf_config import read_config, write_config
 from tmoe.hf_files import Folder, split
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 
 def test_every_wrong_tensor_is_listed(tmp_path):

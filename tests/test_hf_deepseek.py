@@ -22,7 +22,7 @@ from tmoe.config.run import ConfigError, MLAConfig, ModelConfig, MoEConfig, Rope
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import differences, read_config
 from tmoe.hf_files import Folder
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
 INDEX = "model.safetensors.index.json"

@@ -34,7 +34,7 @@ from tmoe.hf import load_hf
 from tmoe.hf_config import READ, facts, read_config
 from tmoe.hf_files import Folder
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 ABSENT = object()
 VALUES = [None, ABSENT, False, True, 0, 2, 0.5, "x", [], {}]

@@ -30,7 +30,7 @@ from tmoe.hf import export_hf, import_hf
 from tmoe.hf_config import differences, read_config, write_config
 from tmoe.hf_rules import divide, their_shapes
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,7 +18,7 @@ from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
 from tmoe.hf_packed import unpack
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 METHOD = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
 E, D, F = 4, 64, 96  # two blocks and three

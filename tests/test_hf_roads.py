@@ -20,7 +20,7 @@ from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
 from tmoe.hf_plan import plan_folder
 from tmoe.hf_tables import ARCHITECTURES
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NAMES = [a.model_type for a in ARCHITECTURES]

@@ -17,7 +17,7 @@ from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 M, W = 4, 16  # a block, which divides every weight: for others transformers' conversion raises
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"

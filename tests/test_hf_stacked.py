@@ -16,7 +16,7 @@ from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 SPARSE = [name for name in MODELS if not name.startswith(("llama", "qwen3,")) and name != "qwen3"]
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]

@@ -16,7 +16,7 @@ from tmoe.config.run import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf_config import read_config
 from tmoe.hf_files import Folder
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
 

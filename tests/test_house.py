@@ -21,7 +21,7 @@ FLOORS = [
         "tmoe.parallel.collectives",
     ),
     (
-        "tmoe.loss",
+        "tmoe.model.loss",
         "tmoe.data.tokenizer",
         "tmoe.checkpoint.dcp",
         "tmoe.data.rows",
@@ -39,16 +39,16 @@ FLOORS = [
         "tmoe.progress",
         "tmoe.init",
         "tmoe.watch",
-        "tmoe.attend",
+        "tmoe.model.attention_backend",
     ),
     ("tmoe.moe.router",),
     ("tmoe.moe.balance", "tmoe.moe.received", "tmoe.moe.symm", "tmoe.moe.dispatch"),
     ("tmoe.accounting", "tmoe.metrics", "tmoe.report"),
     ("tmoe.moe.experts",),
-    ("tmoe.moe", "tmoe.attention"),
-    ("tmoe.mla",),
+    ("tmoe.moe", "tmoe.model.attention"),
+    ("tmoe.model.latent",),
     ("tmoe.model",),
-    ("tmoe.parallel.apply",),
+    ("tmoe.model.parallelize",),
     (
         "tmoe.hf_packed",
         "tmoe.hf_rules",
@@ -124,7 +124,7 @@ def test_first_line_states_the_job(path):
 
 
 def test_blocks_do_not_pad():
-    """Compiled for a GPU, F.pad can be wrong in silence; attend.py's add_zeros says how."""
+    """Compiled for a GPU, F.pad can be wrong in silence; model/attention_backend.py's add_zeros says how."""
     assert not [path.name for path in (ROOT / "tmoe").rglob("*.py") if "F.pad(" in path.read_text()]
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize

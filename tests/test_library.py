@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tmoe
+from tmoe.model.parallelize import apply_ep
 from tmoe.moe.balance import Balancer, stack
-from tmoe.parallel.apply import apply_ep
 
 CFG = tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=12, shared_dim=8, balance_coeff=0.1)
 D, STEPS, ROWS = 16, 6, 8

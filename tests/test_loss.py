@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tmoe import Transformer
-from tmoe import loss as loss_module
 from tmoe.config.run import ModelConfig, MoEConfig
-from tmoe.loss import cross_entropy_sum
+from tmoe.model import loss as loss_module
+from tmoe.model.loss import cross_entropy_sum
 
 
 def batch(T, D, V, dtype=torch.float64, ignored=0.2):

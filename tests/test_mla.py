@@ -11,11 +11,11 @@ import torch
 from test_accounting import saved_bytes
 
 from tmoe.accounting import count_parameters, flops_per_token, layer_bytes
-from tmoe.attend import document_mask
-from tmoe.attention import rope_table
 from tmoe.config.run import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
-from tmoe.mla import LatentAttention
-from tmoe.model import Block, Transformer
+from tmoe.model.attention import rope_table
+from tmoe.model.attention_backend import document_mask
+from tmoe.model.latent import LatentAttention
+from tmoe.model.transformer import Block, Transformer
 
 CPU = torch.device("cpu")
 SHAPES = {

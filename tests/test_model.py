@@ -14,7 +14,7 @@ from test_router import naive_losses
 from tmoe.config.presets import presets
 from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.init import initialise
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router

@@ -26,8 +26,8 @@ from tmoe.accounting import (
 from tmoe.cli import parse
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model import Transformer
-from tmoe.parallel.apply import parallelize
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
 
 ROOT = Path(__file__).parents[1]

@@ -47,8 +47,8 @@ from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manif
 from tmoe.checkpoint.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.run import ModelConfig, MoEConfig
-from tmoe.model import Transformer
-from tmoe.parallel.apply import parallelize
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import build_mesh, local_part
 

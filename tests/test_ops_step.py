@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from triton import knobs
 
-from tmoe import loss
 from tmoe.config.presets import presets
+from tmoe.model import loss
 from tmoe.ops import adamw, cross_entropy
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import compile_only

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tmoe.config.run import Config, ModelConfig, MoEConfig, ParallelConfig, RopeConfig, TrainConfig
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
 SEQ = 32

@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tmoe.attend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
-from tmoe.attention import Attention, rope_table
 from tmoe.config.run import (
     Config,
     MLAConfig,
@@ -18,9 +16,11 @@ from tmoe.config.run import (
     RopeConfig,
     TrainConfig,
 )
-from tmoe.loss import cross_entropy_sum
-from tmoe.mla import LatentAttention
-from tmoe.model import Transformer
+from tmoe.model.attention import Attention, rope_table
+from tmoe.model.attention_backend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
+from tmoe.model.latent import LatentAttention
+from tmoe.model.loss import cross_entropy_sum
+from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.ops.adamw import adamw_
 from tmoe.optim import adamw as optim
@@ -124,7 +124,7 @@ def test_adamw_is_in_no_graph():
 @pytest.mark.parametrize(("T", "D", "V"), [(300, 64, 512), (257, 128, 50304), (33, 64, 1001), (1, 64, 7), (0, 64, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_loss(T, D, V, dtype, monkeypatch):
-    monkeypatch.setattr("tmoe.loss.CHUNK_LOGITS_GPU", 128 * V)
+    monkeypatch.setattr("tmoe.model.loss.CHUNK_LOGITS_GPU", 128 * V)
     h = torch.randn(T, D, device=CUDA, dtype=dtype, requires_grad=True)
     w = (torch.randn(V, D, device=CUDA) / D**0.5).to(dtype).requires_grad_()
     targets = torch.randint(V, (T,), device=CUDA)

@@ -67,7 +67,7 @@ def mesh():
 
 def make_layer(dtype, dim=128, experts=16, K=4, shared=0):
     from tmoe import MoE, MoEConfig
-    from tmoe.parallel.apply import apply_ep
+    from tmoe.model.parallelize import apply_ep
 
     torch.manual_seed(0)
     cfg = MoEConfig(experts=experts, top_k=K, ffn_dim=64, shared_dim=shared, shared_gate=shared > 0)

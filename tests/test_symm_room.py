@@ -263,9 +263,9 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
 
 def refusals(rank, world):
     from tmoe import MoE, MoEConfig
+    from tmoe.model.parallelize import apply_ep
     from tmoe.moe.dispatch import AllToAllDispatcher
     from tmoe.parallel import build_mesh
-    from tmoe.parallel.apply import apply_ep
 
     moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
     for dispatch, wire in (("symm", "same"), ("auto", "fp8")):

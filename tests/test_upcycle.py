@@ -24,7 +24,7 @@ from tmoe.checkpoint import rewrite
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest, verify
 from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 
 ROOT = Path(__file__).parents[1]

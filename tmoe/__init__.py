@@ -8,7 +8,7 @@ from types import ModuleType
 
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ModelConfig, MoEConfig
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE, balancing_loss
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """Parameters, FLOPs and bytes of a configuration in closed form: nothing is built, no process is needed.
 
-Parameter counts follow the shapes of tmoe/model.py, which a test there compares with the built model. Memory is an
+Parameter counts follow the shapes of tmoe/model/transformer.py, which a test there compares with the built model. Memory is an
 estimate of what FSDP2 and autograd hold, term by term, so that a reader can find the term that is too large.
 
 next: tmoe/metrics.py
@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from tmoe.config.run import Config, ModelConfig, require
-from tmoe.loss import chunk_rows
+from tmoe.model.loss import chunk_rows
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides
 from tmoe.ops.cross_entropy import aligned

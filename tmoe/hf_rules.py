@@ -20,7 +20,7 @@ from torch import Tensor
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.run import ModelConfig
 from tmoe.listing import listed
-from tmoe.model import Transformer
+from tmoe.model.transformer import Transformer
 
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
 from tmoe.config.run import Config
-from tmoe.model import Transformer
-from tmoe.parallel.apply import parallelize
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh, local_part
 from tmoe.stack import TESTED, find
 

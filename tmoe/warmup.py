@@ -25,7 +25,7 @@ from tmoe.accounting import runs_beside
 from tmoe.cli import require_cache_folder
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ConfigError
-from tmoe.loss import IGNORE
+from tmoe.model.loss import IGNORE
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts

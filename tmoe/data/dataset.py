@@ -51,7 +51,7 @@ from tmoe.data.sources import (
     write_shards,
 )
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
-from tmoe.loss import IGNORE
+from tmoe.model.loss import IGNORE
 
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
 

@@ -9,7 +9,7 @@ __all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize"]
 def __getattr__(name: str):
     # late, because apply.py stands above the model, and the model's dispatch.py lives in this package
     if name == "parallelize":
-        from tmoe.parallel.apply import parallelize
+        from tmoe.model.parallelize import parallelize
 
         return parallelize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

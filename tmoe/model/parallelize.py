@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from tmoe.attend import COMPILE
 from tmoe.config.run import Config, TrainConfig
-from tmoe.model import Block, Transformer
+from tmoe.model.attention_backend import COMPILE
+from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE

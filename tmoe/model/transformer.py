@@ -1,6 +1,6 @@
 """The Transformer: embedding, blocks, head. Knows nothing of how many ranks there are.
 
-next: attention.py, then moe/layer.py
+next: model/attention.py, then moe/layer.py
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.attend import make_mask
-from tmoe.attention import Attention, rope_table
 from tmoe.config.run import ModelConfig
 from tmoe.init import initialise
-from tmoe.loss import IGNORE, cross_entropy_sum
-from tmoe.mla import LatentAttention
+from tmoe.model.attention import Attention, rope_table
+from tmoe.model.attention_backend import make_mask
+from tmoe.model.latent import LatentAttention
+from tmoe.model.loss import IGNORE, cross_entropy_sum
 from tmoe.moe.balance import Balancer, Load, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
         self.standing_in: Callable[[], AbstractContextManager] = (
-            nullcontext  # parallel/apply.py: what recomputing needs
+            nullcontext  # model/parallelize.py: what recomputing needs
         )
 
     def forward(self, x: Tensor, *context) -> tuple[Tensor, Load | None]:

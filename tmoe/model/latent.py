@@ -1,14 +1,14 @@
 """Multi-head latent attention: queries, keys and values of all heads out of narrow latents, position in channels of its own.
 
-next: attend.py
+next: model/attention_backend.py
 """
 
 import torch
 from torch import Tensor, nn
 
-from tmoe.attend import attend
-from tmoe.attention import rotate, yarn_scale
 from tmoe.config.run import ModelConfig
+from tmoe.model.attention import rotate, yarn_scale
+from tmoe.model.attention_backend import attend
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
 

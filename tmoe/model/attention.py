@@ -1,6 +1,6 @@
 """Causal grouped-query attention with rotary positions and optional QK-norm.
 
-next: attend.py
+next: model/attention_backend.py
 """
 
 import functools
@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tmoe.attend import attend
 from tmoe.config.run import ModelConfig, RopeConfig
+from tmoe.model.attention_backend import attend
 from tmoe.stack import take
 
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
