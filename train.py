@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from tmoe import hf, runtime, warmup
+from tmoe import runtime, warmup
 from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.cli import flags_of, parse
 from tmoe.config.run import Config, require
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
-from tmoe.hf_tokenizer import carried_by_start
+from tmoe.hf import importer as hf
+from tmoe.hf.tokenizer import carried_by_start
 from tmoe.metrics import Metrics, versions
 from tmoe.model.loss import IGNORE
 from tmoe.model.transformer import Transformer

@@ -28,9 +28,9 @@ from transformers import (
 from tmoe.checkpoint.checkpoints import Checkpoints, verify
 from tmoe.config.run import ModelConfig
 from tmoe.hf import export_hf, import_hf
-from tmoe.hf_config import build_config
-from tmoe.hf_rules import divide
-from tmoe.hf_tables import ARCHITECTURES
+from tmoe.hf.config import build_config
+from tmoe.hf.rules import divide
+from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 SIZES = dict(

@@ -38,9 +38,10 @@ from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
 from tmoe.cli import parse
 from tmoe.config.run import ConfigError
-from tmoe.hf import export_hf, import_hf, is_folder, load_hf, main
-from tmoe.hf_config import read_config, write_config
-from tmoe.hf_files import Folder, split
+from tmoe.hf import export_hf, import_hf, is_folder, load_hf
+from tmoe.hf.config import read_config, write_config
+from tmoe.hf.files import Folder, split
+from tmoe.hf.importer import main
 from tmoe.model.transformer import Transformer
 
 

@@ -20,8 +20,8 @@ from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.presets import presets
 from tmoe.config.run import ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import differences, read_config
-from tmoe.hf_files import Folder
+from tmoe.hf.config import differences, read_config
+from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 

@@ -31,9 +31,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
 from tmoe.hf import load_hf
-from tmoe.hf_config import READ, facts, read_config
-from tmoe.hf_files import Folder
-from tmoe.hf_tables import ARCHITECTURES
+from tmoe.hf.config import READ, facts, read_config
+from tmoe.hf.files import Folder
+from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 ABSENT = object()

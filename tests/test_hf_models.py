@@ -27,9 +27,9 @@ from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.presets import presets
 from tmoe.config.run import ConfigError, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
-from tmoe.hf_config import differences, read_config, write_config
-from tmoe.hf_rules import divide, their_shapes
-from tmoe.hf_tables import ARCHITECTURES
+from tmoe.hf.config import differences, read_config, write_config
+from tmoe.hf.rules import divide, their_shapes
+from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 
@@ -186,7 +186,7 @@ def test_trained_here_gets_a_config(tmp_path, monkeypatch, kind, scaling):
     cfg = ModelConfig(**base | KINDS[kind] | dict(rope=rope, moe=moe))
     model = Transformer(cfg)
     step = train_and_save(tmp_path / "run", cfg, model)
-    monkeypatch.setattr("tmoe.hf_export.SHARD", 4000)
+    monkeypatch.setattr("tmoe.hf.export.SHARD", 4000)
     export_hf(step, tmp_path / "hf")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)

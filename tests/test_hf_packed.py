@@ -15,9 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
-from tmoe.hf_packed import unpack
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
+from tmoe.hf.packed import unpack
 from tmoe.model.transformer import Transformer
 
 METHOD = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])

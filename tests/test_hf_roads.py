@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
-from tmoe.hf_plan import plan_folder
-from tmoe.hf_tables import ARCHITECTURES
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
+from tmoe.hf.plan import plan_folder
+from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

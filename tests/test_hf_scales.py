@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeCon
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 
 M, W = 4, 16  # a block, which divides every weight: for others transformers' conversion raises

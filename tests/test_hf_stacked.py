@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 
 SPARSE = [name for name in MODELS if not name.startswith(("llama", "qwen3,")) and name != "qwen3"]

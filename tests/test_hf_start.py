@@ -14,8 +14,8 @@ from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
 from tmoe.checkpoint.checkpoints import Checkpoints, MismatchError
 from tmoe.config.run import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 

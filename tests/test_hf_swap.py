@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from tmoe.config.run import ConfigError
 from tmoe.hf import swap_experts
-from tmoe.hf_swap import SwappedExperts
+from tmoe.hf.swap import SwappedExperts
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 
 

@@ -8,16 +8,16 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import tmoe.hf_swap as hf_swap
 import torch
 from hf_tiny import LOCAL_MOE, MODELS, SIZES, assert_bits, far, make
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
-import tmoe.hf_swap as hf_swap
 from tmoe.config.run import ConfigError
 from tmoe.hf import swap_experts
-from tmoe.hf_swap import SwappedExperts
-from tmoe.hf_tables import Swap
+from tmoe.hf.swap import SwappedExperts
+from tmoe.hf.tables import Swap
 
 TOKENS = torch.arange(20).view(2, 10) * 7 % 31
 

@@ -17,11 +17,12 @@ import torch
 from hf_tiny import files_of, saved
 
 from benchmarks.inject import die_at, flip
-from tmoe import hf, hf_write
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
 from tmoe.checkpoint.rewrite import work_folder
 from tmoe.hf import export_hf, import_hf
+from tmoe.hf import importer as hf
+from tmoe.hf import write as hf_write
 
 NAME = "qwen3_moe, leading dense"
 

@@ -23,7 +23,7 @@ import train
 from tmoe import hf, runtime
 from tmoe.checkpoint import tools as offline
 from tmoe.cli import parse
-from tmoe.hf_config import build_config, read_config
+from tmoe.hf.config import build_config, read_config
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 

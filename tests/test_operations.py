@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tmoe import hf, upcycle
+from tmoe import upcycle
 from tmoe.checkpoint import tools as offline
+from tmoe.hf import importer as hf
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/operations.md").read_text()

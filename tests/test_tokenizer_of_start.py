@@ -25,8 +25,8 @@ from tmoe.checkpoint.manifest import CheckpointError, read_manifest
 from tmoe.cli import parse
 from tmoe.data.dataset import convert
 from tmoe.data.tokenizer import load_tokenizer
-from tmoe.hf_config import build_config, read_config
-from tmoe.hf_tokenizer import carried_by
+from tmoe.hf.config import build_config, read_config
+from tmoe.hf.tokenizer import carried_by
 
 bpe = corpora.bpe  # a fixture
 

@@ -16,8 +16,8 @@ from tmoe import cli as front
 from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError, ModelConfig, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf_config import read_config
-from tmoe.hf_files import Folder
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
 
 ROUTERS = [
     (dict(), "--model.moe.renormalize=True", "set --model.moe.renormalize False, and"),

@@ -40,9 +40,9 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dty
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.config.run import ModelConfig, MoEConfig, require
-from tmoe.hf_config import build_config
-from tmoe.hf_files import CONFIG, FILE, INDEX, MODEL, refuse
-from tmoe.hf_rules import model_shapes
+from tmoe.hf.config import build_config
+from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
+from tmoe.hf.rules import model_shapes
 from tmoe.metrics import versions
 from tmoe.parallel.layout import Box, lay_out
 

@@ -14,7 +14,7 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
 from tmoe.data.tokenizer import Carried, TokenizerFiles
-from tmoe.hf_files import FILE, is_folder
+from tmoe.hf.files import FILE, is_folder
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 

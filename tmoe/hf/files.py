@@ -1,6 +1,6 @@
 """A folder of Hugging Face's: its config, its safetensors read box by box, and safetensors written tensor by tensor.
 
-next: hf.py
+next: hf/importer.py
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
-from tmoe.hf_packed import FORMATS, QUANTISED, Read, View
-from tmoe.hf_rules import EMBEDDING, HEAD, HF, Architecture, Piece
+from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
+from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 from tmoe.listing import listed
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -39,7 +39,7 @@ Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors na
 class Folder:
     """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged.
 
-    Quantised tensors appear as what they stand for (hf_packed.py); `packed` names their format then, else it is "". MismatchError
+    Quantised tensors appear as what they stand for (hf/packed.py); `packed` names their format then, else it is "". MismatchError
     names those of another type or shape than their format has. Where config.json ties the head to the embedding but the files hold
     another one, the model is an untied one, as in transformers 5: `own_head` is True then, and `config` says so.
     """

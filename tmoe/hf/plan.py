@@ -2,7 +2,7 @@
 
 Import, direct start and export all take it from here, so they accept the same folders and refuse the others in the same words.
 
-next: hf_files.py
+next: hf/files.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tmoe.config.run import ModelConfig
-from tmoe.hf_config import architecture, read_config
-from tmoe.hf_files import DTYPES, Folder
-from tmoe.hf_rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes
+from tmoe.hf.config import architecture, read_config
+from tmoe.hf.files import DTYPES, Folder
+from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes
 
 
 class Reading(NamedTuple):

@@ -1,6 +1,6 @@
 """config.json to ModelConfig and back, by the table; which settings of two models are different mathematics.
 
-next: hf.py
+next: hf/importer.py
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
 from tmoe.config.run import MOST, STEPS_READ, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, fits, spell
-from tmoe.hf_rules import HF, NO_NULL, Architecture, Field
-from tmoe.hf_tables import ARCHITECTURES
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
+from tmoe.hf.tables import ARCHITECTURES
 from tmoe.listing import listed
 
 # settings of ModelConfig that have settings of their own

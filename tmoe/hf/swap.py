@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.config.run import ConfigError
-from tmoe.hf_tables import CLAMPED, SWAPPABLE, Swap
+from tmoe.hf.tables import CLAMPED, SWAPPABLE, Swap
 from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing

@@ -1,6 +1,6 @@
 """A Hugging Face folder from a step folder: settings, tokenizer, types and file layout of the original, or made from the settings.
 
-next: hf_files.py
+next: hf/files.py
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 from tmoe.config.run import ModelConfig
-from tmoe.hf_config import architecture, build_config, differences, write_config
-from tmoe.hf_files import (
+from tmoe.hf.config import architecture, build_config, differences, write_config
+from tmoe.hf.files import (
     CONFIG,
     DTYPES,
     EXTRA,
@@ -41,11 +41,11 @@ from tmoe.hf_files import (
     split,
     untied,
 )
-from tmoe.hf_packed import unpacked
-from tmoe.hf_plan import plan_folder, plan_layout
-from tmoe.hf_rules import FP32, HF, divide, model_shapes, their_shapes
-from tmoe.hf_tokenizer import require_tokenizer_of_run
-from tmoe.hf_write import Export, check_room, write_folder
+from tmoe.hf.packed import unpacked
+from tmoe.hf.plan import plan_folder, plan_layout
+from tmoe.hf.rules import FP32, HF, divide, model_shapes, their_shapes
+from tmoe.hf.tokenizer import require_tokenizer_of_run
+from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.listing import listed
 from tmoe.parallel.layout import Box
 
@@ -61,7 +61,7 @@ class Origin(NamedTuple):
     files: dict[str, Callable[[], bytes]]
     extra: Callable[[str], Tensor]
     packed: str = ""
-    """the format in which the original holds some of its tensors, see hf_packed.py"""
+    """the format in which the original holds some of its tensors, see hf/packed.py"""
     stamp: str = ""
     """changes when the original's tensors do"""
     folder: Folder | None = None

@@ -3,7 +3,7 @@
 Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the lower half of one
 expert of `gate_up`. `pieces` works the boxes out; import, export and direct start all read them, so no direction has its own code.
 
-next: hf_tables.py
+next: hf/tables.py
 """
 
 from __future__ import annotations

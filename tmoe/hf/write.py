@@ -4,7 +4,7 @@ A safetensors file is written into `DST.partial`; when it is synced, `FILE.done`
 export keeps the files that have one, and the same command writes the others. When all are there they are read back and compared with
 their hashes, the small files (settings, tokenizer) follow, and the folder gets its name.
 
-next: hf_files.py, checkpoint/rewrite.py
+next: hf/files.py, checkpoint/rewrite.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, HashedFile
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
-from tmoe.hf_files import Layout, Writer
+from tmoe.hf.files import Layout, Writer
 from tmoe.listing import listed
 
 HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index

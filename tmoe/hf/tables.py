@@ -2,7 +2,7 @@
 
 A new architecture is one entry of ARCHITECTURES; docs/huggingface.md shows it.
 
-next: hf_config.py
+next: hf/config.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tmoe.config.run import ModelConfig
-from tmoe.hf_rules import HF, NO_NULL, Architecture, Field, Part, Rule, Windows
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Part, Rule, Windows
 
 # ---- tensors ----
 

@@ -9,7 +9,7 @@ Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command 
 Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
 tensor its type again. A step folder carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
 
-next: hf_rules.py, hf_tables.py, hf_config.py, hf_plan.py, hf_files.py, hf_export.py, hf_swap.py
+next: hf/rules.py, hf/tables.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py, hf/swap.py
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.checkpoint.tools import one_message
 from tmoe.config.run import STEPS_READ, Config, ModelConfig, fits, require
-from tmoe.hf_config import build_config, differences
-from tmoe.hf_export import export_hf
-from tmoe.hf_files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
-from tmoe.hf_packed import unpacked
-from tmoe.hf_plan import plan_folder
-from tmoe.hf_rules import Piece, model_shapes
-from tmoe.hf_swap import swap_experts
-from tmoe.hf_tokenizer import carried_by
+from tmoe.hf.config import build_config, differences
+from tmoe.hf.export import export_hf
+from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
+from tmoe.hf.packed import unpacked
+from tmoe.hf.plan import plan_folder
+from tmoe.hf.rules import Piece, model_shapes
+from tmoe.hf.swap import swap_experts
+from tmoe.hf.tokenizer import carried_by
 from tmoe.listing import listed
 from tmoe.metrics import versions
 from tmoe.moe.layer import warn_if_untrained
@@ -329,7 +329,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             args=expand_home(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-
-
-if __name__ == "__main__":
-    main()

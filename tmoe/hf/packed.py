@@ -7,7 +7,7 @@ packed tensors into a box of the values. Everything behind Folder (comparison, i
 shapes and values only. Nothing is packed again on the way back: training moved the weights, so an export writes
 the values.
 
-next: hf_files.py
+next: hf/files.py
 """
 
 from __future__ import annotations
