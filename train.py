@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 
-from tmoe import runtime, warmup
-from tmoe.accounting import count_parameters, flops_per_token, peak_flops, require_room
+from tmoe import warmup
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.cli import flags_of, parse
 from tmoe.config.run import Config, require
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf import importer as hf
 from tmoe.hf.tokenizer import carried_by_start
-from tmoe.metrics import Metrics, versions
 from tmoe.model.loss import IGNORE
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
@@ -41,14 +38,18 @@ from tmoe.optim.adamw import (
     set_lr,
 )
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
-from tmoe.runtime import OnItsWay, Runtime, all_finite
+from tmoe.run import process as runtime
+from tmoe.run.cli import flags_of, parse
+from tmoe.run.memory import count_parameters, flops_per_token, peak_flops, require_room
+from tmoe.run.metrics import Metrics, versions
+from tmoe.run.process import OnItsWay, Runtime, all_finite
 
 
 def main(argv: list[str]) -> None:
     rank, world = runtime.launched()
     cfg = parse(argv, __doc__ or "", rank=rank, world=world)
     if cfg.dry_run:
-        from tmoe.planning import dry_run  # its fake process group is of no use to a run
+        from tmoe.run.dry_run import dry_run  # its fake process group is of no use to a run
 
         return dry_run(cfg)
     if cfg.compile and not runtime.has_compiler():

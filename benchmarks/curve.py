@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.train import running
-from tmoe.cli import parse
+from tmoe.run.cli import parse
 
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
     --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none

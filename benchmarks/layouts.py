@@ -25,7 +25,7 @@ import torch
 import train
 from benchmarks.train import at_least_one, running
 from tmoe import warmup
-from tmoe.cli import parse
+from tmoe.run.cli import parse
 
 SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
 MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 4096 --train.seq 64

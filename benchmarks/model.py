@@ -46,7 +46,9 @@ from rich.table import Table
 
 from benchmarks.network import collective_seconds, padded_groups, times
 from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
-from tmoe.accounting import (
+from tmoe.config.run import MOST, Config, divisors
+from tmoe.run.cli import parse
+from tmoe.run.memory import (
     FP32,
     block_shapes,
     compute_bytes,
@@ -62,8 +64,6 @@ from tmoe.accounting import (
     runs_beside,
     v_width,
 )
-from tmoe.cli import parse
-from tmoe.config.run import MOST, Config, divisors
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]

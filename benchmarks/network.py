@@ -8,18 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tmoe.accounting import (
-    FP32,
-    block_shapes,
-    compute_bytes,
-    expert_shard,
-    kept_whole,
-    numel,
-    root_shapes,
-    sharded,
-)
 from tmoe.config.run import Config
 from tmoe.parallel.mesh import units
+from tmoe.run.memory import FP32, block_shapes, compute_bytes, expert_shard, kept_whole, numel, root_shapes, sharded
 
 
 def collective_seconds(

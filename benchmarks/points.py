@@ -9,8 +9,8 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from tmoe.cli import parse
 from tmoe.config.run import Config
+from tmoe.run.cli import parse
 
 RESULTS = Path(__file__).with_name("results")
 UNHELD = {  # --check shows their errors, and none of them decides its code

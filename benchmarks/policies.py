@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.train import at_least_one, measure, write_line
-from tmoe.accounting import memory_per_rank, peak_bytes
-from tmoe.cli import parse
+from tmoe.run.cli import parse
+from tmoe.run.memory import memory_per_rank, peak_bytes
 
 POLICIES = [
     ["--parallel.checkpoint", "none"],

@@ -31,9 +31,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.trace import read, summary
-from tmoe.cli import parse
 from tmoe.data.sources import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
+from tmoe.run.cli import parse
 
 WARMUP = 10  # steps left out of the medians
 

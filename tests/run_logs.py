@@ -1,11 +1,11 @@
-"""Logs of made-up runs, for the tests of metrics.py and of report.py."""
+"""Logs of made-up runs, for the tests of run/metrics.py and of report.py."""
 
 from collections import namedtuple
 
 import torch
 
 from tmoe.config.run import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
-from tmoe.metrics import Metrics
+from tmoe.run.metrics import Metrics
 
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
 

@@ -11,7 +11,18 @@ from held import MostHeld
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tmoe.accounting import (
+from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.attention import rope_table
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Block, Transformer
+from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.router import Routing
+from tmoe.ops.experts import gpu
+from tmoe.ops.launch.launch import compile_only
+from tmoe.parallel.mesh import build_mesh
+from tmoe.run.cli import parse
+from tmoe.run.memory import (
     backward_bytes,
     count_parameters,
     exchange_bytes,
@@ -28,17 +39,6 @@ from tmoe.accounting import (
     rows_received,
     window_bytes,
 )
-from tmoe.cli import parse
-from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model.attention import rope_table
-from tmoe.model.parallelize import parallelize
-from tmoe.model.transformer import Block, Transformer
-from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
-from tmoe.moe.experts import LocalExperts
-from tmoe.moe.router import Routing
-from tmoe.ops.experts import gpu
-from tmoe.ops.launch.launch import compile_only
-from tmoe.parallel.mesh import build_mesh
 
 PILOT = ModelConfig(
     vocab=151936,

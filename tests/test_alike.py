@@ -13,7 +13,7 @@ from test_faults import EP2, finish, start
 
 import train
 from benchmarks.launch import launch
-from tmoe.cli import flags_of, parse
+from tmoe.run.cli import flags_of, parse
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

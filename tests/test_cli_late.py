@@ -10,8 +10,8 @@ import torch
 
 import train
 from tmoe import Transformer
-from tmoe.cli import parse
-from tmoe.runtime import launched
+from tmoe.run.cli import parse
+from tmoe.run.process import launched
 
 ROOT = Path(__file__).parents[1]
 LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"

@@ -24,10 +24,10 @@ from test_train import NOISY, SMALL, assert_equal_state, lines, load, numbers, r
 
 import train
 from benchmarks.launch import launch
-from tmoe import runtime
-from tmoe.cli import parse
 from tmoe.model.loss import IGNORE
 from tmoe.moe.router import Router
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

@@ -22,10 +22,10 @@ from test_faults import EP2, TIMEOUT, before_step, finish, start
 
 import train
 from benchmarks.launch import End, launch
-from tmoe import watch as watch_module
 from tmoe.data.dataset import convert
-from tmoe.metrics import Metrics
-from tmoe.watch import Watch
+from tmoe.run import watch as watch_module
+from tmoe.run.metrics import Metrics
+from tmoe.run.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

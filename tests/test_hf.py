@@ -36,13 +36,13 @@ from tmoe.checkpoint.checkpoints import MismatchError, read_manifest
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
-from tmoe.cli import parse
 from tmoe.config.run import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder, split
 from tmoe.hf.importer import main
 from tmoe.model.transformer import Transformer
+from tmoe.run.cli import parse
 
 
 def test_every_wrong_tensor_is_listed(tmp_path):

@@ -35,15 +35,15 @@ FLOORS = [
         "tmoe.checkpoint.inspect",
         "tmoe.checkpoint.tools",
         "tmoe.checkpoint",
-        "tmoe.onlookers",
-        "tmoe.progress",
+        "tmoe.run.onlookers",
+        "tmoe.run.progress",
         "tmoe.init",
-        "tmoe.watch",
+        "tmoe.run.watch",
         "tmoe.model.attention_backend",
     ),
     ("tmoe.moe.router",),
     ("tmoe.moe.balance", "tmoe.moe.received", "tmoe.moe.symm", "tmoe.moe.dispatch"),
-    ("tmoe.accounting", "tmoe.metrics", "tmoe.report"),
+    ("tmoe.run.memory", "tmoe.run.metrics", "tmoe.report"),
     ("tmoe.moe.experts",),
     ("tmoe.moe", "tmoe.model.attention"),
     ("tmoe.model.latent",),
@@ -63,7 +63,7 @@ FLOORS = [
         "tmoe.hf",
         "tmoe.upcycle",
     ),
-    ("tmoe.config.presets", "tmoe.cli", "tmoe.planning", "tmoe.runtime", "tmoe.warmup"),
+    ("tmoe.config.presets", "tmoe.run.cli", "tmoe.run.dry_run", "tmoe.run.process", "tmoe.warmup"),
     ("train",),
 ]
 PACKAGES = {"tmoe", "tmoe.parallel"}  # they re-export names of several floors, so nobody inside may import them
@@ -111,7 +111,7 @@ def test_imports_point_downward(path):
 
 
 def test_nobody_imports_entries():
-    entries = {"train", "tmoe.cli", "tmoe.planning", "tmoe.warmup", "tmoe.runtime"}
+    entries = {"train", "tmoe.run.cli", "tmoe.run.dry_run", "tmoe.warmup", "tmoe.run.process"}
     for path in HOUSE:
         if module_name(path) not in entries:
             assert not imports(path) & entries, path

@@ -20,10 +20,11 @@ from test_train import SMALL, changes, whole
 from transformers import AutoModelForCausalLM
 
 import train
-from tmoe import hf, runtime
+from tmoe import hf
 from tmoe.checkpoint import tools as offline
-from tmoe.cli import parse
 from tmoe.hf.config import build_config, read_config
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe import runtime
 from tmoe.checkpoint import folders
-from tmoe.cli import parse
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.launcher import first_host, job_port, launcher_world, meeting_place
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI", "MPI_", "SLURM")

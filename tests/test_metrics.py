@@ -16,10 +16,11 @@ import pytest
 import torch
 from run_logs import Stats, config, routers, start, step
 
-from tmoe import metrics as module
-from tmoe import onlookers, progress, report
+from tmoe import report
 from tmoe.config.run import ConfigError, ParallelConfig
-from tmoe.metrics import max_violation, to_host, versions
+from tmoe.run import metrics as module
+from tmoe.run import onlookers, progress
+from tmoe.run.metrics import max_violation, to_host, versions
 
 ROOT = Path(__file__).parents[1]
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
@@ -356,7 +357,7 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     found = versions()
     assert found["torch"] == torch.__version__ and found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"triton", "tmoe", "git"} <= set(found)
-    source = tmp_path / "tmoe" / "metrics.py"
+    source = tmp_path / "tmoe" / "run/metrics.py"
     source.parent.mkdir()
     source.write_text("pass\n")
     monkeypatch.setattr(module, "__file__", str(source))
@@ -375,7 +376,7 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     assert module.git_state() == {"revision": revision, "dirty": False}
     source.write_text("changed\n")
     assert module.git_state() == {"revision": revision, "dirty": True}
-    elsewhere = tmp_path / "venv" / "tmoe" / "metrics.py"  # installed inside someone else's repository
+    elsewhere = tmp_path / "venv" / "tmoe" / "run/metrics.py"  # installed inside someone else's repository
     elsewhere.parent.mkdir(parents=True)
     monkeypatch.setattr(module, "__file__", str(elsewhere))
     assert module.git_state() is None

@@ -10,12 +10,12 @@ import pytest
 import torch
 from test_accounting import saved_bytes
 
-from tmoe.accounting import count_parameters, flops_per_token, layer_bytes
 from tmoe.config.run import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.attention_backend import document_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.transformer import Block, Transformer
+from tmoe.run.memory import count_parameters, flops_per_token, layer_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {

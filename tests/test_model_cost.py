@@ -16,19 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import model as cost
 from benchmarks import network
 from benchmarks.moe_layer import ALL
-from tmoe.accounting import (
-    count_parameters,
-    flops_per_token,
-    memory_per_rank,
-    peak_bytes,
-    rows_received,
-)
-from tmoe.cli import parse
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
+from tmoe.run.cli import parse
+from tmoe.run.memory import count_parameters, flops_per_token, memory_per_rank, peak_bytes, rows_received
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())

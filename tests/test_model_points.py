@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks import model as cost
 from benchmarks import points
-from tmoe.accounting import memory_per_rank, peak_bytes
-from tmoe.cli import parse
 from tmoe.parallel import mesh
+from tmoe.run.cli import parse
+from tmoe.run.memory import memory_per_rank, peak_bytes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = points.RESULTS

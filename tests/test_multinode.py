@@ -15,9 +15,9 @@ import two_hosts
 from test_train import SMALL, lines
 
 import train
-from tmoe.cli import parse
 from tmoe.parallel import build_mesh, launcher
 from tmoe.parallel.mesh import require_ep_inside_nodes
+from tmoe.run.cli import parse
 
 
 def on_nodes(rank: int, sizes: list[int]) -> dict[str, str]:

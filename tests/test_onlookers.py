@@ -19,8 +19,10 @@ from run_logs import config, start, step
 
 import train
 from benchmarks.launch import launch
-from tmoe import metrics, onlookers, progress, report, runtime
-from tmoe.onlookers import LONGEST, Onlooker, reason
+from tmoe import report
+from tmoe.run import metrics, onlookers, progress
+from tmoe.run import process as runtime
+from tmoe.run.onlookers import LONGEST, Onlooker, reason
 
 ROOT = Path(train.__file__).parent
 TINY = (

@@ -11,13 +11,13 @@ import pytest
 from test_init import FLAGS, train_two_steps
 
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError
 from tmoe.data.dataset import open_data
 from tmoe.data.sources import text_files, write_shards
 from tmoe.data.tokenizer import ByteTokenizer, DataError
 from tmoe.hf import importer as hf
-from tmoe.metrics import write_config
+from tmoe.run.cli import parse
+from tmoe.run.metrics import write_config
 
 
 class Other(ByteTokenizer):

@@ -19,9 +19,9 @@ import pytest
 
 import train
 from benchmarks.launch import launch
-from tmoe import runtime
-from tmoe.cli import parse
 from tmoe.config.run import ConfigError, TrainConfig
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 ROOT = Path(train.__file__).parent
 TINY = "tiny --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()

@@ -124,7 +124,7 @@ def test_a_note_comes_once_and_from_rank_0(monkeypatch, caplog):
 
 
 def test_what_has_no_other_way_ends_a_start_in_one_line(monkeypatch, capsys):
-    from tmoe import runtime
+    from tmoe.run import process as runtime
 
     assert stack.lacks() == ""
     monkeypatch.setitem(stack.NEEDED, "torch._foreach_gone_", "the optimizer")

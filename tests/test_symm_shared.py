@@ -24,7 +24,6 @@ from test_symm_order import operands
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
-from tmoe.accounting import moe_bytes, runs_beside
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ParallelConfig
 from tmoe.moe import symm
@@ -34,6 +33,7 @@ from tmoe.moe.layer import SwiGLU
 from tmoe.moe.router import Routing
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.launch.launch import compile_only
+from tmoe.run.memory import moe_bytes, runs_beside
 from tmoe.warmup import traces
 
 

@@ -19,14 +19,15 @@ from hf_tiny import SIZES, others_of, saved
 from test_train import SMALL
 
 import train
-from tmoe import hf, runtime
+from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, read_manifest
-from tmoe.cli import parse
 from tmoe.data.dataset import convert
 from tmoe.data.tokenizer import load_tokenizer
 from tmoe.hf.config import build_config, read_config
 from tmoe.hf.tokenizer import carried_by
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 bpe = corpora.bpe  # a fixture
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import train
 from tmoe import MoE, MoEConfig, Transformer
-from tmoe import cli as front
-from tmoe.cli import parse
 from tmoe.config.run import Config, ConfigError, ModelConfig, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
+from tmoe.run import cli as front
+from tmoe.run.cli import parse
 
 ROUTERS = [
     (dict(), "--model.moe.renormalize=True", "set --model.moe.renormalize False, and"),

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import train
-from tmoe import runtime
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
-from tmoe.cli import parse
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
 
 SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
     --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32 --steps 8 --optim.warmup 2

@@ -19,9 +19,9 @@ from test_faults import EP2, before_step, finish, start
 
 import train
 from benchmarks.launch import launch
-from tmoe import runtime
-from tmoe import watch as watch_module
-from tmoe.watch import _cause
+from tmoe.run import process as runtime
+from tmoe.run import watch as watch_module
+from tmoe.run.watch import _cause
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
 

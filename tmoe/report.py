@@ -24,7 +24,7 @@ import tyro
 
 from tmoe.checkpoint.folders import expand_home
 from tmoe.checkpoint.manifest import naming
-from tmoe.metrics import read_lines
+from tmoe.run.metrics import read_lines
 
 
 @contextmanager

@@ -43,8 +43,8 @@ from tmoe.config.run import ModelConfig, MoEConfig, require
 from tmoe.hf.config import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf.rules import model_shapes
-from tmoe.metrics import versions
 from tmoe.parallel.layout import Box, lay_out
+from tmoe.run.metrics import versions
 
 
 def upcycle(

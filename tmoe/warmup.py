@@ -21,8 +21,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from tmoe.accounting import runs_beside
-from tmoe.cli import require_cache_folder
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ConfigError
 from tmoe.model.loss import IGNORE
@@ -31,6 +29,8 @@ from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
+from tmoe.run.cli import require_cache_folder
+from tmoe.run.memory import runs_beside
 from tmoe.stack import find
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")

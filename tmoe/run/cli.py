@@ -18,13 +18,13 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from tmoe.accounting import padding
 from tmoe.checkpoint.folders import expand_home
 from tmoe.checkpoint.manifest import is_step
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ConfigError, divisors
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
+from tmoe.run.memory import padding
 
 LAG_S = 10.0  # that rank 0 may start later than others
 

@@ -27,11 +27,11 @@ from torch.profiler import ProfilerAction
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.run import ConfigError
 from tmoe.listing import listed
-from tmoe.onlookers import Onlooker, say, settle_output
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
+from tmoe.run.onlookers import Onlooker, say, settle_output
+from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
-from tmoe.watch import Watch
 
 T = TypeVar("T")
 LINGERS = 10.0  # s that a run which was killed may take to be gone

@@ -28,11 +28,11 @@ from typing import Any, BinaryIO, Protocol, TextIO
 import torch
 from torch import Tensor
 
-from tmoe.accounting import count_parameters, mfu
 from tmoe.checkpoint.manifest import naming
 from tmoe.config.run import Config, ConfigError, require
-from tmoe.onlookers import Onlooker, reason
-from tmoe.progress import Display
+from tmoe.run.memory import count_parameters, mfu
+from tmoe.run.onlookers import Onlooker, reason
+from tmoe.run.progress import Display
 
 GIB = 2**30
 COMPACT = (",", ":")  # of json: a line holds layers x E counts
@@ -61,11 +61,11 @@ class Metrics:
     [layers][E], `max_violation`, `entropy`, `dropped`. What is unknown or not finite is null.
 
     start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
-    flops_per_token: of accounting.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
+    flops_per_token: of run/memory.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
     facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
     held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
-    So it does without whatever else fails here, see onlookers.py.
+    So it does without whatever else fails here, see run/onlookers.py.
     With cfg.eval_only nothing is written: notes are printed.
     Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any
     file is touched, if it cannot be started.

@@ -1,7 +1,7 @@
 """The dry run: what a rank will hold, for any world, before a GPU is rented.
 
 The model is built on the meta device and laid out over a fake process group by the very code that trains, so
-placements and local shapes are the real ones; only activations are a closed form (accounting.py).
+placements and local shapes are the real ones; only activations are a closed form (run/memory.py).
 """
 
 from collections import defaultdict
@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
 
-from tmoe.accounting import count_parameters, flops_per_token, memory_per_rank, peak_bytes
 from tmoe.config.run import Config
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh, local_part
+from tmoe.run.memory import count_parameters, flops_per_token, memory_per_rank, peak_bytes
 from tmoe.stack import TESTED, find
 
 

@@ -3,7 +3,7 @@
 Parameter counts follow the shapes of tmoe/model/transformer.py, which a test there compares with the built model. Memory is an
 estimate of what FSDP2 and autograd hold, term by term, so that a reader can find the term that is too large.
 
-next: tmoe/metrics.py
+next: tmoe/run/metrics.py
 """
 
 from __future__ import annotations

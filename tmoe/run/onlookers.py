@@ -1,6 +1,6 @@
 """Keeps whatever only looks at a run (W&B, TensorBoard, bar, picture, trace, terminal) from ending it.
 
-next: tmoe/progress.py
+next: tmoe/run/progress.py
 """
 
 from __future__ import annotations

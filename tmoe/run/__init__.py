@@ -1,0 +1,1 @@
+"""The process around a run: command line, start, watching, metrics, memory."""
