@@ -20,7 +20,8 @@ import torch
 
 from tmoe import warmup
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.config.run import Config, require
+from tmoe.config.check import require
+from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf import importer as hf
 from tmoe.hf.tokenizer import carried_by_start

@@ -46,7 +46,8 @@ from rich.table import Table
 
 from benchmarks.network import collective_seconds, padded_groups, times
 from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
-from tmoe.config.run import MOST, Config, divisors
+from tmoe.config.check import MOST, divisors
+from tmoe.config.run import Config
 from tmoe.run.cli import parse
 from tmoe.run.memory import (
     FP32,

@@ -11,7 +11,8 @@ from held import MostHeld
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tmoe.config.run import Config, ConfigError, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.check import ConfigError
+from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Block, Transformer

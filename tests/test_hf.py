@@ -36,7 +36,7 @@ from tmoe.checkpoint.checkpoints import MismatchError, read_manifest
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.files import Folder, split

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf import load_hf
 from tmoe.hf.config import READ, facts, read_config
 from tmoe.hf.files import Folder

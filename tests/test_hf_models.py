@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
-from tmoe.config.run import ConfigError, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.config import differences, read_config, write_config
 from tmoe.hf.rules import divide, their_shapes

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeConfig
 
 from tmoe.checkpoint.checkpoints import MismatchError
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

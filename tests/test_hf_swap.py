@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf import swap_experts
 from tmoe.hf.swap import SwappedExperts
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize

@@ -14,7 +14,7 @@ from hf_tiny import LOCAL_MOE, MODELS, SIZES, assert_bits, far, make
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf import swap_experts
 from tmoe.hf.swap import SwappedExperts
 from tmoe.hf.tables import Swap

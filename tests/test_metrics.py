@@ -17,7 +17,8 @@ import torch
 from run_logs import Stats, config, routers, start, step
 
 from tmoe import report
-from tmoe.config.run import ConfigError, ParallelConfig
+from tmoe.config.check import ConfigError
+from tmoe.config.run import ParallelConfig
 from tmoe.run import metrics as module
 from tmoe.run import onlookers, progress
 from tmoe.run.metrics import max_violation, to_host, versions

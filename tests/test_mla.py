@@ -10,7 +10,8 @@ import pytest
 import torch
 from test_accounting import saved_bytes
 
-from tmoe.config.run import Config, ConfigError, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
+from tmoe.config.check import ConfigError
+from tmoe.config.run import Config, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.attention_backend import document_mask
 from tmoe.model.latent import LatentAttention

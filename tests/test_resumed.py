@@ -11,7 +11,8 @@ import pytest
 from test_init import FLAGS, train_two_steps
 
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.config.run import Config, ConfigError
+from tmoe.config.check import ConfigError
+from tmoe.config.run import Config
 from tmoe.data.dataset import open_data
 from tmoe.data.sources import text_files, write_shards
 from tmoe.data.tokenizer import ByteTokenizer, DataError

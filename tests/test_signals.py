@@ -19,7 +19,8 @@ import pytest
 
 import train
 from benchmarks.launch import launch
-from tmoe.config.run import ConfigError, TrainConfig
+from tmoe.config.check import ConfigError
+from tmoe.config.run import TrainConfig
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 

@@ -39,7 +39,8 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
-from tmoe.config.run import ModelConfig, MoEConfig, require
+from tmoe.config.check import require
+from tmoe.config.run import ModelConfig, MoEConfig
 from tmoe.hf.config import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf.rules import model_shapes

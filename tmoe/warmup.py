@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from tmoe.config.check import ConfigError
 from tmoe.config.presets import presets
-from tmoe.config.run import Config, ConfigError
+from tmoe.config.run import Config
 from tmoe.model.loss import IGNORE
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu

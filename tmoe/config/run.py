@@ -11,71 +11,15 @@ next: train.py
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
+from tmoe.config.check import FLOATS, MOST, check, divisors, require
 
-class ConfigError(ValueError):
-    """A setting that cannot work, with the flag to change and what would be valid."""
-
-
-def require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
-# largest whole numbers by name: far above any model, and no product of them overflows 63 bits of bytes
-MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
-FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32's least and most, and its last below 1
 # settings of a model that every step of training reads, and nobody else
 STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
-
-
-def spell(kind: Any) -> str:
-    """A type of a setting in words."""
-    options = get_args(kind)
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, options))}"
-    if get_origin(kind) is tuple:
-        return f"a list{'' if ... in options else f' of {len(options)}'}, each {spell(options[0])}"
-    return " or ".join(map(spell, options)) or KINDS.get(kind, "none" if kind is type(None) else kind.__name__)
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of this type, lists for tuples: whole numbers are floats as well, true and false are no numbers, nor is NaN."""
-    options = get_args(kind)
-    if get_origin(kind) is Literal:
-        return isinstance(value, type(options[0])) and value in options
-    if get_origin(kind) is tuple:
-        listed = isinstance(value, (list, tuple)) and (... in options or len(value) == len(options))
-        return listed and all(fits(one, options[0]) for one in value)
-    if options:
-        return any(fits(value, option) for option in options)
-    if kind is float:
-        return value == value if isinstance(value, float) else fits(value, int) and abs(value) <= sys.float_info.max
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = "") -> None:
-    """Types of all settings (library users pass them past the command line), and ranges of those named in "batch seq": from 1 or
-    0 on to MOST, above 0 and finite, at least 0 and below 1. flags: what their flags start with. None is fine where the type says so."""
-    for name, kind in get_type_hints(type(cfg)).items():
-        value, flag = getattr(cfg, name), flags + name.replace("_", "-")
-        shown = value if get_origin(kind) is Literal else repr(value)
-        require(fits(value, kind), f"{flag}={shown}: must be {spell(kind)}")
-        require(value != "", f"{flag}='': must not be empty")
-        most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
-        end = f"at most {most}" if isinstance(value, int) else "finite in float32"
-        for low, names in enumerate((zero, one)):
-            ok = value is None or name not in names.split() or low <= value <= most
-            require(ok, f"{flag}={value}: must be at least {low} and {end}")
-        ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
-        require(ok, f"{flag}={value}: must be positive and finite in float32")
-        require(name not in share.split() or 0 <= value <= FLOATS[2], f"{flag}={value}: must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -527,7 +471,3 @@ class Config:
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

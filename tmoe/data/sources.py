@@ -44,7 +44,7 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from tmoe.checkpoint.manifest import naming
-from tmoe.config.run import fits
+from tmoe.config.check import fits
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 

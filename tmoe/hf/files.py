@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 from tmoe.listing import listed

@@ -35,7 +35,8 @@ from tmoe.checkpoint.folders import expand_home, resolve
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.checkpoint.tools import one_message
-from tmoe.config.run import STEPS_READ, Config, ModelConfig, fits, require
+from tmoe.config.check import fits, require
+from tmoe.config.run import STEPS_READ, Config, ModelConfig
 from tmoe.hf.config import build_config, differences
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 
 QUANTISED = "quantization_config"
 Read = Callable[[str, tuple], Tensor]  # (name of a tensor in the files, slices) -> that box

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.hf.tables import CLAMPED, SWAPPABLE, Swap
 from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Shard
 
-from tmoe.config.run import MOST
+from tmoe.config.check import MOST
 from tmoe.parallel.mesh import shard_dim
 
 # parameters of tmoe.experts.Experts and what the optimizer keeps for them

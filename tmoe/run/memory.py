@@ -12,7 +12,8 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from tmoe.config.run import Config, ModelConfig, require
+from tmoe.config.check import require
+from tmoe.config.run import Config, ModelConfig
 from tmoe.model.loss import chunk_rows
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from tmoe.checkpoint.manifest import naming
-from tmoe.config.run import Config, ConfigError, require
+from tmoe.config.check import ConfigError, require
+from tmoe.config.run import Config
 from tmoe.run.memory import count_parameters, mfu
 from tmoe.run.onlookers import Onlooker, reason
 from tmoe.run.progress import Display

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.config.run import ConfigError
+from tmoe.config.check import ConfigError
 from tmoe.listing import listed
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
