@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tmoe.checkpoint.checkpoints import Checkpoints, verify
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.config import build_config
 from tmoe.hf.rules import divide

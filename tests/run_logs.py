@@ -4,7 +4,8 @@ from collections import namedtuple
 
 import torch
 
-from tmoe.config.run import Config, LogConfig, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.run import Config, LogConfig, ParallelConfig, TrainConfig
 from tmoe.run.metrics import Metrics
 
 Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Block, Transformer

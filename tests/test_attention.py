@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tmoe.config.run import ModelConfig, RopeConfig
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.model import attention_backend as attend_module
 from tmoe.model.attention import Attention, rope_frequencies, rope_table, rotate
 from tmoe.model.attention_backend import attend, block_mask, document_mask, make_mask, tiles

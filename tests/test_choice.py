@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from tmoe.checkpoint.manifest import dtype_of, read_manifest
 from tmoe.checkpoint.tools import main as offline
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Balancer, Totals, measure
 from tmoe.moe.layer import MoE

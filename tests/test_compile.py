@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tmoe.config.run import Config, ModelConfig, MoEConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.model.parallelize import apply_ep
 from tmoe.moe.dispatch import AllToAllDispatcher
 from tmoe.moe.layer import MoE

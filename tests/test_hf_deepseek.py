@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.check import ConfigError
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.run import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import differences, read_config
 from tmoe.hf.files import Folder

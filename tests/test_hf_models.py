@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.check import ConfigError
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.hf.config import differences, read_config, write_config
 from tmoe.hf.rules import divide, their_shapes

@@ -12,7 +12,7 @@ import torch
 from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
 
 from tmoe.checkpoint.checkpoints import Checkpoints, MismatchError
-from tmoe.config.run import ModelConfig, RopeConfig
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, RopeConfig, TrainConfig
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer

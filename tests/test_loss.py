@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tmoe import Transformer
-from tmoe.config.run import ModelConfig, MoEConfig
+from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.model import loss as loss_module
 from tmoe.model.loss import cross_entropy_sum
 

@@ -11,7 +11,8 @@ import torch
 from test_accounting import saved_bytes
 
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TrainConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.attention_backend import document_mask
 from tmoe.model.latent import LatentAttention

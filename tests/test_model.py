@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from test_router import naive_losses
 
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
-from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
 from tmoe.init import initialise
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals

@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import model as cost
 from benchmarks import network
 from benchmarks.moe_layer import ALL
+from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
-from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh

@@ -6,7 +6,7 @@ next: test_ops_gpu.py
 import pytest
 import torch
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.moe.layer import MoE
 
 pytestmark = pytest.mark.gpu

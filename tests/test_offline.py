@@ -46,7 +46,7 @@ from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
 from tmoe.checkpoint.manifest import Chunk, FileEntry, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
-from tmoe.config.run import ModelConfig, MoEConfig
+from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box, lay_out

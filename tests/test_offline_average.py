@@ -30,7 +30,8 @@ from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import read_manifest, verify
-from tmoe.config.run import Config, ModelConfig, MoEConfig, OptimConfig
+from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.run import Config, OptimConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_choice import reference_loss
 from torch.nn.functional import one_hot
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, Routing

@@ -8,7 +8,7 @@ import torch
 from test_router_product import ORDERS, TYPES, assert_right, bf16, every_exponent, fp32, operands, step
 from torch.utils.checkpoint import checkpoint
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
 from tmoe.ops.router_product import beside, router_product, stacked

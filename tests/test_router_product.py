@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.moe import router as router_module
 from tmoe.moe.router import Router
 from tmoe.ops import router_product as module

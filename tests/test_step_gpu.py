@@ -6,16 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tmoe.config.run import (
-    Config,
-    MLAConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    ParallelConfig,
-    RopeConfig,
-    TrainConfig,
-)
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.attention import Attention, rope_table
 from tmoe.model.attention_backend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.model.latent import LatentAttention

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 import train
 from tmoe import MoE, MoEConfig, Transformer
 from tmoe.config.check import ConfigError
-from tmoe.config.run import Config, ModelConfig, TrainConfig
+from tmoe.config.model import ModelConfig
+from tmoe.config.run import Config, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

@@ -22,7 +22,7 @@ from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import rewrite
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest, verify
-from tmoe.config.run import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize

@@ -6,8 +6,9 @@ next: train.py, then config/run.py
 import importlib
 from types import ModuleType
 
+from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
-from tmoe.config.run import Config, ModelConfig, MoEConfig
+from tmoe.config.run import Config
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE, balancing_loss
 

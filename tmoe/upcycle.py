@@ -40,7 +40,7 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dty
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.config.check import require
-from tmoe.config.run import ModelConfig, MoEConfig
+from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.hf.config import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf.rules import model_shapes

@@ -48,7 +48,7 @@ from tmoe.checkpoint.rewrite import (
     require_outside,
     rewrite,
 )
-from tmoe.config.run import STEPS_READ
+from tmoe.config.model import STEPS_READ
 from tmoe.listing import listed
 from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 

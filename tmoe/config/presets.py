@@ -1,6 +1,7 @@
 """The presets: published models' shapes, and one small enough for a laptop."""
 
-from tmoe.config.run import Config, DataConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, RopeConfig, TrainConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
 
 def presets() -> dict[str, Config]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from typing import Any, get_type_hints
 
 from tmoe.config.check import MOST, ConfigError, fits, spell
-from tmoe.config.run import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.listing import listed

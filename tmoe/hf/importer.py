@@ -36,7 +36,8 @@ from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.checkpoint.tools import one_message
 from tmoe.config.check import fits, require
-from tmoe.config.run import STEPS_READ, Config, ModelConfig
+from tmoe.config.model import STEPS_READ, ModelConfig
+from tmoe.config.run import Config
 from tmoe.hf.config import build_config, differences
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.hf.config import architecture, read_config
 from tmoe.hf.files import DTYPES, Folder
 from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes

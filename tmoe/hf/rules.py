@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import MismatchError
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.listing import listed
 from tmoe.model.transformer import Transformer
 

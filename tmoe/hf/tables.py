@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Part, Rule, Windows
 
 # ---- tensors ----

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tmoe.config.run import ModelConfig, RopeConfig
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.model.attention_backend import attend
 from tmoe.stack import take
 

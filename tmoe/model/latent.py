@@ -6,7 +6,7 @@ next: model/attention_backend.py
 import torch
 from torch import Tensor, nn
 
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.model.attention import rotate, yarn_scale
 from tmoe.model.attention_backend import attend
 

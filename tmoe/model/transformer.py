@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.config.run import ModelConfig
+from tmoe.config.model import ModelConfig
 from tmoe.init import initialise
 from tmoe.model.attention import Attention, rope_table
 from tmoe.model.attention_backend import make_mask

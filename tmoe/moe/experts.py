@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.ops import moe_mlp
 from tmoe.parallel.mesh import local_part

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.config.run import MoEConfig
+from tmoe.config.model import MoEConfig
 from tmoe.ops import softmax_topk
 from tmoe.ops.check import require
 from tmoe.ops.router_product import router_product

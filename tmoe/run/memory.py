@@ -13,7 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from tmoe.config.check import require
-from tmoe.config.run import Config, ModelConfig
+from tmoe.config.model import ModelConfig
+from tmoe.config.run import Config
 from tmoe.model.loss import chunk_rows
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides

@@ -1,0 +1,259 @@
+"""What a model is: widths, layers, attention, experts.
+
+next: run.py"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tmoe.config.check import check, divisors, require
+
+# settings of a model that every step of training reads, and nobody else
+STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and the scalings that stretch it past its trained range."""
+
+    theta: float = 10000.0
+    """base of the geometric frequency ladder"""
+    max_seq: int = 4096
+    """longest sequence the model may see, after scaling"""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """how frequencies are stretched: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)"""
+    factor: float = 1.0
+    """stretch: max_seq over the range that was trained without scaling"""
+    original_max_seq: int = 4096
+    """range trained without scaling (llama3, yarn)"""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_seq / this are stretched in full"""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_seq / this are left alone"""
+    beta_fast: float = 32.0
+    """yarn: rotations over the original range above which a frequency is left alone"""
+    beta_slow: float = 1.0
+    """yarn: rotations below which a frequency is stretched in full"""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; None: from mscale and mscale_all_dim, without those 0.1 ln(factor) + 1"""
+    mscale: float | None = None
+    """yarn: with mscale_all_dim, the factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) (DeepSeek)"""
+    mscale_all_dim: float | None = None
+    """yarn: latent attention's softmax takes the scale (0.1 mscale_all_dim ln(factor) + 1)^2 on top (DeepSeek)"""
+    truncate: bool = True
+    """yarn: the ramp between the two begins and ends at whole pairs (False: gpt-oss)"""
+
+    def __post_init__(self) -> None:
+        zero = "attention_factor mscale mscale_all_dim"
+        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=zero)
+        require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
+        stretched = self.scaling != "none" or self.factor == 1
+        require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
+        for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
+            a, b, (flag, other) = getattr(self, low), getattr(self, high), (n.replace("_", "-") for n in (low, high))
+            valid = f"above 0 and below --model.rope.{other}={b}"
+            require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads from one narrow latent."""
+
+    q_rank: int = 0
+    """width of the queries' latent; 0: none, queries come straight from the input (DeepSeek-V2-Lite)"""
+    kv_rank: int = 512
+    """width of the latent that keys and values come from"""
+    nope_dim: int = 128
+    """channels of a query and key head without position"""
+    rope_dim: int = 64
+    """channels with rotary position, one key for all heads"""
+    v_dim: int = 128
+    """channels of a value head"""
+    interleave: bool = True
+    """rotary pairs are neighbours (2i, 2i+1), as in DeepSeek's checkpoints; False: (i, i + rope-dim/2)"""
+
+    def __post_init__(self) -> None:
+        check(self, "--model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
+        require(self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """One Mixture-of-Experts layer: router, experts, shared experts, balancing terms."""
+
+    experts: int = 8
+    """number of routed experts, E"""
+    top_k: int = 2
+    """experts per token, K"""
+    ffn_dim: int = 256
+    """hidden width of one routed expert, F"""
+    shared_dim: int = 0
+    """summed hidden width of the shared experts that every token passes; 0: none"""
+    shared_gate: bool = False
+    """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """what makes scores of the router's logits: softmax, or each expert's own sigmoid (DeepSeek-V3)"""
+    softmax: Literal["before", "after"] = "before"
+    """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
+    renormalize: bool = True
+    """scores made before top-k: divide the K weights by their sum"""
+    groups: int = 1
+    """experts lie in this many groups of neighbours; a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
+    top_groups: int = 1
+    """groups a token may choose from"""
+    group_score: Literal["max", "top2"] = "max"
+    """a group is as good as its best expert (DeepSeek-V2) or as the sum of its two best (DeepSeek-V3)"""
+    choice_bias: bool = False
+    """balance without a loss: a bias on each expert's score that decides the choice alone, never the weight (Wang et al. 2024)"""
+    bias_speed: float = 0.001
+    """choice bias: after a step, up by this for experts below the mean load of the global batch, down for those above"""
+    scaling: float = 1.0
+    """factor on the K weights"""
+    balance: Literal["none", "batch", "sequence", "global"] = "sequence"
+    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), all of the step so far"""
+    balance_coeff: float = 0.01
+    """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
+    z_coeff: float = 0.001
+    """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
+    jitter: float = 0.0
+    """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+    router_bias: bool = False
+    """a learned bias on the router's logits (gpt-oss)"""
+    bias: bool = False
+    """learned biases on the routed experts' projections (gpt-oss)"""
+    activation: Literal["swiglu", "clamped"] = "swiglu"
+    """routed experts: silu(gate) up, or with g = min(gate, 7), u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (gpt-oss)"""
+
+    def __post_init__(self) -> None:
+        zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
+        check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
+        k, e, n, best = self.top_k, self.experts, self.groups, self.top_groups
+        require(1 <= k <= e, f"--model.moe.top-k={k}: must be 1 to --model.moe.experts={e}")
+        valid = f"must divide --model.moe.experts={e}; valid: {divisors(e)}"
+        require(e % n == 0, f"--model.moe.groups={n}: {valid}")
+        require(1 <= best <= n, f"--model.moe.top-groups={best}: must be 1 to --model.moe.groups={n}")
+        size = e // n
+        held = f"{best} groups of {size} experts hold only {best * size}"
+        require(k <= best * size, f"--model.moe.top-k={k}: {held}")
+        ok = n == 1 or self.group_score == "max" or size > 1
+        require(ok, f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}")
+        plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
+        require(
+            plain or self.softmax == "before",
+            "--model.moe.softmax=after: not with --model.moe.score=sigmoid, --model.moe.groups or --model.moe.choice-bias",
+        )
+        ungated = not self.shared_gate or self.shared_dim > 0
+        require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
+
+    @property
+    def untrained(self) -> str:
+        """Why the task's loss gives the router no gradient; "" where it does.
+
+        Published models may have been made so, and a config can say it: only who begins a new model must `require_trained`.
+        """
+        if self.top_k > 1 or self.experts == 1 or not (self.renormalize or self.softmax == "after"):
+            return ""
+        cause = "--model.moe.softmax=after" if self.softmax == "after" else "--model.moe.renormalize=True"
+        return (
+            f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself and constant, "
+            "so balancing losses alone train the routers"
+        )
+
+    def require_trained(self) -> None:
+        """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""
+        before = " --model.moe.softmax before" if self.softmax == "after" else ""
+        require(not self.untrained, f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does")
+
+
+# what grouped-query attention alone computes, and the value that switches it off
+LATENT_LACKS = dict(qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder: embedding, blocks of attention and (dense or MoE) feed-forward, head."""
+
+    vocab: int = 256
+    """vocabulary size, V"""
+    dim: int = 256
+    """model width, D"""
+    layers: int = 4
+    """number of blocks; cuts a preset to its first blocks"""
+    heads: int = 4
+    """query heads, H"""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """grouped-query attention, or multi-head latent attention (DeepSeek) of the widths in mla"""
+    kv_heads: int = 4
+    """key/value heads, G; divides heads"""
+    head_dim: int = 64
+    """head width, C"""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE)"""
+    qkv_bias: bool = False
+    """learned biases on queries, keys and values (Qwen2, gpt-oss)"""
+    o_bias: bool = False
+    """a learned bias on attention's output projection (gpt-oss)"""
+    sinks: bool = False
+    """a learned logit for each query head that takes part in its softmax and adds nothing (gpt-oss)"""
+    window: int = 0
+    """sliding window: a token attends to itself and the window - 1 tokens before it; 0: to all before it"""
+    windowed: tuple[int, ...] = (1,)
+    """which blocks have the window, 1 or 0 each, repeated over the depth; 1 0: every second, the first included (gpt-oss)"""
+    attention_multiplier: float | None = None
+    """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
+    embedding_multiplier: float = 1.0
+    """factor on the embedding's output (Granite)"""
+    residual_multiplier: float = 1.0
+    """factor on what attention and feed-forward add to the residual stream (Granite)"""
+    logits_scaling: float = 1.0
+    """divisor of the logits (Granite)"""
+    dense_layers: int = 0
+    """leading blocks whose feed-forward is dense"""
+    dense_blocks: tuple[int, ...] = ()
+    """numbers of further blocks whose feed-forward is dense"""
+    moe_every: int = 1
+    """after the leading dense blocks, every n-th block is an MoE block, the first of them included"""
+    ffn_dim: int = 1024
+    """hidden width of the dense feed-forward blocks"""
+    tied: bool = False
+    """output head shares the embedding's weight"""
+    norm_eps: float = 1e-6
+    """added to the mean square in every RMSNorm"""
+    dropout: float = 0.0
+    """dropout on each residual branch in training"""
+    init_std: float = 0.02
+    """standard deviation of the initial weights; projections into the residual stream get it over sqrt(2 layers)"""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    def __post_init__(self) -> None:
+        one = "vocab dim layers heads kv_heads head_dim moe_every ffn_dim"
+        zero, share = "dense_layers norm_eps init_std window", "dropout"
+        positive = "attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
+        check(self, "--model.", one=one, zero=zero, positive=positive, share=share)
+        h, g = self.heads, self.kv_heads
+        require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
+        for name, off in LATENT_LACKS.items():
+            value, flag = getattr(self, name), name.replace("_", "-")
+            require(self.attention == "gqa" or value == off, f"--model.{flag}={value}: not with --model.attention=mla")
+        require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
+        blocks = self.dense_blocks
+        require(all(b >= 0 for b in blocks), f"--model.dense-blocks={blocks}: must be numbers of blocks, from 0 on")
+        valid = "one or more of 1 (with the window) and 0 (without)"
+        require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that turn with the position."""
+        return self.head_dim if self.attention == "gqa" else self.mla.rope_dim
+
+    def is_moe(self, layer: int) -> bool:
+        regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
+        return regular and layer not in self.dense_blocks
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that one sees in this block, itself among them; 0: all before it."""
+        return self.window if self.windowed[layer % len(self.windowed)] else 0
