@@ -27,8 +27,8 @@ from transformers import (
 
 from tmoe.checkpoint.checkpoints import Checkpoints, verify
 from tmoe.config.model import ModelConfig
+from tmoe.config.same import build_config
 from tmoe.hf import export_hf, import_hf
-from tmoe.hf.config import build_config
 from tmoe.hf.rules import divide
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer

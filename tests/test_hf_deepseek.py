@@ -20,8 +20,9 @@ from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
+from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf, load_hf
-from tmoe.hf.config import differences, read_config
+from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 from tmoe.parallel import build_mesh, parallelize

@@ -30,8 +30,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
+from tmoe.config.same import facts
 from tmoe.hf import load_hf
-from tmoe.hf.config import READ, facts, read_config
+from tmoe.hf.config import READ, read_config
 from tmoe.hf.files import Folder
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer

@@ -27,8 +27,9 @@ from tmoe.checkpoint.checkpoints import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
+from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf
-from tmoe.hf.config import differences, read_config, write_config
+from tmoe.hf.config import read_config, write_config
 from tmoe.hf.rules import divide, their_shapes
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 import train
 from tmoe import hf
 from tmoe.checkpoint import tools as offline
-from tmoe.hf.config import build_config, read_config
+from tmoe.config.same import build_config
+from tmoe.hf.config import read_config
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 

@@ -41,7 +41,7 @@ from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig
-from tmoe.hf.config import build_config
+from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf.rules import model_shapes
 from tmoe.parallel.layout import Box, lay_out

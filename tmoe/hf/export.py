@@ -24,7 +24,8 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 from tmoe.config.model import ModelConfig
-from tmoe.hf.config import architecture, build_config, differences, write_config
+from tmoe.config.same import build_config, differences
+from tmoe.hf.config import architecture, write_config
 from tmoe.hf.files import (
     CONFIG,
     DTYPES,

@@ -38,7 +38,7 @@ from tmoe.checkpoint.tools import one_message
 from tmoe.config.check import fits, require
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
-from tmoe.hf.config import build_config, differences
+from tmoe.config.same import build_config, differences
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
 from tmoe.hf.packed import unpacked

@@ -1,0 +1,120 @@
+"""Whether two settings are the same model, and settings by dotted names.
+
+next: presets.py"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
+
+from tmoe.config.check import ConfigError, fits, spell
+from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.listing import listed
+
+# settings of ModelConfig that have settings of their own
+PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
+# left out of what a model computes: what training alone reads, and the parts that facts looks into
+TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", *PARTS}
+GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
+# types of settings by dotted name, and of keys of config.json that settings are derived from
+KINDS = get_type_hints(ModelConfig) | {
+    f"{part}.{name}": kind for part, made in PARTS.items() for name, kind in get_type_hints(made).items()
+}
+
+
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """Every setting in which two models compute different things; equal mathematics under two names is no difference."""
+    a, b = facts(ours), facts(theirs)
+    names = dict.fromkeys([*a, *b])
+    return [f"model.{n}: {a.get(n)!r} here, {b.get(n)!r} there" for n in names if a.get(n) != b.get(n)]
+
+
+def facts(cfg: ModelConfig) -> dict[str, Any]:
+    """The settings that decide what the model computes, in one spelling; what only training reads is left out."""
+    sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
+    unread = (
+        TRAINING
+        | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
+        | ({"ffn_dim"} if len(sparse) == cfg.layers else set())
+    )
+    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread} | {"MoE layers": sparse}
+    found |= {"windows": [cfg.window_of(i) for i in range(cfg.layers)], "attention_multiplier": softmax_scale(cfg)}
+    if cfg.attention == "mla":
+        found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
+        found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
+    if sparse:
+        found |= {f"moe.{f.name}": getattr(cfg.moe, f.name) for f in fields(cfg.moe) if f.name not in TRAINING}
+        if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
+            found["moe.renormalize"] = True
+        if cfg.moe.top_groups == cfg.moe.groups:
+            found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
+    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}
+
+
+def softmax_scale(cfg: ModelConfig) -> float:
+    return cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
+
+
+ROPE = {  # settings that each scaling reads -> their key of config.json
+    "none": {},
+    "linear": dict(factor="factor"),
+    "llama3": dict(
+        factor="factor",
+        original_max_seq="original_max_position_embeddings",
+        low_freq_factor="low_freq_factor",
+        high_freq_factor="high_freq_factor",
+    ),
+    "yarn": dict(
+        factor="factor",
+        original_max_seq="original_max_position_embeddings",
+        beta_fast="beta_fast",
+        beta_slow="beta_slow",
+        attention_factor="attention_factor",
+        mscale="mscale",
+        mscale_all_dim="mscale_all_dim",
+        truncate="truncate",
+    ),
+}
+
+
+def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
+    return {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+
+
+def flattened(cfg: ModelConfig) -> dict[str, Any]:
+    """Settings by dotted name: "dim", "moe.top_k", "rope.theta"."""
+    return _flat(asdict(cfg))
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in settings.items() if name not in PARTS}
+    return plain | {f"{part}.{key}": value for part in PARTS for key, value in settings.get(part, {}).items()}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    parts: dict[str, Any] = {part: {} for part in PARTS}
+    for name, value in flat.items():
+        part, _, key = name.rpartition(".")
+        (parts[part] if part else parts)[key] = value
+    return parts
+
+
+def build_config(settings: dict[str, Any]) -> ModelConfig:
+    """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
+    try:
+        if problems := [
+            _mistyped(name, value, KINDS[name])
+            for name, value in _flat(settings).items()
+            if name in KINDS and not fits(value, KINDS[name])
+        ]:
+            raise ConfigError(listed("model settings are malformed", problems))
+        parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
+        tuples = dict(windowed=(1,), dense_blocks=())
+        parts |= {name: tuple(settings.get(name, default)) for name, default in tuples.items()}  # JSON has lists
+        return ModelConfig(**settings | parts)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"model settings are malformed: {error}") from error
+
+
+def _mistyped(name: str, value: Any, kind: Any) -> str:
+    return f"{name}={value!r}: must be {spell(kind)}"
