@@ -23,14 +23,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
-from tmoe.checkpoint.manifest import naming
 from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
+from tmoe.disk import written_whole
 from tmoe.run.memory import count_parameters, mfu
 from tmoe.run.onlookers import Onlooker, reason
 from tmoe.run.progress import Display
@@ -380,17 +380,6 @@ def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float
         if dropped and keep:
             shutil.copyfile(path, keep)
     return seconds, dropped
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[TextIO]:
-    """A file to write that takes the place of `path` at the end: a reader, or a crash, meets the old one or the new one."""
-    aside = path.with_suffix(path.suffix + ".tmp")
-    with naming(aside), open(aside, "w") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def write_config(
