@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tmoe import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
@@ -61,7 +62,7 @@ class Tmoe:
         """What an attacker does after changing files: make the manifest agree with them."""
         old = read_manifest(step)
         for name in old.files:
-            with manifest.HashedFile(step / "copy") as copy:
+            with disk.HashedFile(step / "copy") as copy:
                 copy.write((step / name).read_bytes())
             old.files[name] = copy.entry()
             (step / "copy").unlink()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tmoe import disk
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
@@ -108,7 +109,7 @@ def forge(step: Path, name: str, raw: bytes, tensor: str | None = None) -> None:
         manifest.tensors[tensor] = dataclasses.replace(manifest.tensors[tensor], chunks=(forged,))
         raw = old + raw
     (step / name).write_bytes(raw)
-    with files.HashedFile(step / "copy") as copy:
+    with disk.HashedFile(step / "copy") as copy:
         copy.write(raw)
     manifest.files[name] = copy.entry()
     (step / "copy").unlink()

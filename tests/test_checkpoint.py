@@ -27,6 +27,7 @@ from steps import two_steps as two_steps  # a fixture
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.inject import flip
+from tmoe import disk
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.checkpoints import CheckpointError, MismatchError, read_manifest, verify
 
@@ -193,7 +194,7 @@ def test_hostile_pickles_do_not_run(two_steps, tmp_path, place, tensor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"files": {"../x": files.FileEntry(0, "")}}, "leaves the folder"),
+        ({"files": {"../x": disk.FileEntry(0, "")}}, "leaves the folder"),
         ({"tensors": {"a": files.TensorEntry((2,), "float32", "", "", ())}}, "chunks hold 0 of 2 elements"),
         ({"tensors": {"a": files.TensorEntry((), "load", "", "", ())}}, "dtype 'load' is unknown"),
         ({"world": 2, "tensors": {"a": 3}}, "malformed"),

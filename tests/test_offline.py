@@ -39,14 +39,16 @@ from steps import (
 from steps import step as step  # a fixture
 
 from benchmarks.inject import die_at, flip
+from tmoe import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint import rewrite
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
-from tmoe.checkpoint.manifest import Chunk, FileEntry, TensorEntry
+from tmoe.checkpoint.manifest import Chunk, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
 from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.disk import FileEntry
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box, lay_out
@@ -183,7 +185,7 @@ def test_any_cut_reads_as_any_other_and_each_chunk_once(tmp_path, seed, monkeypa
     def part(offset, lengths):
         return tensor[tuple(slice(o, o + n) for o, n in zip(offset, lengths, strict=True))]
 
-    with files.HashedFile(tmp_path / "f") as file:
+    with disk.HashedFile(tmp_path / "f") as file:
         chunks = [files.write_chunk(file, part(*cut), cut[0]) for cut in grid_cuts(draw, shape)]
     entry = files.tensor_entry(shape, tensor.dtype, "", draw.sample(chunks, len(chunks)))
     reads: list[Chunk] = []

@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 from tmoe.checkpoint.folders import expand_home
-from tmoe.checkpoint.manifest import naming
+from tmoe.disk import naming
 from tmoe.run.metrics import read_lines
 
 

@@ -42,8 +42,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
+from tmoe import disk
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from tmoe.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from tmoe.disk import FileEntry
 from tmoe.stack import take
 
 # by it stock FileSystemReader finds payloads in .metadata; the one name that DCP does not export
@@ -114,7 +116,7 @@ class Writer(StorageWriter):
 
     def _write_file(self, number: int, items: list[WriteItem]) -> list[WriteResult]:
         boxes = [(self.planner.local[item.index.fqn], _box(item).offsets) for item in items]
-        with files.HashedFile(self.folder / f"__{self.rank}_{number}.distcp") as file:
+        with disk.HashedFile(self.folder / f"__{self.rank}_{number}.distcp") as file:
             chunks = [files.write_chunk(file, tensor, offset) for tensor, offset in boxes]
         entry = file.entry()
         return [
@@ -186,7 +188,7 @@ def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
 
 def write_stock_metadata(folder: Path, tensors: dict[str, TensorEntry]) -> FileEntry:
     """`.metadata`, with which torch.distributed.checkpoint.load and its converters read the folder; tmoe never opens it."""
-    with files.HashedFile(folder / ".metadata") as file:
+    with disk.HashedFile(folder / ".metadata") as file:
         pickle.dump(dcp_metadata(tensors), file)
     return file.entry()
 

@@ -17,9 +17,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +26,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from tmoe.disk import FileEntry, HashedFile
 from tmoe.listing import listed
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,6 @@ _MOST = 1 << 58  # elements that torch can count the bytes of, whatever their ty
 
 class CheckpointError(Exception):
     """A checkpoint could not be written, is damaged, or does not fit; the message names rank, path and reason."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of the folder: bytes and SHA-256."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -320,61 +312,6 @@ def stamp(path: Path) -> tuple | None:
 
 
 # ---- payloads ----
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Around writing `path`: an OSError that names no file, as those of write, flush and fsync, names this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-class HashedFile:
-    """A new file that hashes what is written to it and is synced to the disk when closed; its OSErrors name the path.
-
-    The first error is what the `with` block raises: torch.save, told of a full disk, raises "unexpected pos 704 vs 598" instead.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.size, self._sha = path, 0, hashlib.sha256()
-        self._failed: OSError | None = None
-
-    def __enter__(self) -> HashedFile:
-        self._file = open(self.path, "xb")
-        return self
-
-    def write(self, data: Any) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self._fail(error)
-            raise
-        self._sha.update(data)
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:  # torch.save flushes after every payload; one flush at the end is enough
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            with self._file:  # closed whatever fails
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._fail(error)
-        if self._failed:
-            raise self._failed
-
-    def _fail(self, error: OSError) -> None:
-        self._failed = self._failed or OSError(error.errno, error.strerror, str(self.path))
-
-    def entry(self) -> FileEntry:
-        return FileEntry(self.size, self._sha.hexdigest())
 
 
 def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Chunk:

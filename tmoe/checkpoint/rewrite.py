@@ -35,6 +35,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
+from tmoe import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
@@ -244,12 +245,12 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
     """One group's folder: a file a rank, then the manifest that says it is done."""
     part.mkdir()
     try:
-        opened: dict[int, files.HashedFile] = {}
+        opened: dict[int, disk.HashedFile] = {}
         with ExitStack() as stack:
 
-            def shard(rank: int) -> files.HashedFile:
+            def shard(rank: int) -> disk.HashedFile:
                 if rank not in opened:
-                    opened[rank] = stack.enter_context(files.HashedFile(part / f"__{rank}_{number}.distcp"))
+                    opened[rank] = stack.enter_context(disk.HashedFile(part / f"__{rank}_{number}.distcp"))
                 return opened[rank]
 
             tensors = {output.name: _write_tensor(output, plan.produce(output), shard, tell) for output in outputs}
@@ -263,7 +264,7 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
 
 
 def _write_tensor(
-    output: Output, contents: Iterator[Tensor], shard: Callable[[int], files.HashedFile], tell: Advance
+    output: Output, contents: Iterator[Tensor], shard: Callable[[int], disk.HashedFile], tell: Advance
 ) -> TensorEntry:
     chunks = []
     for box in output.boxes:

@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from tmoe.checkpoint.manifest import naming
 from tmoe.data.tokenizer import DataError
+from tmoe.disk import naming
 
 Form = Literal["token shards", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 

@@ -43,10 +43,10 @@ import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
-from tmoe.checkpoint.manifest import naming
 from tmoe.config.check import fits
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+from tmoe.disk import naming
 
 Split = Literal["train", "val"]
 IN_MEMORY = 16_000_000  # bytes of files

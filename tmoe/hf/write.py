@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from tmoe.checkpoint import folders
-from tmoe.checkpoint.manifest import CheckpointError, HashedFile
+from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
+from tmoe.disk import HashedFile
 from tmoe.hf.files import Layout, Writer
 from tmoe.listing import listed
 
