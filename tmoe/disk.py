@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,3 +85,21 @@ class HashedFile:
 
     def entry(self) -> FileEntry:
         return FileEntry(self.size, self._sha.hexdigest())
+
+
+def expand_home(words: Iterable[str] | None = None) -> list[str]:
+    """A command line's words (None: this process's) with `~` read as the home folder: a shell leaves the one in --out=~/x as it is."""
+    expanded = []
+    for word in sys.argv[1:] if words is None else words:
+        flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        expanded.append(flag + equals + os.path.expanduser(value))
+    return expanded
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

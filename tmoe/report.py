@@ -22,8 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from tmoe.checkpoint.folders import expand_home
-from tmoe.disk import naming
+from tmoe.disk import expand_home, naming
 from tmoe.run.metrics import read_lines
 
 

@@ -35,6 +35,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from tmoe import disk
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
@@ -263,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             upcycle,
             prog="python -m tmoe.upcycle",
             description=(__doc__ or "").partition("\nnext:")[0],
-            args=folders.expand_home(argv),
+            args=disk.expand_home(argv),
         )
 
 

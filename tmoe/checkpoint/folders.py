@@ -11,24 +11,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 
 from tmoe.checkpoint.manifest import NAME, CheckpointError, read_saved_ns
+from tmoe.disk import sync_folder
 
 _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
-
-
-def expand_home(words: Iterable[str] | None = None) -> list[str]:
-    """A command line's words (None: this process's) with `~` read as the home folder: a shell leaves the one in --out=~/x as it is."""
-    expanded = []
-    for word in sys.argv[1:] if words is None else words:
-        flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        expanded.append(flag + equals + os.path.expanduser(value))
-    return expanded
 
 
 def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
@@ -112,12 +102,3 @@ def sweep(folder: Path) -> None:
             os.rename(path, path.with_name(path.name.split(".")[0]))
     for path in entries(folder, published=False):
         remove(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

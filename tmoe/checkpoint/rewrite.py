@@ -257,7 +257,7 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
         entries = {file.path.name: file.entry() for file in opened.values()}
         done = replace(plan.manifest, info={"plan": plan.key}, state={}, files=entries, tensors=tensors)
         files.write_manifest(part, done)
-        folders.sync_folder(part)
+        disk.sync_folder(part)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)  # room for the next attempt
         raise

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from torch import Tensor
 
+from tmoe import disk
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import inspect as inspection
 from tmoe.checkpoint import manifest as files
@@ -343,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             commands,
             prog="python -m tmoe.checkpoint",
             description=(__doc__ or "").partition("\nnext:")[0],
-            args=folders.expand_home(argv),
+            args=disk.expand_home(argv),
             config=(tyro.conf.FlagCreatePairsOff,),
         )
 

@@ -4,9 +4,9 @@ import sys
 
 import tyro
 
-from tmoe.checkpoint.folders import expand_home
 from tmoe.data.dataset import convert
 from tmoe.data.tokenizer import DataError
+from tmoe.disk import expand_home
 
 try:
     tyro.cli(convert, prog="python -m tmoe.data", args=expand_home())

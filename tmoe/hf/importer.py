@@ -31,7 +31,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.checkpoint.folders import expand_home, resolve
+from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.checkpoint.tools import one_message
@@ -39,6 +39,7 @@ from tmoe.config.check import fits, require
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
 from tmoe.config.same import build_config, differences
+from tmoe.disk import expand_home
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
 from tmoe.hf.packed import unpacked

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tmoe.checkpoint import folders
+from tmoe import disk as folders
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import Advance, bar, locked, require_absent, require_ours, room_for, work_folder
 from tmoe.disk import HashedFile

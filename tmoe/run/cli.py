@@ -18,11 +18,11 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from tmoe.checkpoint.folders import expand_home
 from tmoe.checkpoint.manifest import is_step
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.run.memory import padding
