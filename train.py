@@ -21,11 +21,11 @@ import torch
 from tmoe import warmup
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
+from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf import importer as hf
 from tmoe.hf.tokenizer import carried_by_start
-from tmoe.model.loss import IGNORE
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import (

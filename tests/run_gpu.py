@@ -58,9 +58,9 @@ def traces() -> list[tuple]:
     import test_symm_gpu
     import torch
 
+    from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
-    from tmoe.model.loss import IGNORE
     from tmoe.ops import adamw, cross_entropy, router_product
     from tmoe.ops import sum_parts as parts
     from tmoe.ops.launch.precompile import trace, trace_router

@@ -24,7 +24,7 @@ from test_train import NOISY, SMALL, assert_equal_state, lines, load, numbers, r
 
 import train
 from benchmarks.launch import launch
-from tmoe.model.loss import IGNORE
+from tmoe.config.model import IGNORE
 from tmoe.moe.router import Router
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse

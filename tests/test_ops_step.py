@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from test_ops_kernels import CHIPS, assert_fits, measure
 from triton import knobs
 
+from tmoe.config import model
 from tmoe.config.presets import presets
 from tmoe.model import loss
 from tmoe.ops import adamw, cross_entropy
@@ -188,7 +189,7 @@ def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
 
     def softmax_and_gradient(logits, targets, V, needs):
         seen.append(logits.shape)
-        return cross_entropy.cross_entropy_(logits, targets, V, loss.IGNORE, needs), logits
+        return cross_entropy.cross_entropy_(logits, targets, V, model.IGNORE, needs), logits
 
     monkeypatch.setattr(loss, "softmax_and_gradient", softmax_and_gradient)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)

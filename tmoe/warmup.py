@@ -22,9 +22,9 @@ import torch
 from filelock import FileLock, Timeout
 
 from tmoe.config.check import ConfigError
+from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
-from tmoe.model.loss import IGNORE
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts

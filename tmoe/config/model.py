@@ -257,3 +257,6 @@ class ModelConfig:
     def window_of(self, layer: int) -> int:
         """Tokens that one sees in this block, itself among them; 0: all before it."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
+
+
+IGNORE = -100  # target that counts in no loss

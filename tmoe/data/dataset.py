@@ -35,6 +35,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.sources import (
     Corpus,
@@ -51,7 +52,6 @@ from tmoe.data.sources import (
     write_shards,
 )
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
-from tmoe.model.loss import IGNORE
 
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from tmoe.config.model import IGNORE
 from tmoe.ops.check import autocasts
 from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
 from tmoe.ops.launch.eager import no_second_derivative
@@ -11,7 +12,6 @@ from tmoe.ops.launch.eager import no_second_derivative
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
 # 4096 rows at V = 152k: at 1024 the sum of the head's gradient costs 25% on top of its product, at 4096 none
 CHUNK_LOGITS_GPU = 2**30
-IGNORE = -100  # target that counts in no loss
 
 
 @record_function("loss")  # benchmarks/trace.py tells its products from the blocks'
