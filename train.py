@@ -42,8 +42,9 @@ from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import count_parameters, flops_per_token, peak_flops, require_room
-from tmoe.run.metrics import Metrics, versions
+from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
+from tmoe.versions import versions
 
 
 def main(argv: list[str]) -> None:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from run_logs import Stats, config, routers, start, step
 
-from tmoe import report
+from tmoe import report, versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
 from tmoe.run import metrics as module
 from tmoe.run import onlookers, progress
-from tmoe.run.metrics import max_violation, to_host, versions
+from tmoe.run.metrics import max_violation, to_host
+from tmoe.versions import versions
 
 ROOT = Path(__file__).parents[1]
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
@@ -362,7 +363,7 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     source.parent.mkdir()
     source.write_text("pass\n")
     monkeypatch.setattr(module, "__file__", str(source))
-    assert module.git_state() is None  # no repository at all
+    assert versions.git_state() is None  # no repository at all
 
     def git(*args):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -374,13 +375,13 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     git("add", ".")
     git("commit", "-qm", "one")
     revision = git("rev-parse", "HEAD").stdout.strip()
-    assert module.git_state() == {"revision": revision, "dirty": False}
+    assert versions.git_state() == {"revision": revision, "dirty": False}
     source.write_text("changed\n")
-    assert module.git_state() == {"revision": revision, "dirty": True}
+    assert versions.git_state() == {"revision": revision, "dirty": True}
     elsewhere = tmp_path / "venv" / "tmoe" / "run/metrics.py"  # installed inside someone else's repository
     elsewhere.parent.mkdir(parents=True)
     monkeypatch.setattr(module, "__file__", str(elsewhere))
-    assert module.git_state() is None
+    assert versions.git_state() is None
 
 
 def test_tensorboard_gets_the_scalars(tmp_path):

@@ -19,7 +19,7 @@ from run_logs import config, start, step
 
 import train
 from benchmarks.launch import launch
-from tmoe import report
+from tmoe import report, versions
 from tmoe.run import metrics, onlookers, progress
 from tmoe.run import process as runtime
 from tmoe.run.onlookers import LONGEST, Onlooker, reason
@@ -216,9 +216,9 @@ def test_memory_that_cannot_be_read_is_null(tmp_path, monkeypatch, capsys):
 
 def test_versions_that_cannot_be_read_are_none(monkeypatch):
     said = []
-    monkeypatch.setattr(metrics, "git_state", raising(UnicodeError("no text")))
+    monkeypatch.setattr(versions, "git_state", raising(UnicodeError("no text")))
     monkeypatch.setattr(metrics.importlib.metadata, "version", raising(KeyError("Version")))
-    found = metrics.versions(said.append)
+    found = versions.versions(said.append)
     assert found["torch"] == torch.__version__ and (found["git"], found["triton"], found["tmoe"]) == (None,) * 3
     assert said == [
         f"version of triton: could not be read{GOES_ON}KeyError: 'Version'",

@@ -46,7 +46,7 @@ from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
 from tmoe.hf.rules import model_shapes
 from tmoe.parallel.layout import Box, lay_out
-from tmoe.run.metrics import versions
+from tmoe.versions import versions
 
 
 def upcycle(

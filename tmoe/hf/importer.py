@@ -51,7 +51,7 @@ from tmoe.listing import listed
 from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import local_part, local_slices
-from tmoe.run.metrics import versions
+from tmoe.versions import versions
 
 __all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_run", "swap_experts"]
 

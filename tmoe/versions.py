@@ -1,0 +1,61 @@
+"""What made a run: versions of packages and the git revision."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tmoe.run.metrics import log
+from tmoe.run.onlookers import Onlooker
+
+
+def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
+    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag.
+    `say` gets a line for each that cannot be read, which is None as well."""
+    reads: dict[str, Callable[[], Any]] = {
+        "python": platform.python_version,
+        # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
+        "torch": lambda: str(torch.__version__),
+        "triton": lambda: package_version("triton"),
+        "tmoe": lambda: package_version("tmoe"),
+        "cuda": lambda: torch.version.cuda,
+        "gpu": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "git": git_state,
+    }
+    looks = {name: Onlooker(f"version of {name}: could not be read", say) for name in reads}
+    return {name: looks[name](read) for name, read in reads.items()}
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state() -> dict[str, Any] | None:
+    """{"revision", "dirty"} of the checkout that this file lies in; None if it lies in none of tmoe."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=10)
+        return os.fsdecode(done.stdout).strip()
+
+    try:
+        # an environment inside someone else's repository is not tmoe's revision
+        if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[1]:
+            return None
+        return {
+            "revision": git("rev-parse", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
