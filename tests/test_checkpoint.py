@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from benchmarks.inject import flip
 from tmoe import disk
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint.checkpoints import CheckpointError, MismatchError, read_manifest, verify
+from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
+from tmoe.checkpoint.errors import MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
 

@@ -32,7 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest
-from tmoe.checkpoint.checkpoints import MismatchError, read_manifest
+from tmoe.checkpoint.checkpoints import read_manifest
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard

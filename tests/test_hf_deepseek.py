@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_train import SMALL, run
 from transformers import AutoModelForCausalLM
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets

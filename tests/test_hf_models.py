@@ -23,7 +23,7 @@ from hf_tiny import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

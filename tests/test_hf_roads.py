@@ -13,7 +13,7 @@ from hf_tiny import MODELS, assert_bits, far, load_step, saved, tensors_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config

@@ -12,7 +12,7 @@ from hf_tiny import SIZES, assert_bits, make, tensors_of
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3MoeConfig
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config

@@ -12,7 +12,7 @@ from hf_tiny import MODELS, assert_bits, far, files_of, load_step, make, saved, 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder

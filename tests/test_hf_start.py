@@ -11,7 +11,8 @@ import pytest
 import torch
 from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
 
-from tmoe.checkpoint.checkpoints import Checkpoints, MismatchError
+from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config

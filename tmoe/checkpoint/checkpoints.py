@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.listing import listed
 from tmoe.parallel.mesh import patience
@@ -46,10 +47,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 # DCP says so whenever there is no process group, which is no news to someone who runs one process.
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-
-
-class MismatchError(CheckpointError, ValueError):
-    """The tensors asked for are not the tensors saved; the message lists every difference, or every kind of them."""
 
 
 class Checkpoints:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tmoe.checkpoint.checkpoints import MismatchError
+from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
