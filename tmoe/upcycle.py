@@ -37,13 +37,14 @@ from torch import Tensor
 
 from tmoe import disk
 from tmoe.checkpoint import folders
+from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.same import build_config
-from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL, refuse
+from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
 from tmoe.hf.rules import model_shapes
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.versions import versions

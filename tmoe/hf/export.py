@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint import folders
+from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
 from tmoe.config.model import ModelConfig
@@ -37,7 +38,6 @@ from tmoe.hf.files import (
     Folder,
     Layout,
     is_folder,
-    refuse,
     require_names,
     split,
     untied,

@@ -18,12 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tmoe.checkpoint.errors import MismatchError
+from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
-from tmoe.listing import listed
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
@@ -196,12 +195,6 @@ def is_folder(path: str | Path) -> bool:
 def untied(folder: Path) -> str:
     """What import, direct start and export say about a folder with a head of its own."""
     return f"{folder / CONFIG} ties {HEAD} to {EMBEDDING}, but the files hold another {HEAD}: read as {TIED} false"
-
-
-def refuse(what: str, problems: list[str]) -> None:
-    """MismatchError with every problem, or every kind of them where they are many, if there is one."""
-    if problems:
-        raise MismatchError(listed(f"{what}: {len(problems):,} differences", problems))
 
 
 def require_names(where: Path, names: Iterable[str]) -> None:

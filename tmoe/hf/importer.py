@@ -31,6 +31,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.folders import resolve
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
@@ -41,7 +42,7 @@ from tmoe.config.run import Config
 from tmoe.config.same import build_config, differences
 from tmoe.disk import expand_home
 from tmoe.hf.export import export_hf
-from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, refuse, untied
+from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece, model_shapes
