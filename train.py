@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tmoe import warmup
+from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
 from tmoe.config.model import IGNORE
@@ -214,11 +215,11 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                self.changes = run.together(lambda: hf.require_same_run(path, cfg, self.data.facts(), run.world))
+                self.changes = run.together(lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world))
                 state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
-                self.checkpoints.info["config"]["init"] = hf.started_from(path)  # whatever --init says now
+                self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
                 self.data.go_on(self.step, self.tokens, **self.shape())
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)

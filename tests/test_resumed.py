@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_init import FLAGS, train_two_steps
 
+from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
@@ -43,13 +44,13 @@ def test_tokens_of_another_tokenizer_are_refused(gloo, tmp_path):
             gloo(1, train_two_steps, flags)
             cfg = parse([*flags, "--steps", "4"], "")
             step = Checkpoints(tmp_path / "run/checkpoints", keep=0, mode="sync", info={}).find("auto")
-            assert hf.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)[0] == "--steps=4 (was 2)"
+            assert resume.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)[0] == "--steps=4 (was 2)"
         source.rename(tmp_path / tokenizer.fingerprint)
     (tmp_path / "other").rename(source)
     with pytest.raises(
         ConfigError, match=r"made with tokenizer other, eos 1; .*step-2 was trained on that of bytes, eos 0"
     ):
-        hf.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)
+        resume.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)
 
 
 @pytest.mark.parametrize("content", [{"model_type": "qwen3_moe"}, {"starts": []}])
