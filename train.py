@@ -25,7 +25,7 @@ from tmoe.config.check import require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
-from tmoe.hf import importer as hf
+from tmoe.hf import start as hf
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals

@@ -2,7 +2,8 @@
 
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import is_folder
-from tmoe.hf.importer import import_hf, load_hf, load_weights
+from tmoe.hf.importer import import_hf
+from tmoe.hf.start import load_hf, load_weights
 from tmoe.hf.swap import swap_experts
 
 __all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "swap_experts"]

@@ -1,0 +1,113 @@
+"""A model's weights straight from Hugging Face's folder or a step folder: each rank reads what it holds.
+
+next: export.py"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.errors import refuse
+from tmoe.checkpoint.folders import resolve
+from tmoe.checkpoint.manifest import CheckpointError, read_manifest
+from tmoe.checkpoint.resume import require_same_model
+from tmoe.config.check import require
+from tmoe.config.model import ModelConfig
+from tmoe.config.same import differences
+from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, untied
+from tmoe.hf.plan import plan_folder
+from tmoe.hf.rules import Piece, model_shapes
+from tmoe.moe.layer import warn_if_untrained
+from tmoe.parallel.mesh import local_part, local_slices
+
+
+def load_hf(
+    hf_dir: str | Path, named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor], model_cfg: ModelConfig
+) -> None:
+    """Fill a tmoe model's parameters, DTensors on any mesh or plain tensors, from a Hugging Face folder that every rank can read.
+
+    A model with a choice bias (DeepSeek-V3) has a buffer to fill as well: give `model.state_dict()`, which is right for every model.
+    Each rank reads the slices that it holds and nothing else, converted to the parameter's type. Collective: every rank calls it.
+    Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute, MismatchError listing
+    every setting in which config.json differs from `model_cfg` and every tensor that is missing, extra or of another shape.
+    Warns of a model whose routers the task's loss does not train (`MoEConfig.untrained`).
+    """
+    _load_hf(Path(hf_dir), dict(named_parameters), model_cfg)
+    if any(map(model_cfg.is_moe, range(model_cfg.layers))):
+        warn_if_untrained(model_cfg.moe)
+
+
+@torch.no_grad()
+def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
+    plan = _together(lambda: _plan_load(hf_dir, parameters, model_cfg))
+
+    def read() -> None:
+        folder, found = plan
+        for name, parameter in parameters.items():
+            offset = tuple(part.start for part in local_slices(parameter))
+            with folder.reading() as reading:
+                fill(local_part(parameter), offset, found[name], reading)
+
+    _together(read)
+
+
+def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
+    """Fill `parameters`, a model's state_dict(), from the Hugging Face folder or the step folder `path`, on every rank.
+
+    Raises as load_hf does and as Checkpoints.load does; a step whose settings compute another model is a MismatchError too.
+    """
+    if is_folder(path):
+        return _load_hf(path, parameters, model_cfg)
+
+    def look() -> Path:
+        require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")
+        try:
+            step_dir = resolve(path)
+            read_manifest(step_dir)
+        except CheckpointError as error:
+            raise CheckpointError(f"--init={path}: must be a step folder or a Hugging Face folder\n{error}") from None
+        require_same_model(step_dir, model_cfg)
+        return step_dir
+
+    checkpoints.load(_together(look), {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
+
+
+def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
+    folder = Folder(hf_dir)
+    plan = plan_folder(folder)
+    why = f" ({untied(hf_dir)})" if folder.own_head else ""
+    refuse(f"{hf_dir / CONFIG} is not this model's{why}", differences(cfg, plan.cfg))
+    shapes = model_shapes(plan.cfg)
+    problems = plan.problems + [
+        f"{name}: shape {tuple(p.shape)} here, by config.json {shapes.get(name)}"
+        for name, p in parameters.items()
+        if shapes.get(name) != tuple(p.shape)
+    ]
+    unfilled = sorted(shapes.keys() - parameters.keys())
+    problems += [f"{name}: not among the tensors to fill; give the model's state_dict()" for name in unfilled]
+    refuse(f"{hf_dir} does not fit", problems)
+    return folder, plan.pieces
+
+
+def _together(work: Callable[[], Any]) -> Any:
+    """The result of `work` on this rank, or on every rank the error of the first that failed: nobody waits for the others."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # whatever it is, the other ranks are waiting
+        error = caught
+    if dist.is_initialized():
+        votes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(votes, error and f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(votes) if why]
+        if failed and error is None:
+            raise CheckpointError(failed[0])
+    if error is not None:
+        raise error
+    return result
