@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.trace import read, summary
-from tmoe.data.sources import write_shards
+from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.run.cli import parse
 

@@ -18,15 +18,8 @@ import torch
 from corpora import data, prose
 
 from tmoe.data.dataset import IGNORE, Dataset, Loader, choose, convert, parse_sources, permute, unigram_entropy
-from tmoe.data.sources import (
-    HEADER_BYTES,
-    Document,
-    encode_documents,
-    held_out,
-    open_shard,
-    read_documents,
-    stdlib_files,
-)
+from tmoe.data.shards import HEADER_BYTES, open_shard
+from tmoe.data.sources import Document, encode_documents, held_out, read_documents, stdlib_files
 from tmoe.data.tokenizer import ByteTokenizer, DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

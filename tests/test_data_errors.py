@@ -18,7 +18,7 @@ import pytest
 from corpora import data
 
 from tmoe.data.dataset import convert
-from tmoe.data.sources import HEADER_BYTES, open_shard
+from tmoe.data.shards import HEADER_BYTES, open_shard
 from tmoe.data.tokenizer import DataError, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,8 @@ from corpora import data
 
 from tmoe.data import rows
 from tmoe.data.dataset import convert
-from tmoe.data.sources import Skips, beginning, open_shard, read_documents, survey
+from tmoe.data.shards import open_shard
+from tmoe.data.sources import Skips, beginning, read_documents, survey
 from tmoe.data.tokenizer import DataError
 
 ROOT = Path(__file__).parents[1]

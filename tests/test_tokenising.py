@@ -17,6 +17,7 @@ import pytest
 from corpora import data, prose
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from tmoe.data import shards
 from tmoe.data import sources as corpus
 from tmoe.data.dataset import convert
 from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
@@ -146,7 +147,7 @@ def test_documents_with_a_separator_in_them_stay_one_each(tmp_path: Path, bpe: P
     tokenizer = load_tokenizer(str(bpe.parent))  # the folder
     for source in ("a.jsonl", "texts"):
         convert((str(tmp_path / source),), out=tmp_path / f"{source}-out", tokenizer=str(bpe))
-        ids = corpus.open_shard(tmp_path / f"{source}-out/00000.bin", 300)[1].tokens
+        ids = shards.open_shard(tmp_path / f"{source}-out/00000.bin", 300)[1].tokens
         parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)[:-1]
         assert [tokenizer.decode(part[:-1]) for part in parts] == words
 

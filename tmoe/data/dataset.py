@@ -37,19 +37,18 @@ from rich.progress import (
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
+from tmoe.data.corpus import Corpus, Split
+from tmoe.data.shards import write_shards
 from tmoe.data.sources import (
-    Corpus,
     Document,
     Facts,
     Skips,
-    Split,
     Survey,
     beginning,
     encode_documents,
     open_corpus,
     read_documents,
     survey,
-    write_shards,
 )
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 

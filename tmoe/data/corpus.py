@@ -1,0 +1,56 @@
+"""Consecutive tokens of a source, and how a source is cut into training and validation.
+
+next: sources.py"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tmoe.data.tokenizer import DataError
+
+Split = Literal["train", "val"]
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of one file, in memory or mapped."""
+
+    tokens: np.ndarray
+    where: str
+    offset: int = 0
+    """bytes of the file before the first of these tokens"""
+
+    def bad_id(self, position: int, vocab: int) -> DataError:
+        at = self.offset + position * self.tokens.itemsize
+        token = int(self.tokens[position])
+        return DataError(f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1")
+
+
+class Corpus(NamedTuple):
+    """One split of one source."""
+
+    name: str
+    runs: list[Run]
+    eos: int
+    fingerprint: str
+    """of the tokenizer that made the ids"""
+    taken: str
+    """what the source was taken for, its documents, how the first begins, what was left out"""
+
+
+def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
+    """The first 1 - fraction of a run or the rest of it, cut after the first eos in the first half of that rest.
+
+    Where no document ends there, the cut goes through a document: better than a validation split of almost nothing.
+    """
+    at = len(run.tokens) - int(len(run.tokens) * fraction)
+    half = at + (len(run.tokens) - at) // 2
+    for low in range(at, half, 1 << 20):  # in pieces: the first eos is near, the rest should stay on disk
+        ends = np.flatnonzero(run.tokens[low : min(low + (1 << 20), half)] == eos)
+        if ends.size:
+            at = low + int(ends[0]) + 1
+            break
+    if split == "train":
+        return run._replace(tokens=run.tokens[:at])
+    return run._replace(tokens=run.tokens[at:], offset=run.offset + at * run.tokens.itemsize)
