@@ -10,7 +10,8 @@ import pytest
 import tokenizers
 
 from tmoe.config.run import DataConfig
-from tmoe.data.dataset import Dataset, convert, open_data
+from tmoe.data.convert import convert
+from tmoe.data.dataset import Dataset, open_data
 
 WORDS = ["expert", "router", "token", "gate", "shard", "batch", "mesh", "world", "step", "norm"]
 

@@ -17,7 +17,7 @@ import corpora
 import pytest
 from corpora import data
 
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.data.shards import HEADER_BYTES, open_shard
 from tmoe.data.tokenizer import DataError, load_tokenizer
 

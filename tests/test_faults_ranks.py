@@ -22,7 +22,7 @@ from test_faults import EP2, TIMEOUT, before_step, finish, start
 
 import train
 from benchmarks.launch import End, launch
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.run import watch as watch_module
 from tmoe.run.metrics import Metrics
 from tmoe.run.watch import Watch

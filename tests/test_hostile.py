@@ -20,7 +20,7 @@ from steps import step as step  # a fixture
 from test_train import SMALL, begin, run
 
 from tmoe.checkpoint.checkpoints import read_manifest
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 
 FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "1"]
 

@@ -20,7 +20,7 @@ import pytest
 from corpora import data
 
 from tmoe.data import rows
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.data.shards import open_shard
 from tmoe.data.sources import Skips, beginning, read_documents, survey
 from tmoe.data.tokenizer import DataError

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from tmoe.data import shards
 from tmoe.data import sources as corpus
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.data.tokenizer import DataError, JsonTokenizer, TokenizerFiles, load_tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from tmoe import hf
 from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.manifest import CheckpointError, read_manifest
 from tmoe.config.same import build_config
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.data.tokenizer import load_tokenizer
 from tmoe.hf.config import read_config
 from tmoe.hf.tokenizer import carried_by

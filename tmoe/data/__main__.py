@@ -4,7 +4,7 @@ import sys
 
 import tyro
 
-from tmoe.data.dataset import convert
+from tmoe.data.convert import convert
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
 

@@ -24,31 +24,12 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-import tyro
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.corpus import Corpus, Split
-from tmoe.data.shards import write_shards
 from tmoe.data.sources import (
-    Document,
-    Facts,
-    Skips,
-    Survey,
-    beginning,
-    encode_documents,
     open_corpus,
-    read_documents,
-    survey,
 )
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
@@ -350,76 +331,3 @@ class Loader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def convert(
-    sources: tyro.conf.Positional[tuple[str, ...]],
-    *,
-    out: Path,
-    tokenizer: str = "bytes",
-    shard_tokens: int = 100_000_000,
-    text_field: str = "text",
-    skip_malformed: int = 0,
-) -> None:
-    """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of memory-mapped token shards.
-
-    Args:
-        sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
-        out: folder to make; must not exist
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
-        shard_tokens: most tokens in a shard, unless one document is longer
-        text_field: name of the string field that holds a row's text
-        skip_malformed: documents that may be left out because they are malformed; the first are named
-    """
-    if not sources or shard_tokens < 1 or skip_malformed < 0:
-        raise DataError("needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0")
-    surveyed, skips = [survey(name) for name in sources], Skips(skip_malformed)
-    size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    chosen = load_tokenizer(tokenizer)
-    counts = [Counts() for _ in surveyed]
-    with Progress(*columns) as progress:
-        task = progress.add_task("tokenizing", total=size)
-        read = (
-            _track(source, text_field, skips, count, progress, task)
-            for source, count in zip(surveyed, counts, strict=True)
-        )
-        encoded = (
-            ids
-            for documents, count in zip(read, counts, strict=True)
-            for ids in count.tokens_of(encode_documents(documents, chosen, skips))
-        )
-        tokens = write_shards(out, encoded, chosen, shard_tokens)
-    for source, count in zip(surveyed, counts, strict=True):
-        print(f"{source.name}: {source.tell(Facts(count.documents, count.first))}; {count.tokens:,} tokens")
-    if skips.found:
-        print(skips.tell())
-    print(f"{out}: {tokens:,} tokens in {len(list(out.iterdir()))} shards")
-
-
-class Counts:
-    """What a source gave to a conversion."""
-
-    documents, tokens, first = 0, 0, ""
-
-    def tokens_of(self, encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        for ids in encoded:
-            self.documents += 1
-            self.tokens += len(ids)
-            yield ids
-
-
-def _track(
-    source: Survey, field: str, skips: Skips, count: Counts, progress: Progress, task: TaskID
-) -> Iterator[Document]:
-    for number, document in enumerate(read_documents(source, field, skips)):
-        if number == 0:
-            count.first = beginning(document.text)
-        yield document
-        progress.advance(task, document.size)
