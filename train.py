@@ -27,6 +27,7 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
 from tmoe.hf import start as hf
 from tmoe.hf.tokenizer import carried_by_start
+from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import (
@@ -42,7 +43,7 @@ from tmoe.optim.adamw import (
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
-from tmoe.run.memory import count_parameters, flops_per_token, peak_flops, require_room
+from tmoe.run.memory import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.versions import versions

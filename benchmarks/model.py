@@ -48,23 +48,9 @@ from benchmarks.network import collective_seconds, padded_groups, times
 from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
 from tmoe.config.check import MOST, divisors
 from tmoe.config.run import Config
+from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
 from tmoe.run.cli import parse
-from tmoe.run.memory import (
-    FP32,
-    block_shapes,
-    compute_bytes,
-    flops_per_token,
-    kept_whole,
-    memory_per_rank,
-    mfu,
-    numel,
-    peak_bytes,
-    qk_width,
-    root_shapes,
-    rows_received,
-    runs_beside,
-    v_width,
-)
+from tmoe.run.memory import FP32, compute_bytes, kept_whole, memory_per_rank, peak_bytes, rows_received, runs_beside
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]

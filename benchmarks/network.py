@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from tmoe.config.run import Config
+from tmoe.model.count import block_shapes, numel, root_shapes
 from tmoe.parallel.mesh import units
-from tmoe.run.memory import FP32, block_shapes, compute_bytes, expert_shard, kept_whole, numel, root_shapes, sharded
+from tmoe.run.memory import FP32, compute_bytes, expert_shard, kept_whole, sharded
 
 
 def collective_seconds(

@@ -15,6 +15,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.attention import rope_table
+from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
@@ -26,17 +27,13 @@ from tmoe.parallel.mesh import build_mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import (
     backward_bytes,
-    count_parameters,
     exchange_bytes,
-    flops_per_token,
     layer_bytes,
     loss_bytes,
     memory_per_rank,
-    mfu,
     moe_bytes,
     padding,
     peak_bytes,
-    peak_flops,
     require_room,
     rows_received,
     window_bytes,

@@ -15,9 +15,10 @@ from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, TrainConfig
 from tmoe.model.attention import rope_table
 from tmoe.model.attention_backend import document_mask
+from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.latent import LatentAttention
 from tmoe.model.transformer import Block, Transformer
-from tmoe.run.memory import count_parameters, flops_per_token, layer_bytes
+from tmoe.run.memory import layer_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -19,11 +19,12 @@ from benchmarks.moe_layer import ALL
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
 from tmoe.run.cli import parse
-from tmoe.run.memory import count_parameters, flops_per_token, memory_per_rank, peak_bytes, rows_received
+from tmoe.run.memory import memory_per_rank, peak_bytes, rows_received
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())

@@ -13,10 +13,11 @@ from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
 
 from tmoe.config.run import Config
+from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh, local_part
-from tmoe.run.memory import count_parameters, flops_per_token, memory_per_rank, peak_bytes
+from tmoe.run.memory import memory_per_rank, peak_bytes
 from tmoe.stack import TESTED, find
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
 from tmoe.disk import written_whole
-from tmoe.run.memory import count_parameters, mfu
+from tmoe.model.count import count_parameters, mfu
 from tmoe.run.onlookers import Onlooker, reason
 from tmoe.run.progress import Display
 

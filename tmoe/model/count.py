@@ -1,0 +1,115 @@
+"""Parameters and FLOPs of a model in closed form, from its settings.
+
+next: ../run/memory.py"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from tmoe.config.model import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+class Counts(NamedTuple):
+    """Numbers of parameters: all, those one token passes through, and those of them that multiply."""
+
+    total: int
+    active: int
+    """K experts of a layer instead of E; everything else whole, both embedding and head"""
+    active_flops: int
+    """active without the input embedding (a look-up), with the output head (tied or not)"""
+
+
+def attention_shapes(model: ModelConfig) -> list[Shape]:
+    D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
+    if model.attention == "mla":
+        mla, queries = model.mla, H * qk_width(model)
+        shapes: list[Shape] = [(mla.kv_rank,), (H * (mla.nope_dim + mla.v_dim), mla.kv_rank), (D, H * mla.v_dim)]
+        shapes += [((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D)]
+        return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
+    norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]
+    biases = [((H + 2 * G) * C,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
+    return [((H + 2 * G) * C, D), (D, H * C), *norms, *biases]
+
+
+def qk_width(model: ModelConfig) -> int:
+    """Channels of a query and key head."""
+    return model.mla.nope_dim + model.mla.rope_dim if model.attention == "mla" else model.head_dim
+
+
+def v_width(model: ModelConfig) -> int:
+    """Channels of a value head."""
+    return model.mla.v_dim if model.attention == "mla" else model.head_dim
+
+
+def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
+    """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
+    D, moe = model.dim, model.moe
+    dense = [(D,), (D,), *attention_shapes(model)]
+    if not model.is_moe(layer):
+        return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
+    dense.append((moe.experts, D))
+    if moe.router_bias:
+        dense.append((moe.experts,))
+    if moe.shared_dim:
+        dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
+    if moe.shared_gate:
+        dense.append((1, D))
+    biases = [(moe.experts, 2 * moe.ffn_dim), (moe.experts, D)] * moe.bias
+    return dense, [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim), *biases]
+
+
+def root_shapes(model: ModelConfig) -> list[Shape]:
+    """Embedding, head unless tied, final norm."""
+    table = (model.vocab, model.dim)
+    return [table, (model.dim,)] if model.tied else [table, table, (model.dim,)]
+
+
+def numel(shapes: list[Shape]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+def count_parameters(model: ModelConfig) -> Counts:
+    """Exact number of parameters of `Transformer(model)`."""
+    total = active = numel(root_shapes(model))
+    for layer in range(model.layers):
+        dense, experts = block_shapes(model, layer)
+        total += numel(dense) + numel(experts)
+        active += numel(dense) + numel(experts) // model.moe.experts * model.moe.top_k
+    embedding = 0 if model.tied else model.vocab * model.dim  # a tied table still multiplies, as the head
+    return Counts(total, active, active - embedding)
+
+
+def flops_per_token(model: ModelConfig, seq: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence: 6*active_flops + 6*layers*H*C*S without windows.
+
+    A parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the backward (the
+    gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1). Attention has no parameters: q.k and
+    the sum over v are 2*C FLOPs a head and visible position each, so 4*H*C*S over a whole sequence; a causal token sees
+    S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. A window of W < S lets it see
+    W - W^2/(2S): the first W tokens W/2, the others W. Latent attention's C is the mean of its query and value widths.
+    Recomputation (flash attention's backward, activation checkpointing) is not counted, and document borders do not
+    lower the count.
+    """
+    windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
+    visible = sum(W - W * W / (2 * seq) for W in windows)
+    widths = qk_width(model) + v_width(model)
+    return 6.0 * count_parameters(model).active_flops + 6.0 * model.heads * widths * visible
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by `torch.cuda.get_device_name()`; None where it is unknown.
+
+    H100 and H200 as SXM module (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity). Their PCIe and NVL cards are
+    clocked lower and a MIG slice has fewer units: an MFU against this number would be wrong, so there is none.
+    """
+    sxm = re.search(r"\bG?H[12]00\b", device_name) and not re.search(r"PCIe|NVL|MIG", device_name)
+    return 989.4e12 if sxm else None
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; `tokens_per_s` and `peak` of one GPU."""
+    return flops_per_token * tokens_per_s / peak if peak else None
