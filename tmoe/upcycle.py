@@ -45,7 +45,7 @@ from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
-from tmoe.hf.rules import model_shapes
+from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.versions import versions
 

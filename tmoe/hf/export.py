@@ -44,10 +44,11 @@ from tmoe.hf.files import (
 )
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout
-from tmoe.hf.rules import FP32, HF, divide, model_shapes, their_shapes
+from tmoe.hf.rules import FP32, HF, divide, their_shapes
 from tmoe.hf.tokenizer import require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.listing import listed
+from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them

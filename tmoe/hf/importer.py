@@ -39,11 +39,12 @@ from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder
-from tmoe.hf.rules import Piece, model_shapes
+from tmoe.hf.rules import Piece
 from tmoe.hf.start import load_hf, load_weights
 from tmoe.hf.swap import swap_experts
 from tmoe.hf.tokenizer import carried_by
 from tmoe.listing import listed
+from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.versions import versions
 

@@ -14,13 +14,12 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.model import ModelConfig
 from tmoe.listing import listed
-from tmoe.model.transformer import Transformer
+from tmoe.model.shapes import model_shapes
 
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
@@ -183,12 +182,6 @@ def pieces(
             start += rows
     assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), f"{ours}: parts leave a hole"
     return found
-
-
-def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every parameter and buffer of the Transformer."""
-    with torch.device("meta"):
-        return {name: tuple(t.shape) for name, t in Transformer(cfg).state_dict().items()}
 
 
 def divide(

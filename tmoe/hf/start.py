@@ -22,7 +22,8 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.same import differences
 from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, untied
 from tmoe.hf.plan import plan_folder
-from tmoe.hf.rules import Piece, model_shapes
+from tmoe.hf.rules import Piece
+from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
 from tmoe.parallel.mesh import local_part, local_slices
 

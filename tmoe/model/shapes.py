@@ -1,0 +1,14 @@
+"""Names and shapes of a model's tensors, without building it on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from tmoe.config.model import ModelConfig
+from tmoe.model.transformer import Transformer
+
+
+def model_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every parameter and buffer of the Transformer."""
+    with torch.device("meta"):
+        return {name: tuple(t.shape) for name, t in Transformer(cfg).state_dict().items()}
