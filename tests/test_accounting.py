@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model.attention import rope_table
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
 from tmoe.model.parallelize import parallelize
+from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import LocalExperts

@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.model import attention_backend as attend_module
-from tmoe.model.attention import Attention, rope_frequencies, rope_table, rotate
+from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import attend, block_mask, document_mask, make_mask, tiles
+from tmoe.model.rope import rope_frequencies, rope_table, rotate
 
 CPU = torch.device("cpu")
 

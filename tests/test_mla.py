@@ -13,10 +13,10 @@ from test_accounting import saved_bytes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, TrainConfig
-from tmoe.model.attention import rope_table
 from tmoe.model.attention_backend import document_mask
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.latent import LatentAttention
+from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
 from tmoe.run.memory import layer_bytes
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
-from tmoe.model.attention import Attention, rope_table
+from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import COMPILE, attend, document_mask, make_mask, on_hopper, unequal
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
+from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.ops.adamw import adamw_

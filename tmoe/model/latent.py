@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
-from tmoe.model.attention import rotate, yarn_scale
 from tmoe.model.attention_backend import attend
+from tmoe.model.rope import rotate, yarn_scale
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
 

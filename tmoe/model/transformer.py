@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.init import initialise
-from tmoe.model.attention import Attention, rope_table
+from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import make_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
+from tmoe.model.rope import rope_table
 from tmoe.moe.balance import Balancer, Load, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
