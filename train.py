@@ -30,16 +30,10 @@ from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
-from tmoe.optim.adamw import (
-    Ema,
-    SkipGuard,
-    build_optimizer,
-    init_state,
-    lr_factor,
-    optimizer_tensors,
-    require_finite,
-    set_lr,
-)
+from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
+from tmoe.optim.ema import Ema
+from tmoe.optim.guard import SkipGuard, require_finite
+from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 import tmoe
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
-from tmoe.optim.adamw import Ema, build_optimizer
+from tmoe.optim.adamw import build_optimizer
+from tmoe.optim.ema import Ema
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
 from tmoe.parallel import gathered_copies as gathered
 from tmoe.parallel.copies import make_stale, working_copy

@@ -12,17 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tmoe.config.run import OptimConfig
-from tmoe.optim.adamw import (
-    AdamW,
-    Ema,
-    SkipGuard,
-    build_optimizer,
-    init_state,
-    lr_factor,
-    optimizer_tensors,
-    parameter_groups,
-    set_lr,
-)
+from tmoe.optim.adamw import AdamW, build_optimizer, init_state, optimizer_tensors, parameter_groups
+from tmoe.optim.ema import Ema
+from tmoe.optim.guard import SkipGuard
+from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel.grad_norm import clip_grad_norm_
 
 CPU = torch.device("cpu")

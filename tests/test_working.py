@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from tmoe.optim.adamw import Ema
+from tmoe.optim.ema import Ema
 from tmoe.parallel.copies import make_stale, stand_in, working_copy
 
 

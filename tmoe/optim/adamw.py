@@ -7,11 +7,8 @@ next: checkpoint/checkpoints.py
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, repeat
 from typing import Any
@@ -197,147 +194,9 @@ def optimizer_tensors(optimizer: torch.optim.AdamW, named_parameters: Mapping[st
     return {f"{key}.{name}": state[p][key] for key in STATE for name, p in named_parameters.items() if p in state}
 
 
-def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
-    """Share of the peak learning rate in step 0 ... steps-1 of a run.
-
-    Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then, with x going from 0 at
-    the start of the decay towards 1 at `steps` (which no step reaches, so none is wasted if min_lr is 0):
-    cosine m + (1 - m)(1 + cos(pi x))/2; linear and wsd 1 - (1 - m) x, wsd from step (1 - decay_fraction) steps on.
-    """
-    if step < cfg.warmup:
-        return (step + 1) / cfg.warmup
-    if cfg.schedule == "constant":
-        return 1.0
-    start = max(cfg.warmup, (1 - cfg.decay_fraction) * steps) if cfg.schedule == "wsd" else cfg.warmup
-    x = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
-    left = (1 + math.cos(math.pi * x)) / 2 if cfg.schedule == "cosine" else 1 - x
-    return cfg.min_lr + (1 - cfg.min_lr) * left
-
-
-def require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError naming every tensor of which this rank's part holds a NaN or an infinity."""
-    pieces = [  # aminmax makes no copy, and NaN is both ends; one wait for all of them
-        (name, torch.stack(torch.aminmax(piece)).isfinite().all())
-        for name, part in zip(tensors, _locals(tensors), strict=True)
-        for piece in part.detach().flatten().split(2**28)
-        if piece.numel()
-    ]
-    finite = torch.stack([ok for _, ok in pieces]).tolist() if pieces else []
-    if bad := dict.fromkeys(name for (name, _), ok in zip(pieces, finite, strict=True) if not ok):
-        raise ValueError(f"NaN or infinity in {', '.join(bad)}: start from another checkpoint (--resume, --init)")
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-class Ema:
-    """Exponential moving average of the weights, in fp32, sharded as the weights are; starts as a copy of them.
-
-    After n updates the start still counts with decay^n, so decay belongs near 1 - 1/(a tenth of the run) or below.
-    """
-
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
-        self.decay = decay
-        self._parameters = dict(named_parameters)
-        self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
-
-    def restart(self) -> None:
-        """The averages are copies of the weights once more: after loading those from elsewhere."""
-        _copy(_locals(self._averages), _locals(self._parameters))
-
-    @torch.no_grad()
-    def update(self, taken: Tensor | None = None) -> None:
-        """average = decay * average + (1 - decay) * weight; once after each step. taken: 0 leaves the averages as they are."""
-        weight = 1.0 - self.decay if taken is None else taken * (1.0 - self.decay)
-        for average, w in zip(_locals(self._averages), _locals(self._parameters), strict=True):
-            average.lerp_(w.float(), weight)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Name to average: the fp32 tensors themselves, to save and to load into in place."""
-        return dict(self._averages)
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """The parameters hold the average inside, and exactly what they held before afterwards, also after an exception.
-
-        fp32 weights and averages change places one by one, and no second copy of a model is held; of others a copy is. FSDP2 modules have to
-        be sharded at both ends (after a backward they are; after a forward alone call `.reshard()` inside)."""
-        pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
-        exact, rounded = ([(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False))
-        kept = [w.clone() for w, _ in rounded]
-        _exchange(exact)
-        _copy([w for w, _ in rounded], [a for _, a in rounded])
-        make_stale(self._parameters.values())
-        try:
-            yield
-        finally:
-            _exchange(exact)
-            _copy([w for w, _ in rounded], kept)
-            make_stale(self._parameters.values())
-
-
 def _local(t: Tensor) -> Tensor:
     return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
 
 
 def _locals(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [_local(t) for t in tensors.values()]
-
-
-@torch.no_grad()
-def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for a, b in pairs:
-        held = a.clone()
-        a.copy_(b)
-        b.copy_(held)
-
-
-@torch.no_grad()
-def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(into, values)
-
-
-class SkipGuard:
-    """Counts steps that were skipped because loss or gradient norm was not finite, and tells which losses are spikes.
-
-    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN. A spike is taken, for
-    clipping bounds it: a loss above SPIKE times the median of the last WINDOW finite ones, once there are WARM of them.
-    """
-
-    WINDOW, WARM, SPIKE = 64, 8, 2.0
-
-    class TooMany(RuntimeError):
-        """max_skips steps in a row were not finite; raised on every rank in the same step."""
-
-    def __init__(self, max_skips: int):
-        self.max_skips = max_skips
-        self.in_a_row = 0
-        self.total = 0
-        self.losses: deque[float] = deque(maxlen=self.WINDOW)
-
-    def strange(self, finite: bool, loss: float) -> bool:
-        """Counts a step; whether someone should look at it: its loss is a spike, or it was skipped. Every rank passes the same values."""
-        spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
-        if math.isfinite(loss):  # the window outlives a NaN
-            self.losses.append(loss)
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        self.total += not finite
-        return spike or not finite
-
-    def give_up(self, step: int) -> None:
-        """Raises TooMany once max_skips steps in a row, of which `step` is the last, were not finite."""
-        if self.in_a_row >= self.max_skips:
-            raise self.TooMany(
-                f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "
-                f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or other data"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(in_a_row=self.in_a_row, total=self.total, losses=list(self.losses))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.in_a_row, self.total = state["in_a_row"], state["total"]
-        self.losses.extend(state["losses"])

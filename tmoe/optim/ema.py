@@ -1,0 +1,72 @@
+"""Averages of a model's weights over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tmoe.optim.adamw import _locals
+from tmoe.parallel.copies import make_stale
+
+
+class Ema:
+    """Exponential moving average of the weights, in fp32, sharded as the weights are; starts as a copy of them.
+
+    After n updates the start still counts with decay^n, so decay belongs near 1 - 1/(a tenth of the run) or below.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
+        self.decay = decay
+        self._parameters = dict(named_parameters)
+        self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
+
+    def restart(self) -> None:
+        """The averages are copies of the weights once more: after loading those from elsewhere."""
+        _copy(_locals(self._averages), _locals(self._parameters))
+
+    @torch.no_grad()
+    def update(self, taken: Tensor | None = None) -> None:
+        """average = decay * average + (1 - decay) * weight; once after each step. taken: 0 leaves the averages as they are."""
+        weight = 1.0 - self.decay if taken is None else taken * (1.0 - self.decay)
+        for average, w in zip(_locals(self._averages), _locals(self._parameters), strict=True):
+            average.lerp_(w.float(), weight)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name to average: the fp32 tensors themselves, to save and to load into in place."""
+        return dict(self._averages)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The parameters hold the average inside, and exactly what they held before afterwards, also after an exception.
+
+        fp32 weights and averages change places one by one, and no second copy of a model is held; of others a copy is. FSDP2 modules have to
+        be sharded at both ends (after a backward they are; after a forward alone call `.reshard()` inside)."""
+        pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
+        exact, rounded = ([(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False))
+        kept = [w.clone() for w, _ in rounded]
+        _exchange(exact)
+        _copy([w for w, _ in rounded], [a for _, a in rounded])
+        make_stale(self._parameters.values())
+        try:
+            yield
+        finally:
+            _exchange(exact)
+            _copy([w for w, _ in rounded], kept)
+            make_stale(self._parameters.values())
+
+
+@torch.no_grad()
+def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for a, b in pairs:
+        held = a.clone()
+        a.copy_(b)
+        b.copy_(held)
+
+
+@torch.no_grad()
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(into, values)

@@ -1,0 +1,31 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tmoe.config.run import OptimConfig
+
+
+def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
+    """Share of the peak learning rate in step 0 ... steps-1 of a run.
+
+    Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then, with x going from 0 at
+    the start of the decay towards 1 at `steps` (which no step reaches, so none is wasted if min_lr is 0):
+    cosine m + (1 - m)(1 + cos(pi x))/2; linear and wsd 1 - (1 - m) x, wsd from step (1 - decay_fraction) steps on.
+    """
+    if step < cfg.warmup:
+        return (step + 1) / cfg.warmup
+    if cfg.schedule == "constant":
+        return 1.0
+    start = max(cfg.warmup, (1 - cfg.decay_fraction) * steps) if cfg.schedule == "wsd" else cfg.warmup
+    x = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    left = (1 + math.cos(math.pi * x)) / 2 if cfg.schedule == "cosine" else 1 - x
+    return cfg.min_lr + (1 - cfg.min_lr) * left
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
