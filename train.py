@@ -36,6 +36,7 @@ from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.run import process as runtime
+from tmoe.run import profile
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import require_room
 from tmoe.run.metrics import Metrics
@@ -86,7 +87,7 @@ class Trainer:
             init_state(self.optimizer)
         self.optimizer.keeps_fresh = True  # here nobody else writes weights but Ema, which says so
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
-        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), runtime.Graphs()
+        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), profile.Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
         known = versions() if run.rank == 0 else {}  # who writes them down
         info = dict(config=asdict(cfg), versions=known, data=self.data.facts())
@@ -109,7 +110,7 @@ class Trainer:
             return self.metrics.note("stopped" if loss is None else f"validation loss {loss:.4f} {at}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         unread = None  # what `log` takes, of a step whose numbers are on their way to the host
-        with data, runtime.collecting(), runtime.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
+        with data, profile.collecting(), profile.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout):
                 batch = next(data)
                 totals, stop = self.agree(batch)

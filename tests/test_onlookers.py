@@ -21,7 +21,7 @@ import train
 from benchmarks.launch import launch
 from tmoe import report, versions
 from tmoe.run import metrics, onlookers, progress
-from tmoe.run import process as runtime
+from tmoe.run import profile as runtime
 from tmoe.run.onlookers import LONGEST, Onlooker, reason
 
 ROOT = Path(train.__file__).parent

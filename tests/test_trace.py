@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import trace
-from tmoe.run import process as runtime
+from tmoe.run import profile as runtime
 
 EVENTS = [  # (name, stream, begins, microseconds)
     ("nvjet_sm90", 7, 0, 100),

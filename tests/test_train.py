@@ -20,6 +20,7 @@ import train
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
 from tmoe.run import process as runtime
+from tmoe.run import profile
 from tmoe.run.cli import parse
 
 SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
@@ -428,8 +429,8 @@ def test_bad_input_on_one_rank_ends_all(gloo, tmp_path):
 
 
 def test_what_start_up_made_is_collected_again_behind_training():
-    with pytest.raises(KeyError), runtime.collecting():
-        graphs = runtime.Graphs()
+    with pytest.raises(KeyError), profile.collecting():
+        graphs = profile.Graphs()
         for phase in ("train", "train", "validate"):
             graphs.passed(phase)
         assert gc.get_freeze_count() > 1000

@@ -2,7 +2,6 @@
 
 import atexit
 import fcntl
-import gc
 import logging
 import math
 import os
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +21,13 @@ from typing import Any, BinaryIO, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerAction
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.listing import listed
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
-from tmoe.run.onlookers import Onlooker, say, settle_output
+from tmoe.run.onlookers import say, settle_output
 from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
 
@@ -313,88 +311,3 @@ class OnItsWay:
             self.ended = time.perf_counter() if last is None else last[1] + last[0].elapsed_time(self.copied) / 1e3
             OnItsWay.last = self.copied, self.ended
         return self.host
-
-
-class Graphs:
-    """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none.
-
-    What compilation leaves in memory is half a million Python objects that stay. Walking them takes Python's collector 0.2 to 0.5 s,
-    on each rank at another time while the others wait; so it is told to leave alone what a first pass left (see `collecting`).
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[str, int] = {}
-        self.recompiles = 0
-
-    def passed(self, phase: str) -> None:
-        """Call after each pass of a phase ("train", "validate")."""
-        total = counters["stats"]["unique_graphs"] if counters else 0
-        new = total - sum(self.known.values())
-        if phase in self.known:
-            self.recompiles += new
-        else:
-            gc.collect()
-            gc.freeze()
-        self.known[phase] = self.known.get(phase, 0) + new
-
-
-@contextmanager
-def collecting() -> Iterator[None]:
-    """Behind it Python's collector looks at everything again, what the caller had frozen included."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
-    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start`
-    on. Of a trace that cannot be made or written one line tells, the run goes on, and nothing more is traced."""
-    none, warm, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE"))
-
-    def action(i: int) -> ProfilerAction:
-        step, follows = start + i, start + i + 1 in steps
-        # The tracer starts a step early: each rank takes its own time for that, and the others would wait for it in the traced step.
-        # Then the GPU ends what it has been given: the rest of the step before would be in the trace.
-        if step in steps and step - 1 not in steps and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return (record if follows else save) if step in steps else warm if follows else none
-
-    def write(p: torch.profiler.profile) -> None:
-        # raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops
-        look(lambda: export(p))
-
-    def export(p: torch.profiler.profile) -> None:
-        path = Path(out, f"trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
-        aside = path.with_name(f"part-of-{path.name}")
-        try:
-            p.export_chrome_trace(str(aside))
-            os.replace(aside, path)  # a trace that is cut short never takes the name
-        finally:
-            aside.unlink(missing_ok=True)
-
-    look = Onlooker(f"--profile on rank {rank}: no trace could be written into {out}", log.warning)
-    made = look(lambda: Profiler(look, schedule=action, on_trace_ready=write)) if steps else None
-    return made or nullcontext()
-
-
-class Profiler(torch.profiler.profile):
-    """Of torch, as an onlooker: once anything of it has failed, writing included, it records nothing more."""
-
-    def __init__(self, look: Onlooker, **settings: Any):
-        super().__init__(**settings)
-        self.look = look
-
-    def start(self) -> None:
-        self.look(super().start)
-
-    def step(self) -> None:
-        self.look(self.step_or_stop)
-
-    def step_or_stop(self) -> None:
-        super().step()
-        if not self.look.works:
-            super().stop()
-
-    def stop(self) -> None:
-        self.look(super().stop)
