@@ -19,8 +19,8 @@ from run_logs import Stats, config, routers, start, step
 from tmoe import report, versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
+from tmoe.run import lines, onlookers, progress
 from tmoe.run import metrics as module
-from tmoe.run import onlookers, progress
 from tmoe.run.metrics import max_violation, to_host
 from tmoe.versions import versions
 
@@ -199,7 +199,7 @@ def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeyp
         before = (tmp_path / "metrics.jsonl").read_bytes()
         if harm == "line failed":
             with monkeypatch.context() as m:
-                m.setattr(module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+                m.setattr(lines, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
                 step(log, 1)
             want = before
         else:
@@ -271,7 +271,7 @@ def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "fsync", crash)
     with pytest.raises(OSError, match="no space"):
-        module.rewind(tmp_path / "metrics.jsonl", 1)
+        lines.rewind(tmp_path / "metrics.jsonl", 1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 from tmoe.disk import expand_home, naming
-from tmoe.run.metrics import read_lines
+from tmoe.run.lines import read_lines
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import resource
-import shutil
 import sys
 import time
 import uuid
@@ -30,11 +29,11 @@ from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
 from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
+from tmoe.run.lines import COMPACT, append, rewind
 from tmoe.run.onlookers import Onlooker, reason
 from tmoe.run.progress import Display
 
 GIB = 2**30
-COMPACT = (",", ":")  # of json: a line holds layers x E counts
 BLANK = b"null".ljust(24)  # a line's val_loss, its last number, before there is one; no float is written longer
 log = logging.getLogger(__name__)
 
@@ -335,49 +334,6 @@ def peak_gib(device: torch.device) -> float:
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a metrics.jsonl one by one; None for one that cannot be read, as a kill may tear the last."""
-    if not path.exists():
-        return
-    with open(path, errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-                yield line if isinstance(line["step"], int) and text.endswith("\n") else None
-            except (ValueError, TypeError, KeyError, RecursionError):
-                yield None
-
-
-def append(file: BinaryIO, line: str) -> None:
-    """The whole line or nothing of it: what a full disk cut short is taken back."""
-    rest, end = line.encode(), os.fstat(file.fileno()).st_size
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        os.truncate(file.fileno(), end)
-        raise
-
-
-def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float, int]:
-    """Leaves only whole lines of steps before `start_step` in `path`, atomically; if any goes, `keep` gets a copy of all first. Returns
-    the last one's `seconds` (0 without any) and the number of lines dropped. Line by line: a long run's file may be larger than memory."""
-    seconds, dropped = 0.0, 0
-    if not path.exists():
-        return seconds, dropped
-    with written_whole(path) as file:
-        for line in read_lines(path):
-            if line is None or line["step"] >= start_step:
-                dropped += 1
-                continue
-            if isinstance(spent := line.get("seconds"), float | int):
-                seconds = spent or seconds
-            file.write(json.dumps(line, separators=COMPACT) + "\n")
-        if dropped and keep:
-            shutil.copyfile(path, keep)
-    return seconds, dropped
 
 
 def write_config(
