@@ -8,6 +8,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tmoe.config.model import ModelConfig
+from tmoe.model.rope import rope_table
+from tmoe.model.transformer import Block
+
 
 class MostHeld(TorchDispatchMode):
     """`bytes`: the most that were alive at once, of what operations have returned; `given` is not counted."""
@@ -25,3 +29,18 @@ class MostHeld(TorchDispatchMode):
         self.held = {key: (ref, n) for key, (ref, n) in self.held.items() if not ref.expired()}
         self.bytes = max(self.bytes, sum(n for _, n in self.held.values()))
         return out
+
+
+def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
+    """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
+    tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t  # held, so that no address is used twice
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(x, *tables, None, None)
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)

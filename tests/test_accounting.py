@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from held import MostHeld
+from held import MostHeld, saved_bytes
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +16,6 @@ from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
 from tmoe.model.parallelize import parallelize
-from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import LocalExperts
@@ -174,21 +173,6 @@ def test_no_peak_where_unknown(name):
 
 def test_mfu():
     assert mfu(16.3e9, 30_000, 989.4e12) == pytest.approx(0.49424, rel=1e-4)
-
-
-def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
-    """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
-    tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
-    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t  # held, so that no address is used twice
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        block(x, *tables, None, None)
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty import EP2, finish, start
 from orphans import no_orphans  # noqa: F401
-from test_faults import EP2, finish, start
 
 import train
 from benchmarks.launch import launch

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_train import SMALL, assert_equal_state, load, numbers, run
+from router_references import reference_loss
+from runs import SMALL, assert_equal_state, load, numbers, run
 from torch._dynamo.utils import counters
 
 from tmoe.checkpoint.manifest import dtype_of, read_manifest
@@ -24,14 +25,6 @@ from tmoe.moe.router import Router, Routing
 from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
 from tmoe.parallel.layout import BUFFERS
-
-
-def reference_loss(logits_TE, ids_TK):
-    """E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021), in three lines."""
-    T, E = logits_TE.shape
-    counts_E = torch.nn.functional.one_hot(ids_TK.long(), E).sum((0, 1)).float()
-    return E / (ids_TK.shape[1] * T**2) * (logits_TE.softmax(-1).sum(0) * counts_E).sum()
-
 
 V3 = dict(score="sigmoid", choice_bias=True, group_score="top2")
 ROUTERS = {

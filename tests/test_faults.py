@@ -18,44 +18,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty import EP2, TIMEOUT, before_step, finish, start
 from gloo import shared
 from orphans import no_orphans  # noqa: F401
-from test_train import NOISY, SMALL, assert_equal_state, lines, load, numbers, run, whole
+from runs import NOISY, SMALL, assert_equal_state, lines, load, numbers, run, whole
 
 import train
 from benchmarks.launch import launch
 from tmoe.config.model import IGNORE
 from tmoe.moe.router import Router
-from tmoe.run import process as runtime
-from tmoe.run.cli import parse
 
 pytestmark = pytest.mark.usefixtures("no_orphans")
-
-EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-TIMEOUT = 4.0  # of collectives
-
-
-def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
-    cfg = parse(argv, "", rank=rank, world=world)
-    return train.Trainer(cfg, runtime.start(cfg.seed))
-
-
-def finish(trainer: train.Trainer) -> None:
-    """What train.main does with a trainer."""
-    with trainer.run.watch, trainer.metrics:
-        trainer.train()
-    trainer.run.close()
-
-
-def before_step(trainer: train.Trainer, step: int, act) -> None:
-    """Calls act(batch) before the step's forward pass; what it returns, if anything, is the step's batch."""
-    original = trainer.forward_backward
-
-    def forward_backward(batch, totals):
-        batch = (act(batch) if trainer.step == step else None) or batch
-        return original(batch, totals)
-
-    trainer.forward_backward = forward_backward
 
 
 # ---- 9, 16, 17, 18, 19: the same numbers ----

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from test_symm import ROOT
+from symm_ranks import ROOT
 
 TIMEOUT = 15.0  # of a step
 TORCHRUN = 30.0  # s that it gives a rank to end by itself; a stopped one does not

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faulty import EP2, TIMEOUT, before_step, finish, start
 from gloo import shared
 from orphans import no_orphans  # noqa: F401
-from test_faults import EP2, TIMEOUT, before_step, finish, start
 
 import train
 from benchmarks.launch import End, launch

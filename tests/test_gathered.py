@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import MODEL
+from tiny_models import MODEL
 from torch.distributed.fsdp import FSDPModule
 
 import tmoe

@@ -26,8 +26,8 @@ from hf_tiny import (
     tensors_of,
     train_and_save,
 )
+from runs import SMALL, run
 from safetensors.torch import load_file, save_file
-from test_train import SMALL, run
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tmoe.checkpoint import dcp as shards

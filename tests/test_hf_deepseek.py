@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of, train_and_save
+from runs import SMALL, run
 from safetensors.torch import load_file, save_file
-from test_train import SMALL, run
 from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError

@@ -8,13 +8,13 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-import tmoe.hf_swap as hf_swap
 import torch
 from hf_tiny import LOCAL_MOE, MODELS, SIZES, assert_bits, far, make
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from tmoe.config.check import ConfigError
+from tmoe.hf import swap as hf_swap
 from tmoe.hf import swap_experts
 from tmoe.hf.swap import SwappedExperts
 from tmoe.hf.tables import Swap

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import SMALL, begin, run
 from steps import ROOT, Hostile, forge
 from steps import step as step  # a fixture
-from test_train import SMALL, begin, run
 
 from tmoe.checkpoint.checkpoints import read_manifest
 from tmoe.data.convert import convert

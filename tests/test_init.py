@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_tiny import SIZES, others_of, saved, tensors_of
-from test_train import SMALL, changes, whole
+from runs import changes, whole
+from starts import FLAGS, train_two_steps
 from transformers import AutoModelForCausalLM
 
 import train
@@ -26,8 +27,6 @@ from tmoe.config.same import build_config
 from tmoe.hf.config import read_config
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
-
-FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
 
 
 def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, bool]]:
@@ -51,13 +50,6 @@ def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, 
         changed = any(not torch.equal(tensor, after[name]) for name, tensor in fresh["before"].items())
         results.append((code, said.getvalue(), changed))
     return results
-
-
-def train_two_steps(rank: int, world: int, argv: list[str]) -> None:
-    cfg = parse(argv, "", rank=rank, world=world)
-    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    with trainer.metrics:
-        trainer.train()
 
 
 @pytest.fixture

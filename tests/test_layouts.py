@@ -5,29 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_models import MODEL, SEQ, SEQUENCES, STEPS
 
-from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
 from tmoe.parallel import build_mesh, clip_grad_norm_, mesh, parallelize
-
-STEPS, SEQUENCES, SEQ = 20, 8, 16
-MODEL = ModelConfig(
-    vocab=64,
-    dim=32,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    qk_norm="head",
-    dense_layers=1,
-    ffn_dim=48,
-    rope=RopeConfig(max_seq=SEQ),
-    moe=MoEConfig(experts=8, top_k=3, ffn_dim=16, shared_dim=16, shared_gate=True, balance_coeff=0.1, z_coeff=0.01),
-)
-
 
 BIASED = replace(  # gpt-oss's parts: biases everywhere, those of the experts on (dp, ep), sinks, windows
     MODEL,

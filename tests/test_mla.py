@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_accounting import saved_bytes
+from held import saved_bytes
 
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_router import naive_losses
+from router_references import naive_losses
 
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import two_hosts
-from test_train import SMALL, lines
+from runs import SMALL, lines
 
 import train
 from tmoe.parallel import build_mesh, launcher

@@ -72,7 +72,7 @@ def near(name, got_NW, want_nW, tolerance=3e-3):
 
 
 def main():
-    from test_ops_interpreter import repair_interpreter, small_tiles
+    from interpreter import repair_interpreter, small_tiles
 
     from tmoe.ops.experts import gpu
 

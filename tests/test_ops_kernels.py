@@ -6,39 +6,18 @@ ptxas's report and from the metadata of the AMD code; no driver is asked.
 next: test_ops_gpu.py
 """
 
-import contextlib
-import io
-import math
 import multiprocessing
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
+from chips import CHIPS, assert_fits, measure
 from triton import knobs
 
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.launch.launch import compile_only
 from tmoe.ops.launch.precompile import trace, trace_router
 
-# their grid is programs an SM
-PERSISTENT = ("specialised", "few_rows", "up_kernel", "rows_kernel", "dh_kernel", "dw_kernel")
-
-
-class Chip(NamedTuple):
-    """What one SM or compute unit has."""
-
-    shared: int  # bytes a program may have
-    shared_all: int  # bytes all its programs share, each with `reserved` of the system's
-    reserved: int
-    registers: int  # of 32 bits
-    lanes: int
-
-
-CHIPS = {
-    "cuda:90": Chip(232448, 233472, 1024, 65536, 32), "cuda:80": Chip(166912, 167936, 1024, 65536, 32),
-    "hip:gfx942": Chip(65536, 65536, 0, 4 * 512 * 64, 64),
-}  # fmt: skip
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widths that fit no tile
     f"{arch}-{D}x{F}-{str(dtype)[6:]}": (arch, D, F, dtype)
@@ -50,18 +29,6 @@ CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widt
     ]
 }  # fmt: skip
 TUNED = {f"{kernel}-{tuple(cfg)}": (kernel, cfg) for kernel, *_, cfg in table.entries("cuda:90")}
-
-
-class Binary(NamedTuple):
-    """What a compiled kernel takes."""
-
-    name: str
-    programs: int  # that are to be resident on an SM, as its launch says
-    threads: int
-    shared: int  # bytes
-    registers: int  # of a thread
-    spilled: int  # bytes (NVIDIA), registers (AMD)
-    serialised: bool  # wgmma that waits for itself
 
 
 T, E, K = 4096, 32, 4
@@ -133,28 +100,6 @@ def everything(visit):
             variants("cuda:90", 2048, 768, bf16, visit(f"{name} variants", "cuda:90"))
 
 
-def measure(arch, name, compile, reports):
-    """Compile; reports keeps what ptxas said about each binary, for equal ones under another key."""
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = compile()
-    report = reports.setdefault(compiled.metadata.hash, log.getvalue())
-    programs = compile.keywords["grid"][0] if name in PERSISTENT else 1
-    if arch.startswith("hip"):
-        code = compiled.asm["amdgcn"]
-        field = lambda key: int(re.search(rf"\.{key}:\s+(\d+)", code).group(1))  # noqa: E731
-        registers = math.ceil(field("vgpr_count") / 8) * 8
-        spilled = field("vgpr_spill_count")  # scalar registers spill into lanes of vector registers
-        return Binary(
-            name, programs, 64 * compiled.metadata.num_warps, compiled.metadata.shared, registers, spilled, False
-        )
-    threads = math.prod(
-        map(int, re.search(r"\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", compiled.asm["ptx"]).groups("1"))
-    )
-    spilled = sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()))
-    registers = math.ceil(int(re.search(r"Used (\d+) registers", report).group(1)) / 8) * 8  # dealt out in eights
-    return Binary(name, programs, threads, compiled.metadata.shared, registers, spilled, "serialized" in report)
-
-
 def half(part, cache):
     """One process's half of the binaries: {(architecture, key): Binary}."""
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = f"{cache}/{part}", True
@@ -184,13 +129,6 @@ def binaries(tmp_path_factory):
 
     everything(visit)
     return {name: list(keys.values()) for name, keys in of.items()}
-
-
-def assert_fits(binary, chip):
-    assert binary.spilled == 0 and not binary.serialised, binary
-    assert binary.shared <= chip.shared, binary
-    assert binary.programs * (binary.shared + chip.reserved) <= chip.shared_all, binary
-    assert binary.registers <= 256 and binary.programs * binary.threads * binary.registers <= chip.registers, binary
 
 
 @pytest.mark.slow

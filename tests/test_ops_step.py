@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_ops_kernels import CHIPS, assert_fits, measure
+from chips import CHIPS, assert_fits, measure
 from triton import knobs
 
 from tmoe.config import model

@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 import pytest
-from test_init import FLAGS, train_two_steps
+from starts import FLAGS, train_two_steps
 
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_choice import reference_loss
+from router_references import naive_losses, reference_loss
 from torch.nn.functional import one_hot
 
 from tmoe.config.model import MoEConfig
@@ -46,34 +46,6 @@ def totals_of(load: Load) -> Totals:
 
 def balance_loss(cfg: MoEConfig, load: Load, totals: Totals | None = None) -> torch.Tensor:
     return Balancer(cfg).loss(stack([load]), totals)
-
-
-def naive_losses(logits_BSE, ids_BSK, keep_BS, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Balancing loss and z-loss of one layer, both with coefficient 1, token by token in fp64."""
-    B, S, E = logits_BSE.shape
-    K = ids_BSK.shape[-1]
-    probs = [[0.0] * E for _ in range(B)]
-    counts = [[0] * E for _ in range(B)]
-    tokens, z = [0] * B, 0.0
-    for b in range(B):
-        for s in range(S):
-            if not keep_BS[b, s]:
-                continue
-            exps = [logits_BSE[b, s, e].double().exp() for e in range(E)]
-            total = sum(exps)
-            z = z + total.log() ** 2
-            tokens[b] += 1
-            for e in range(E):
-                probs[b][e] = probs[b][e] + exps[e] / total
-            for e in ids_BSK[b, s].tolist():
-                counts[b][e] += 1
-    n = sum(tokens)
-    if scope == "sequence":
-        pairs = [(b, e) for b in range(B) for e in range(E) if tokens[b]]
-        aux = sum(counts[b][e] / (K * tokens[b]) * probs[b][e] / tokens[b] for b, e in pairs) / B
-    else:
-        aux = sum(sum(c[e] for c in counts) / (K * n) * sum(p[e] for p in probs) / n for e in range(E))
-    return E * aux, z / n
 
 
 # ---- router ----

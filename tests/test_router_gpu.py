@@ -5,7 +5,7 @@ next: test_moe_gpu.py
 
 import pytest
 import torch
-from test_router_product import ORDERS, TYPES, assert_right, bf16, every_exponent, fp32, operands, step
+from router_operands import ORDERS, TYPES, assert_right, bf16, every_exponent, fp32, operands, step
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.config.model import MoEConfig

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from test_symm import routes, run
+from symm_ranks import SHARED, routes, rule, run
 
 
 @pytest.mark.gpu
@@ -47,14 +47,6 @@ def layer(through, moe, x, w, ids, dy):
     grads = [p.grad.to_local() for p in moe.experts.parameters()]
     grads += [p.grad for p in moe.shared.parameters()] if moe.shared else []
     return [ys[0].detach(), x.grad, w.grad, *grads, *(y.detach() for y in ys[1:])]
-
-
-SHARED = 96  # width of a shared expert; that of K experts' products is another
-
-
-def rule(beside, hidden):
-    """In place of symm.hides, which would let none of these small layers overlap."""
-    return lambda ranks, itemsize, width: beside if width == SHARED else hidden
 
 
 @functools.cache

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from symm_ranks import operands
 
 from tmoe.moe import symm
 from tmoe.ops import exchange, swiglu
-
-D, K = 8, 2
 
 
 class Streams:
@@ -72,12 +71,6 @@ class Calls(Streams):
         dx_is_there()
         self.note("dw")
         return None, None, None
-
-
-def operands(shared=True):
-    x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
-    matrices = (torch.zeros(2 * 6, D), torch.zeros(D, 6)) if shared else (None, None)
-    return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices
 
 
 def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch):

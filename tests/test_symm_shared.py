@@ -17,10 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_ops_kernels import CHIPS, assert_fits, measure
-from test_symm import Ranks, fork, routes, run
-from test_symm_gpu import SHARED, rule
-from test_symm_order import operands
+from chips import CHIPS, assert_fits, measure
+from symm_ranks import SHARED, Ranks, fork, operands, routes, rule, run
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
@@ -340,7 +338,7 @@ def checkpointed(layer):
 
 def one_rank(rank, ranks, tokens, L):
     """Layers of all kinds, one after another, each rank at its own pace."""
-    from test_ops_interpreter import poison, repair_interpreter, small_tiles
+    from interpreter import poison, repair_interpreter, small_tiles
 
     from tmoe.ops.experts import gpu
 
@@ -407,7 +405,7 @@ def keeps_nothing(rank, net, dispatcher, tokens):
 
 
 def in_the_interpreter():
-    from test_ops_interpreter import repair_interpreter
+    from interpreter import repair_interpreter
 
     for tokens in ([21, 0, 9], [12, 12]):  # forked before autograd has run here, which could not run there again
         L, world = 2, len(tokens)

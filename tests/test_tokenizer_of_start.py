@@ -16,7 +16,7 @@ import corpora
 import pytest
 from corpora import prose
 from hf_tiny import SIZES, others_of, saved
-from test_train import SMALL
+from runs import SMALL
 
 import train
 from tmoe import hf

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import NOISY, SMALL, assert_equal_state, begin, changes, lines, load, numbers, run
 
 import train
 from tmoe.checkpoint.rewrite import rewrite
@@ -22,55 +23,6 @@ from tmoe.checkpoint.tools import plan_reshard
 from tmoe.run import process as runtime
 from tmoe.run import profile
 from tmoe.run.cli import parse
-
-SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
-    --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32 --steps 8 --optim.warmup 2
-    --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
-NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
-
-
-def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
-    """One run in a gloo worker. Returns every tensor of the final state, whole."""
-    cfg = parse(argv, "", rank=rank, world=world)
-    process = runtime.start(cfg.seed)
-    trainer = train.Trainer(cfg, process)
-    if stop_at is not None and rank == world - 1:
-        log = trainer.log
-
-        def log_then_stop(step, *args):
-            log(step, *args)
-            if step == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        trainer.log = log_then_stop
-    with trainer.metrics:
-        trainer.train()
-    return whole(trainer)
-
-
-def load(rank: int, world: int, argv: list[str]) -> dict[str, torch.Tensor]:
-    cfg = parse(argv, "", rank=rank, world=world)
-    return whole(train.Trainer(cfg, runtime.start(cfg.seed)))
-
-
-def whole(trainer) -> dict[str, torch.Tensor]:
-    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()}
-
-
-def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(out: Path, first: int) -> list[tuple]:
-    return [
-        (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"]) for r in lines(out) if r["step"] >= first
-    ]
-
-
-def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def test_run_folder(gloo, tmp_path):
@@ -264,11 +216,6 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     assert f"; --init={step}: not read, for {step} goes on" in said
 
 
-def changes(rank: int, world: int, argv: list[str]) -> list[str]:
-    cfg = parse(argv, "", rank=rank, world=world)
-    return train.Trainer(cfg, runtime.start(cfg.seed)).changes
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
     flags = [*SMALL, "--optim.warmup", "1", "--out", str(tmp_path)]
@@ -388,16 +335,6 @@ def bad_data(rank: int, world: int, path: str) -> tuple[int, str]:
         except SystemExit as error:
             return error.code, said.getvalue()
     return 0, ""
-
-
-def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            cfg = parse(argv, "", rank=rank, world=world)
-            train.Trainer(cfg, runtime.start(cfg.seed))
-        except SystemExit as error:
-            return error.code, said.getvalue()
-    return 0, said.getvalue()
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faulty import EP2, before_step, finish, start
 from orphans import no_orphans  # noqa: F401
-from test_faults import EP2, before_step, finish, start
 
 import train
 from benchmarks.launch import launch

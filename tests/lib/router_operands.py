@@ -1,0 +1,67 @@
+"""Operands of the router's product, and what it must give."""
+
+import pytest
+import torch
+
+from tmoe.ops.router_product import HI, LO, MID, router_product
+
+bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ORDERS = [(MID, HI), (MID, HI, HI), (LO, MID, HI, HI), (HI, HI), (HI, HI, MID), (LO, MID, HI), (MID,)]
+TYPES = pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=lambda d: str(d)[6:])
+
+
+def every_exponent(n=2**16):
+    """fp32 numbers of random bits, then those at the ends of what fp32 and bf16 can show."""
+    a = torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(fp32)
+    top, bottom = torch.finfo(fp32), torch.finfo(bf16)
+    ends = [
+        0.0,
+        -0.0,
+        top.max,
+        -top.max,
+        bottom.max,
+        top.tiny,
+        top.smallest_normal,
+        2.0**-110,
+        2.0**-149,
+        3 * 2.0**-149,
+    ]
+    return torch.cat([a[a.isfinite()], torch.tensor(ends), torch.tensor(ends) * (1 - 2.0**-24)])
+
+
+def operands(T, D, E, dtype, device="cpu"):
+    """x and W (leaves), and a gradient whose rows add up to nearly zero, as those of a softmax do."""
+    x = torch.randn(T, D, device=device).bfloat16().requires_grad_()
+    w = (0.02 * torch.randn(E, D, device=device)).to(dtype).requires_grad_()
+    g = torch.randn(T, E, device=device) * torch.rand(T, 1, device=device).square()
+    return x, w, g - g.mean(-1, keepdim=True)
+
+
+ROUNDING = {bf16: 2**-8, fp16: 2**-11, fp32: 0.0}  # of a result, as a share of itself
+SUM = 3e-7  # of an fp32 sum, as a share of the norms of what was multiplied
+
+
+def truth(x, w, g):
+    """(logits, dx, dW) in fp64, each with the norms of what was multiplied."""
+    x, w, g = (t.detach().double() for t in (x, w, g))
+    return [
+        (x @ w.t(), x.norm(dim=1)[:, None] * w.norm(dim=1)),
+        (g @ w, g.norm(dim=1)[:, None] * w.norm(dim=0)),
+        (g.t() @ x, g.norm(dim=0)[:, None] * x.norm(dim=0)),
+    ]
+
+
+def assert_right(got, x, w, g, summed=SUM):
+    """Logits, and an fp32 weight's gradient, as an fp32 product gives them; 16-bit gradients of more than that, rounded once."""
+    assert [t.dtype for t in got] == [fp32, bf16, w.dtype]
+    for name, a, (want, scale) in zip(("logits", "dx", "dW"), got, truth(x, w, g), strict=True):
+        pieces = {"logits": 0.0, "dx": 2.0**-16, "dW": 2.0**-17 if w.element_size() == 2 else 0.0}[name]
+        bound = ROUNDING.get(a.dtype, 0.0) * want.abs() + (pieces + summed) * scale
+        bound += 2.0**-25 if a.dtype == fp16 else 2.0**-134  # where exponents end
+        error = (a.detach().double() - want).abs()
+        assert (error <= bound).all(), (name, (error - bound).max().item(), (error / scale).max().item())
+
+
+def step(x, w, g, fn=router_product):
+    y = fn(x, w)
+    return y, *torch.autograd.grad(y, (x, w), g)

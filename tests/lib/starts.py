@@ -1,0 +1,16 @@
+"""Runs that start from weights."""
+
+from runs import SMALL
+
+import train
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
+
+FLAGS = [*SMALL, "--train.dtype", "fp32", "--steps", "2"]
+
+
+def train_two_steps(rank: int, world: int, argv: list[str]) -> None:
+    cfg = parse(argv, "", rank=rank, world=world)
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    with trainer.metrics:
+        trainer.train()
