@@ -3,7 +3,7 @@
     python -m benchmarks.faults                        every case on both, two ranks, about a minute
     python -m benchmarks.faults --json results.json    and keep the outcome
 
-A case takes a system and an empty folder and returns what went wrong, [] if nothing did. tests/test_faults_checkpoint.py
+A case takes a system and an empty folder and returns what went wrong, [] if nothing did. tests/faults/test_faults_checkpoint.py
 holds tmoe to []. Stock DCP is the shortest careful loop around torch.distributed.checkpoint: a folder a step, the newest
 folder with a .metadata is the one to resume from, an asynchronous save's future is asked after every step.
 

@@ -3,7 +3,7 @@
     def work(rank, world, factor): ...           # module level; the default gloo group is there
     ends = launch(2, work, 3.0, timeout=5)       # ends[1].code is -9 if rank 1 was killed
 
-Unlike tests/gloo.py, which asks for results and ends its workers itself, ranks end as a process of train.py does: by
+Unlike tests/lib/gloo.py, which asks for results and ends its workers itself, ranks end as a process of train.py does: by
 returning, by an exception (traceback, exit code 1, threads joined) or by a signal. The rendezvous store lives in the
 caller, as torchrun keeps it in its agent, and survives every rank.
 """

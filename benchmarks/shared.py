@@ -1,6 +1,6 @@
 """A rank of a world that is larger than the machine: ranks share its GPUs, to see what they compute, not how fast.
 
-    torchrun --nproc-per-node 4 -m benchmarks.shared tests/test_symm_gpu.py
+    torchrun --nproc-per-node 4 -m benchmarks.shared tests/moe/test_symm_gpu.py
     torchrun --nproc-per-node 4 -m benchmarks.shared -m benchmarks.layouts --inside ...
 
 The kernels, the exchange through symmetric memory, NCCL and FSDP2 are those of a machine with a GPU for each rank. What is not: NCCL

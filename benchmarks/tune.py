@@ -38,7 +38,7 @@ GATHERS = ("up", "dh", "dw_down", "dw_up")
 
 
 def candidates(kernel, rows):
-    """Configurations that fit shared memory without spills (tests/test_ops_kernels.py holds the table to that)."""
+    """Configurations that fit shared memory without spills (tests/ops/test_ops_kernels.py holds the table to that)."""
     if kernel in ("up", "dh"):
         cuts = [(128, 256, 64, 4, 3, 4)]
         few = [(64, 256, 64, 4, 4, 4)]

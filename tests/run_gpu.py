@@ -30,7 +30,7 @@ WHOLE_WORKERS = 3  # its files
 # import name to the name that pip knows
 NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
 NEEDED |= {name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")}
-OPTIONAL = {"transformers": "tests/test_hf_gpu.py"}
+OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py"}
 
 
 def workers(gpus: int, gib: float, cores: int) -> int:

@@ -18,7 +18,7 @@ def operands(shared=True):
     return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command, limit=340, **env):

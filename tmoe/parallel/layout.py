@@ -1,7 +1,7 @@
 """Which rank of a (dp, ep) world holds which box of each tensor, from names and shapes alone: what model/parallelize.py will shard.
 
 A checkpoint loads into any layout whatever its files hold; written in the layout of the world that will read it, each rank finds its
-rows in its own files. tests/test_offline.py compares with what real ranks save.
+rows in its own files. tests/checkpoint/test_tools.py compares with what real ranks save.
 
 next: checkpoint/rewrite.py
 """

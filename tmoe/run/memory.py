@@ -142,7 +142,7 @@ def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> i
     alone if it is recomputed.
 
     Of a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of matrix products.
-    Within 2% of the saved tensors of such blocks (tests/test_accounting.py); eager blocks keep 1.3 to 2 times as much.
+    Within 2% of the saved tensors of such blocks (tests/run/test_memory.py); eager blocks keep 1.3 to 2 times as much.
     """
     model, width, T = cfg.model, compute_bytes(cfg), cfg.train.batch * cfg.train.seq
     D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim

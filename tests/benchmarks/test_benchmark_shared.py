@@ -1,0 +1,75 @@
+"""Ranks that share a GPU: their surroundings, what they run, and when `benchmarks.layouts` lets them."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import layouts, shared
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import sys, torch
+torch.cuda.device_count = lambda: {gpus}
+from benchmarks import shared
+shared.main()
+"""
+TARGET = """
+import json, os, sys
+from tmoe.parallel import symm
+names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+print(json.dumps([__name__, sys.argv[1:], [os.environ.get(name) for name in names], symm._obstacle_here([("host", "gpu")] * 4)]))
+"""
+
+
+@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
+    (tmp_path / "target.py").write_text(TARGET)
+    what = ["-m", "target"] if module else [tmp_path / "target.py"]
+    environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
+    ran = subprocess.run(
+        [sys.executable, "-c", RANK.format(gpus=gpus), *what, "--gpus", "x y"], env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    name, argv, said, obstacle = json.loads(ran.stdout)
+    assert name == "__main__" and argv == ["--gpus", "x y"]
+    if gpus:
+        assert said == ["1", "2", "rank 5", "1", "1"] and not obstacle
+    else:  # on a CPU there is nothing to share
+        assert said == ["3", "4", None, None, None] and obstacle == "ranks share a GPU"
+
+
+@pytest.mark.parametrize(("environment", "words"), [({"RANK": "0"}, []), ({"RANK": "0"}, ["-m"]), ({}, ["target.py"])])
+def test_a_start_without_torchrun_or_work_is_one_line(monkeypatch, environment, words):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["shared", *words])
+    with pytest.raises(SystemExit, match="error: torchrun starts this"):
+        shared.main()
+
+
+@pytest.mark.parametrize(("gpus", "sharing"), [(0, []), (1, [2, 4]), (2, [4]), (4, [])])
+def test_layouts_share_what_there_is(monkeypatch, tmp_path, capsys, gpus, sharing):
+    commands = []
+
+    def running(command):
+        commands.append(command)
+        return nullcontext(SimpleNamespace(wait=lambda timeout: 0))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(layouts, "running", running)
+    layouts.start([1, 2, 4], tmp_path, ["--steps", "3"], 1)
+    for world, command in zip((1, 2, 4), commands, strict=True):
+        through = ["-m", "benchmarks.shared"] if world in sharing else []
+        inside = ["-m", "benchmarks.layouts", "--inside", f"{world}:{tmp_path}", "--", "--steps", "3"]
+        assert command[command.index("--nproc-per-node") + 1 :] == [str(world), *through, *inside]
+    assert capsys.readouterr().err.count("processes share") == len(sharing)

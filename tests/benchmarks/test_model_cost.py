@@ -1,0 +1,489 @@
+"""The cost model against closed formulas, its own limits, and measured layers. Measured steps: test_model_points.py."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks import model as cost
+from benchmarks import network
+from benchmarks.moe_layer import ALL
+from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.count import count_parameters, flops_per_token
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Transformer
+from tmoe.parallel.mesh import build_mesh
+from tmoe.run.cli import parse
+from tmoe.run.memory import memory_per_rank, peak_bytes, rows_received
+
+ROOT = Path(__file__).parents[2]
+CONSTANTS = json.loads(cost.CONSTANTS.read_text())
+INFINITE = 1e60
+OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
+ODD = Config(
+    model=ModelConfig(
+        vocab=1000,
+        dim=96,
+        layers=5,
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        dense_layers=1,
+        moe_every=2,
+        ffn_dim=200,
+        moe=MoEConfig(experts=12, top_k=3, ffn_dim=56, shared_dim=40),
+    ),
+    train=TrainConfig(batch=3, seq=64, isolate_documents=False),
+)
+
+
+def backend(curve: list[list[float]], **costs: float) -> dict:
+    return {"curve": curve, "moves": 4, "experts": 1.0, "copies": 0.0, "fixed": 0.0, **costs}
+
+
+def free(**costs: Any) -> SimpleNamespace:
+    """A machine on which everything is free but what is named."""
+    curve = [[0, 0.0], [1, 0.0], [2, 0.0]]
+    nothing = dict(
+        product_rate=INFINITE,
+        memory_rate=INFINITE,
+        attention_rate=[[1, INFINITE]],
+        isolated_attention_rate=[[1, INFINITE]],
+        window_more=0,
+        nic_rate=INFINITE,
+        collective=curve,
+        exchange={"auto": "nccl", "nccl": backend(curve)},
+        **dict.fromkeys("kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0),
+        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop".split(), 0.0),
+        skew=1.0,
+    )
+    return SimpleNamespace(**{**vars(cost.values(CONSTANTS)), **nothing, **costs})
+
+
+def line(rate: float) -> list[list[float]]:
+    return [[0, 0.0], [1e6, 1e6 / rate], [2e6, 2e6 / rate]]
+
+
+@pytest.mark.parametrize("cfg", [OLMOE, QWEN3, MIXTRAL, ODD], ids=["olmoe", "qwen3", "mixtral", "odd"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_flop_is_counted_once(cfg, accumulate):
+    """With arithmetic alone a step lasts its FLOPs over the rate: 6 a matrix element and token, 7 of attention's 6."""
+    cfg = replace(cfg, train=replace(cfg.train, accumulate=accumulate))
+    tokens = cfg.train.batch * cfg.train.seq * accumulate
+    parts = cost.predict(cfg, 1, 1, free(product_rate=1e12)).parts
+    assert sum(parts.values()) * 1e12 == pytest.approx(6 * tokens * matrix_elements(cfg.model))
+    rates = dict(attention_rate=[[1, 1e12]], isolated_attention_rate=[[1, 1e12]])
+    attention = cost.predict(cfg, 1, 1, free(**rates)).seconds * 1e12
+    counted = flops_per_token(cfg.model, cfg.train.seq) - 6 * count_parameters(cfg.model).active_flops
+    assert attention == pytest.approx(7 / 6 * tokens * counted)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layer", "isolated", "per_pair", "seen"),
+    [
+        # 7 products of 2 * widths / 2 FLOPs over the rate of the mean width, in TFLOP/s
+        ("olmoe-1b-7b", 0, False, 16 * 7 * 256 / 2, 4096 * 4096 / 2),
+        ("olmoe-1b-7b", 0, True, 16 * 7 * 256 / 5, 4096 * 4096 / 2),
+        ("gpt-oss-20b", 1, False, 64 * 7 * 128 / 3, 4096 * 4096 / 2),  # sinks alone
+        (
+            "gpt-oss-20b",
+            0,
+            False,
+            64 * 7 * 128 / 3,
+            228 * 4096 - 228 * 228 / 2,
+        ),  # a window of 128, as wide as one of 228
+        ("gpt-oss-20b", 0, True, 64 * 7 * 128 / 3, 228 * 4096 - 228 * 228 / 2),
+        ("deepseek-v2-lite", 0, False, 16 * 7 * 320 / 2.5, 4096 * 4096 / 2),  # half the way from 128 to 192
+        ("deepseek-v2-lite", 0, True, 16 * 7 * 320 / 6, 4096 * 4096 / 2),
+    ],
+)
+def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
+    """Plain causal attention has one curve of rates over the mean width of a head, and what documents, windows or sinks make flex
+    attention's has another."""
+    cfg = presets()[preset]
+    cfg = replace(cfg, train=replace(cfg.train, batch=3, seq=4096, isolate_documents=isolated))
+    slow, fast = [[64, 1.0], [128, 2.0], [192, 3.0]], [[64, 3.0], [128, 5.0], [192, 7.0]]
+    m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
+    assert cost.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
+
+
+def matrix_elements(model: ModelConfig) -> int:
+    """By hand: q, k, v, o; router; K experts and the shared one, or the dense feed-forward; the head."""
+    D, moe = model.dim, model.moe
+    attention = D * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    sparse = D * moe.experts + 3 * D * (moe.top_k * moe.ffn_dim + moe.shared_dim)
+    blocks = sum(sparse if model.is_moe(layer) else 3 * D * model.ffn_dim for layer in range(model.layers))
+    return model.layers * attention + blocks + model.vocab * D
+
+
+def test_experts_worked_by_hand():
+    """18*T*K*D*F FLOPs a layer however they are spread; a busiest rank with 1.5 times the mean takes 1.5 times as long."""
+    T, layers = 4 * 4096, 16
+    for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
+        got = cost.predict(OLMOE, 1, ep, free(product_rate=1e12), skew).parts["experts"]
+        assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
+
+
+def test_expert_traffic_worked_by_hand():
+    """Bytes of eight kernels, in bf16: x up -> h a; a down -> y; y combine; dy h dh -> dh a; dh dx; two weight gradients; combine."""
+    T, N, D, F, E = 16384, 16384 * 8, 2048, 1024, 64
+    x, a, w = N * D, N * F, E * D * F
+    up, down, both = x + 2 * w + 2 * a + a, a + w + x, x + T * D
+    dh, dx, dw_down, dw_up = x + w + 2 * a + 2 * a + a, 2 * a + 2 * w + x, a + x + w, 2 * a + x + 2 * w
+    elements = up + down + both + dh + dx + dw_down + dw_up + both
+    got = cost.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
+    assert sum(got) == pytest.approx(2 * elements / 1e12)
+
+
+def test_a_kernel_takes_the_longer_and_a_share_of_the_shorter():
+    m = free(product_rate=2.0, memory_rate=1.0, kernel_overlap=0.5)
+    assert cost.kernel(8, 2, m) == 4 + 0.5 * 2
+    assert cost.kernel(2, 8, m) == 8 + 0.5 * 1
+
+
+def layer(T: int, D: int, F: int, E: int, K: int, ep: int = 1, shared: int = 0) -> Config:
+    moe = MoEConfig(experts=E, top_k=K, ffn_dim=F, shared_dim=shared)
+    train = TrainConfig(batch=T // 512, seq=512)
+    return Config(model=ModelConfig(dim=D, moe=moe), train=train, parallel=ParallelConfig(ep=ep))
+
+
+def records(name: str) -> list[dict]:
+    return [json.loads(text) for text in (ROOT / "benchmarks/results" / name).read_text().splitlines()]
+
+
+def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
+    """product_rate, kernel_overlap and layer_fixed were fitted on these."""
+    measured = records("moe_layer/2026-11-21-h200-finishers.jsonl")
+    assert len(measured) == 12
+    m = cost.values(CONSTANTS)
+    for record in measured:
+        shape = ALL[record["shape"]]
+        want = record["results"]["tmoe"]["both"] / 1e3
+        assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record["shape"]
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "off"),
+    [
+        ("21-4xH200-layers", ["qwen3", "olmoe", "mixtral"], 0.01),
+        ("21-4xH200-layers-second", ["deepseek", "olmoe", "qwen3"], 0.04),
+        ("22-4xH200-layers", ["qwen3", "olmoe", "mixtral", "deepseek"], 0.01),
+    ],
+)
+def test_four_h200_layers_are_near_the_measured(file, names, off):
+    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on the first file. Only in the
+    last do x and dy travel beside DeepSeek's shared expert: the code of the second could not do that yet."""
+    m = cost.values(CONSTANTS)
+    measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
+    assert list(measured) == names
+    for name in measured:
+        shape, shared = (16384, *ALL[name][1:]), 2816 * (name == "deepseek" and file.startswith("22"))
+        one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
+        added = four - one + cost.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
+        got = measured[name]["ms_ep1"] / 1e3 + added
+        assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=off), name
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 8), (4, 2), (8, 1)])
+def test_exchange_worked_by_hand(dp, ep):
+    """Rows of (token, rank) that leave, four times a layer; nothing at ep=1."""
+    m = free(exchange={"auto": "nccl", "nccl": backend(line(1e9))})
+    rows = rows_received(16384, 8, ep)
+    want = 16 * 4 * rows * (ep - 1) / ep * 2048 * 2 / 1e9
+    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(want)
+    m.exchange["nccl"] |= dict(fixed=1.0, moves=10)
+    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
+
+
+@pytest.mark.parametrize(("shared_dim", "moves"), [(0, 3.5), (128, 3.5), (2816, 1.5)])
+def test_rows_that_travel_beside_a_wide_shared_expert_are_not_counted(shared_dim, moves):
+    model = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=shared_dim))
+    m = free(exchange={"auto": "symm", "symm": backend(line(1e9), moves=3.5)})
+    want = moves * rows_received(16384, 8, 4) * 3 / 4 * 2048 * 2 / 1e9
+    assert cost.exchange_seconds(replace(OLMOE, model=model), 4, m) == pytest.approx(want)
+
+
+def test_experts_slow_down_beside_an_exchange():
+    m = free(product_rate=1e12, exchange={"auto": "symm", "symm": backend([[0, 0.0], [1, 0.0]], experts=1.5)})
+    one, four = (cost.predict(OLMOE, 1, ep, m, 1.0).parts["experts"] for ep in (1, 4))
+    assert four == pytest.approx(1.5 * one)
+
+
+def test_exchange_across_nodes_runs_over_the_network_card():
+    """ep 32 on nodes of 8: 24 of 32 rows leave the node, and cards and NVLink work at the same time."""
+    rows = rows_received(16384, 8, 32)
+    network = free(nic_rate=1e9, nic_hop=0.5)
+    want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
+    assert cost.predict(OLMOE, 1, 32, network).parts["exchange"] == pytest.approx(want)
+    assert cost.predict(OLMOE, 1, 8, network).parts["exchange"] == 0
+
+
+def test_auto_means_the_portable_exchange_across_nodes():
+    fast, slow = (backend(line(rate)) for rate in (2e9, 1e9))
+    m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
+    asked = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
+    assert cost.exchange_seconds(asked, 8, m) == pytest.approx(2 * cost.exchange_seconds(OLMOE, 8, m))
+    assert cost.exchange_seconds(asked, 16, m) == cost.exchange_seconds(OLMOE, 16, m)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "cards", "nodes"),
+    [(64, 1, 8, 8), (8, 8, 1, 8), (32, 2, 4, 8), (4, 16, 1, 4), (12, 1, 8, 2)],
+)
+def test_a_ring_enters_a_node_through_its_members_cards(size, stride, cards, nodes):
+    m = free(nic_rate=1e9, nic_hop=1.0, link_hop=0.01)
+    hops = (nodes - 1) * 1.0 + (size - nodes) * 0.01
+    assert network.ring(1e9, size, stride, m) == pytest.approx((size - 1) / size / cards + hops)
+    assert network.ring(1e9, 1, stride, m) == 0
+
+
+def test_a_ring_inside_a_node_runs_over_nvlink():
+    m = free(collective=line(2e9), nic_rate=1.0, nic_hop=1.0, link_hop=1.0)
+    assert network.ring(1e9, 8, 1, m) == network.ring(1e9, 4, 2, m) * (7 / 8) / (3 / 4) == pytest.approx(7 / 16)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "local", "nodes"), [(64, 1, 8, 8), (8, 8, 1, 8), (32, 2, 4, 8), (12, 1, 8, 2)]
+)
+def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stride, local, nodes):
+    m = free(collective=line(1e10), nic_rate=1e9, nic_hop=1.0)
+    assert network.all_to_all(1e9, size, stride, m) == pytest.approx((size - local) / size + (nodes - 1))
+    assert network.all_to_all(1e9, local, stride, m) == pytest.approx((local - 1) / local / 10)
+    assert network.all_to_all(1e9, 1, stride, m) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dp", "ep", "times"),
+    [
+        ("gpt-oss-20b", 128, 8, 32),
+        ("deepseek-v2-lite", 512, 8, 64),
+        ("qwen3-30b-a3b", 64, 8, 1),
+        ("gpt-oss-20b", 7, 1, 35 / 32),
+    ],
+)
+def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
+    """FSDP2's own buffers on a group that is none: 4 experts over 128 ranks are gathered as 128 experts."""
+    words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
+    cfg, moved = parse(words.split(), "", world=dp * ep), {1: 0, ep: 0}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
+    try:
+        with torch.device("meta"):
+            model = parallelize(Transformer(cfg.model), build_mesh(dp, ep), cfg)
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+        for group in filter(None, groups):
+            ranks = group._all_gather_process_group.size()
+            moved[dp * ep // ranks] += sum(p._sharded_param_data.numel() * ranks for p in group.fsdp_params)
+    finally:
+        dist.destroy_process_group()
+    (dense, _), (experts, _) = network.padded_groups(cfg, dp, ep)
+    assert dense + experts == sum(moved.values())
+    assert ep == 1 or moved == {1: dense, ep: experts}
+    assert experts == pytest.approx(times * cost.parameter_groups(cfg, dp, ep)[1][0], rel=1e-6)
+    gathered, layer = memory_per_rank(cfg, dp, ep)["gathered"], experts / sum(map(cfg.model.is_moe, range(2)))
+    assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
+
+
+def test_a_layer_without_experts_pays_no_collective_for_them():
+    """Root, the first layer and the second are a unit each, the second's experts one more: gathered, again but for the root, reduced."""
+    m = free(nic_hop=1.0, link_hop=0.0)
+    words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
+    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), 64, 1, m)) for w in words]
+    assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
+
+
+def test_experts_with_biases_take_the_portable_exchange():
+    cfg = parse(["gpt-oss-20b"], "", world=1)
+    symm, nccl = backend(line(1e9)), backend(line(2e9))
+    m = free(exchange={"auto": "symm", "symm": symm, "nccl": nccl})
+    assert cost.exchange_of(cfg, 8, m) is nccl and cost.exchange_of(OLMOE, 8, m) is symm
+    asked = replace(cfg, parallel=replace(cfg.parallel, dispatch="symm", ep=8))
+    assert "--parallel.dispatch=symm: experts have biases" in cost.refused(asked, [8], 1e12, m, True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("dp", "ep"), [(8, 1), (2, 4), (1, 8)])
+def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
+    """Each micro-batch gathers blocks twice and the root once in bf16; a step reduces everything once in fp32."""
+    train, sharded = replace(OLMOE.train, accumulate=accumulate), replace(OLMOE.parallel, whole_gib=0.0)
+    cfg = replace(OLMOE, train=train, parallel=sharded)
+    experts = 16 * 64 * 3 * 2048 * 1024
+    root = 2 * 50304 * 2048 + 2048
+    dense = count_parameters(OLMOE.model).total - experts - root
+    gathered = 2 * accumulate * (2 * dense + root) * 7 / 8 + 2 * accumulate * 2 * experts / ep * (dp - 1) / dp
+    reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
+    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    assert got == pytest.approx((gathered + reduced) / 1e9)
+    # kept whole, experts are gathered once a step, and their gradients go in bf16, or as sums of micro-batches
+    gathered = 2 * accumulate * (2 * dense + root) * 7 / 8
+    reduced = 4 * (dense + root) * 7 / 8
+    shared = (2 + (2 if accumulate == 1 else 4)) * experts / ep * (dp - 1) / dp
+    cfg = replace(cfg, parallel=OLMOE.parallel)
+    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    assert got == pytest.approx((gathered + reduced + shared) / 1e9)
+
+
+def test_what_hides():
+    assert network.exposed_seconds(3.0, 10.0, 1.0) == 0.0
+    assert network.exposed_seconds(3.0, 2.0, 1.0) == 1.0  # not more than there is compute
+    assert network.exposed_seconds(3.0, 10.0, 0.5) == 1.5  # not more than the measured share
+    assert network.exposed_seconds(3.0, 10.0, 7.0) == 0.0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_compute_is_slowed_beside_what_it_hides(accumulate):
+    """Of 1 s of collectives 0.6 hide and 0.4 stand in the open; each hidden second costs half a second of compute."""
+    cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
+    for dp, ep in ((8, 1), (2, 4)):
+        bare = cost.predict(cfg, dp, ep, free(collective=line(1e12))).parts
+        m = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5)
+        parts, free_of_it = (
+            cost.predict(cfg, dp, ep, m).parts for m in (m, SimpleNamespace(**{**vars(m), "slowed": 0}))
+        )
+        assert bare["slowed"] == free_of_it["slowed"] == 0
+        assert parts["exposed all-gathers"] == pytest.approx(0.4 * bare["exposed all-gathers"])
+        assert parts["slowed"] == pytest.approx(0.5 * 0.6 * bare["exposed all-gathers"])
+        assert parts["exposed all-gathers"] == free_of_it["exposed all-gathers"]
+    # across nodes as many bytes stand beside compute as inside of one, however slowly they come
+    across = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5, nic_rate=1e10)
+    one_node = SimpleNamespace(**{**vars(across), "node": 16})
+    got, near = (cost.predict(cfg, 16, 1, machine).parts for machine in (across, one_node))
+    assert got["slowed"] == pytest.approx(near["slowed"])
+    assert got["exposed all-gathers"] > 10 * near["exposed all-gathers"]
+
+
+@pytest.mark.parametrize("policy", ["attention", "moe", "block"])
+def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
+    """Where the backward's collectives outlast its compute, a second more of compute is a second less of waiting."""
+    slow = dict(collective=line(1e10), product_rate=1e15, fsdp_overlap=1.0)
+    cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
+    kept, again = (cost.predict(c, 8, 1, free(**slow)).parts for c in (OLMOE, cfg))
+    assert again["recomputed"] > 0.001
+    less = kept["exposed all-gathers"] - again["exposed all-gathers"]
+    assert less == pytest.approx(again["recomputed"])
+
+
+@pytest.mark.parametrize(("cfg", "columns"), [(OLMOE, 0), (ODD, 2 * 40 + 3 * 200)], ids=["olmoe", "odd"])
+def test_glue_worked_by_hand(cfg, columns):
+    """Passes over [T, D] in each block; of a dense or shared feed-forward's activations nine columns for each of its own: the forward
+    reads gate and up and writes their product, the backward reads those two and a gradient, writes that product and two gradients."""
+    T, model = cfg.train.batch * cfg.train.seq, cfg.model
+    assert columns == sum(model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers))
+    plain, wide = (cost.predict(cfg, 1, 1, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10))
+    assert plain == pytest.approx(9 * T * columns * 2 / 1e12)
+    assert wide - plain == pytest.approx(10 * model.layers * T * model.dim * 2 / 1e12)
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 2), (1, 8)])
+def test_optimizer_and_copies_worked_by_hand(dp, ep):
+    parameters, experts = count_parameters(OLMOE.model).total, 16 * 64 * 3 * 2048 * 1024
+    m = free(memory_rate=1e9, optimizer_bytes=40.0)
+    assert cost.predict(OLMOE, dp, ep, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
+    ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
+    assert cost.predict(ema, dp, ep, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
+    offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
+    slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
+    assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(8 * parameters / dp / ep / 1e8)
+    sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
+    alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
+    kept = experts / ep if dp > 1 else 0
+    # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4, the second added
+    here = parameters - experts + experts / ep
+    for cfg in (OLMOE, sharded):
+        m, twice = free(memory_rate=1e9), replace(cfg, train=replace(cfg.train, accumulate=2))
+        assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
+        assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
+    # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
+    whole = parameters - experts + experts / ep - alone
+    own = parameters / dp / ep - alone
+    m = free(memory_rate=1e9, copy_factor=1.0)
+    assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+    # of experts that are kept what arrives is read, and the sum of their gradients written
+    own, whole, summed = own - kept / dp, whole - kept, 2 * kept + 4 * kept / dp
+    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole + summed) / 1e9)
+
+
+def test_micro_batches_worth_on_several_nodes():
+    """docs/multinode.md, "Across many nodes": olmoe-1b-7b with ep 8."""
+    m, longer = cost.values(CONSTANTS), replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
+    gains = [
+        cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu - 1
+        for nodes in (8, 128)
+    ]
+    said = "ep 8 and 4 instead of 1: {:.0%} more tokens/s predicted on 8 nodes, {:.0%} on 128"
+    assert said.format(*gains) in " ".join((ROOT / "docs/multinode.md").read_text().split())
+
+
+def test_the_curve_of_a_collective():
+    curve = [[0, 1.0], [10, 2.0], [20, 4.0]]
+    assert [network.times(curve, b) for b in (0, 5, 10, 15, 20, 40)] == [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize(("dp", "ep", "accumulate"), [(8, 1, 1), (4, 8, 2), (512, 8, 1)])
+def test_what_a_prediction_says_agrees_with_itself(dp, ep, accumulate):
+    m = cost.values(CONSTANTS)
+    cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
+    p = cost.predict(cfg, dp, ep, m)
+    assert p.tokens == dp * ep * 16384 * accumulate
+    assert p.tokens_per_s_gpu * p.seconds == pytest.approx(16384 * accumulate)
+    assert p.mfu == pytest.approx(flops_per_token(OLMOE.model, 4096) * p.tokens_per_s_gpu / 989.4e12)
+    assert p.peak_bytes == pytest.approx(1.05 * peak_bytes(memory_per_rank(cfg, dp, ep)))
+    assert all(seconds >= 0 for seconds in p.parts.values()) and 0 < p.exposed < 1
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "moe", "block"])
+def test_recomputation_worked_by_hand(policy):
+    """It repeats forwards."""
+    m = free(product_rate=1e12, attention_rate=[[1, 2e12]], isolated_attention_rate=[[1, 2e12]])
+    cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
+    kept, again = cost.predict(OLMOE, 2, 4, m), cost.predict(cfg, 2, 4, m)
+    D, T, layers = 2048, 16384, 16
+    products = 2 * T * layers * (4 * D * D + 64 * D) / 1e12  # router among the projections
+    scores = 2 * T * layers * D * 4096 * 7 / 6 * 3 * 2 / 7 / 2e12
+    experts = 6 * T * layers * 8 * D * 1024 / 1e12
+    want = {"none": 0.0, "attention": products + scores, "moe": experts, "block": products + scores + experts}[policy]
+    assert again.parts["recomputed"] == pytest.approx(want)
+    assert again.seconds == pytest.approx(kept.seconds + want)
+
+
+def test_tendencies_that_a_user_relies_on():
+    m = cost.values(CONSTANTS)
+    rate = lambda dp, ep, cfg=OLMOE: cost.predict(cfg, dp, ep, m).tokens_per_s_gpu  # noqa: E731
+    assert rate(512, 8) < rate(64, 8) < rate(8, 8) < rate(1, 8), "more nodes never help a GPU"
+    longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=8))
+    assert rate(512, 8, longer) > rate(512, 8), "micro-batches spread the reduce-scatters"
+    assert rate(2, 16) < rate(4, 8), "tokens across nodes cost more than parameters"
+
+
+def test_only_symm_runs_beside_a_shared_expert():
+    """On a machine where the exchange is nccl's a shared expert hides nothing of it."""
+    shared = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=20480))
+    m = cost.values(CONSTANTS)
+    small_nodes = SimpleNamespace(**{**vars(m), "node": 4})
+    no_symm = SimpleNamespace(**{**vars(m), "exchange": {**m.exchange, "auto": "nccl"}})
+    for machine, ep, hidden in ((m, 4, True), (small_nodes, 8, False), (no_symm, 4, False)):
+        with_shared = cost.exchange_seconds(replace(OLMOE, model=shared), ep, machine)
+        assert (with_shared < cost.exchange_seconds(OLMOE, ep, machine)) == hidden
+
+
+def test_the_page(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", "model --gpus 4 8 4096 --tokens 2e12 -- qwen3-30b-a3b".split())
+    cost.main()
+    page = capsys.readouterr().out
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")]
+    assert [row[1] for row in rows if row[0] == "8"] == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
+    assert [row[1] for row in rows if row[0] == "4096"][-1] == "256 x 16 across nodes"
+    for row in rows:
+        rate, hours = float(row[4].replace(",", "")), float(row[9].replace(",", ""))
+        assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
+        assert float(row[8].replace(",", "")) == pytest.approx(hours / int(row[0]) / 24, abs=0.06)
+    assert "too much" in page

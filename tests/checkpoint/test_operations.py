@@ -1,0 +1,63 @@
+"""docs/operations.md tells the truth: every message that it quotes is one that the code can print, every command one that exists."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tmoe import upcycle
+from tmoe.checkpoint import tools as offline
+from tmoe.hf import importer as hf
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/operations.md").read_text()
+FOREIGN = {"Received data size doesn't match expected size", "Timeout (0:0"}  # gloo's and Python's own
+
+
+def strings() -> list[str]:
+    """Every string of the source, values of f-strings as `…`."""
+    found = []
+    for path in [ROOT / "train.py", *(ROOT / "tmoe").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%(\.\d+)?[sdg]", "…", node.value))
+    return found
+
+
+def messages() -> list[str]:
+    cells = (line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "it says" not in line)
+    return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.fixture(scope="module")
+def source() -> list[str]:
+    return strings()
+
+
+@pytest.mark.parametrize("message", [m for m in messages() if m not in FOREIGN])
+def test_quoted_messages_are_in_the_source(source, message):
+    fragments = [part.strip(" :,;") for part in message.split("…") if len(part.strip(" :,;()")) > 1]
+    assert fragments and all(any(part in text for text in source) for part in fragments), fragments
+
+
+def test_the_page_quotes_enough():
+    assert len(messages()) > 25
+
+
+@pytest.mark.parametrize("main", [offline.main, hf.main, upcycle.main])
+def test_tools_and_flags_exist(main, capsys):
+    module = main.__module__.replace("offline", "checkpoint")
+    words = {
+        word for line in PAGE.splitlines() for part in line.split(";") if f"{module} " in part for word in part.split()
+    }
+    known = ""
+    for command in [["inspect"], ["verify"], ["reshard"], ["average"], ["import"], ["export"], []]:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        known += capsys.readouterr().out
+    flags = {word for word in words if re.fullmatch(r"--[a-z-]+", word)}
+    assert {flag for flag in flags if flag not in known} <= {"--init"}, known

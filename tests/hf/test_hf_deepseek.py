@@ -1,0 +1,289 @@
+"""DeepSeek's checkpoints as published: fp8 in blocks, layers that predict further tokens, config.json of the hub, the choice bias.
+
+Logits, gradients and the way back of tiny models of both architectures: test_hf_models.py.
+
+next: ../../tmoe/hf_tables.py
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hf_tiny import assert_bits, far, files_of, load_step, make, saved, tensors_of, train_and_save
+from runs import SMALL, run
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tmoe.checkpoint.errors import MismatchError
+from tmoe.config.check import ConfigError
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.presets import presets
+from tmoe.config.same import differences
+from tmoe.hf import export_hf, import_hf, load_hf
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
+from tmoe.model.transformer import Transformer
+from tmoe.parallel import build_mesh, parallelize
+
+INDEX = "model.safetensors.index.json"
+
+
+def edit_config(folder: Path, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def in_two_files(folder: Path, tensors: dict[str, torch.Tensor]):
+    """The folder's weights anew; a tensor and its factors may lie apart."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in {*where.values()}:
+        save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(dict(metadata=dict(total_size=7), weight_map=where)))
+
+
+# ---- fp8 ----
+
+
+def quantised(folder: Path, block: list[int], fmt: str = "fp8") -> dict[str, torch.Tensor]:
+    """Turns a folder into what DeepSeek publishes; returns its values in fp32."""
+    tensors, values = tensors_of(folder), {}
+    for name in [n for n in tensors if n.endswith("_proj.weight") or "kv_a_proj" in n]:
+        w = tensors[name].float()
+        blocks = [-(-n // b) for n, b in zip(w.shape, block, strict=True)]
+        scale = torch.rand(blocks) * 0.01 + 1e-3
+        wide = torch.kron(scale, torch.ones(block))[: w.shape[0], : w.shape[1]]
+        tensors[name] = (w / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        values[name] = tensors[name].float() * wide
+    in_two_files(folder, tensors)
+    method = dict(quant_method=fmt, fmt="e4m3", activation_scheme="dynamic", weight_block_size=block)
+    edit_config(folder, quantization_config=method)
+    return {n: t for n, t in tensors.items() if n in values or "scale_inv" not in n} | values
+
+
+def start(rank: int, world: int, ep: int, hf_dir: Path) -> dict[str, torch.Tensor]:
+    cfg = read_config(Folder(hf_dir).config)
+    with torch.device("meta"):
+        model = Transformer(cfg)
+    parallelize(model, build_mesh(ep=ep))
+    model.to_empty(device="cpu")
+    load_hf(hf_dir, model.state_dict(), cfg)
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("block", [[128, 128], [3, 5]])
+def test_fp8_stands_for_its_products(gloo, tmp_path, block):
+    """Imported and started from directly, whatever rows a rank holds; the way back is bf16, rounded once."""
+    hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
+    want = quantised(hf_dir, block)
+    import_hf(hf_dir, tmp_path / "step", world=4, ep=2)
+    export_hf(tmp_path / "step", tmp_path / "back", dtype="fp32")
+    assert_bits(tensors_of(tmp_path / "back"), {name: t.float() for name, t in want.items()})
+    imported = load_step(tmp_path / "step").state_dict()
+    for found in gloo(4, start, 2, hf_dir):
+        assert_bits(found, imported)
+    export_hf(tmp_path / "step", tmp_path / "half")
+    published = tensors_of(hf_dir)
+    for name, tensor in tensors_of(tmp_path / "half").items():
+        kind = torch.bfloat16 if published[name].dtype == torch.float8_e4m3fn else published[name].dtype
+        assert torch.equal(tensor, want[name].to(kind)) and tensor.dtype == kind
+    how = dict(output_loading_info=True, experts_implementation="eager")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "half", **how)
+    assert not any(info.values()), info
+    assert "quantization_config" not in json.loads((tmp_path / "half/config.json").read_text())
+    assert theirs(torch.randint(31, (1, 9))).logits.isfinite().all()
+
+
+def test_fp8_that_does_not_fit_is_listed(tmp_path):
+    hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
+    quantised(hf_dir, [4, 4])
+    tensors = tensors_of(hf_dir)
+    lost, bent = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+    del tensors[f"{lost}_scale_inv"]
+    tensors[f"{bent}_scale_inv"] = torch.ones(3, 3)
+    in_two_files(hf_dir, tensors)
+    with pytest.raises(MismatchError, match="2 differences") as error:
+        import_hf(hf_dir, tmp_path / "step")
+    for word in (f"{lost}_scale_inv: missing, but {lost} is", f"{bent}_scale_inv: shape (3, 3), must be a factor for"):
+        assert word in str(error.value)
+    edit_config(hf_dir, quantization_config=dict(quant_method="fp8", weight_block_size=None))
+    with pytest.raises(ConfigError, match="weight_block_size=None"):
+        import_hf(hf_dir, tmp_path / "step")
+    edit_config(hf_dir, quantization_config=dict(quant_method="awq"))
+    with pytest.raises(ConfigError, match="quantization_config="):
+        import_hf(hf_dir, tmp_path / "step")
+    assert {p.name for p in tmp_path.iterdir()} == {"hf"}
+
+
+# ---- tensors ----
+
+
+def test_layers_that_predict_further_tokens_are_carried(tmp_path, capsys):
+    """Not the model's, said so by name, and back in their place; more of them than config.json names are refused."""
+    hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
+    tensors = tensors_of(hf_dir)
+    extra = {n.replace("layers.2.", "layers.3."): t.clone() for n, t in tensors.items() if "layers.2." in n}
+    extra |= {f"model.layers.3.{n}": torch.randn(16, 2).half() for n in ("eh_proj.weight", "shared_head.head.weight")}
+    in_two_files(hf_dir, tensors | extra)
+    edit_config(hf_dir, num_nextn_predict_layers=1)
+    import_hf(hf_dir, tmp_path / "step", world=2)
+    said = capsys.readouterr().out
+    assert f"{len(extra)} tensors" in said and "model.layers.3.eh_proj.weight" in said
+    assert "model.layers.3.mlp.experts.*.up_proj.weight (6)" in said and "layers.2." not in said
+    export_hf(tmp_path / "step", tmp_path / "back")
+    assert files_of(tmp_path / "back") == files_of(hf_dir)
+    assert_bits(start_of(hf_dir), load_step(tmp_path / "step").state_dict())
+    edit_config(hf_dir, num_nextn_predict_layers=0)
+    with pytest.raises(MismatchError, match=f"{len(extra)} differences") as error:
+        import_hf(hf_dir, tmp_path / "other")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 20 and sum(".experts." in line for line in lines) == 3  # kinds of 6 each
+    single = [name for name in extra if ".experts." not in name]
+    assert all(f"{name}: deepseek_v3 has no such tensor" in str(error.value) for name in single)
+    assert "  model.layers.*.mlp.experts.*.up_proj.weight: deepseek_v3 has no such tensor (6, one is layers.3 " in str(
+        error.value
+    )
+
+
+def start_of(hf_dir: Path) -> dict[str, torch.Tensor]:
+    cfg = read_config(Folder(hf_dir).config)
+    model = Transformer(cfg)
+    load_hf(hf_dir, model.state_dict(), cfg)
+    return model.state_dict()
+
+
+def test_every_wrong_tensor_is_listed(tmp_path):
+    hf_dir = saved(tmp_path / "hf", "deepseek_v2")
+    file = hf_dir / "model.safetensors"
+    tensors, A = load_file(file), "model.layers.1.self_attn"
+    del tensors[f"{A}.kv_a_layernorm.weight"], tensors[f"{A}.q_a_proj.weight"]
+    tensors[f"{A}.kv_b_proj.weight"] = tensors[f"{A}.kv_b_proj.weight"][:-1].contiguous()
+    tensors[f"{A}.q_proj.weight"] = torch.zeros(32, 16)  # the other way to make queries
+    tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.zeros(6)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(MismatchError) as error:
+        import_hf(hf_dir, tmp_path / "step")
+    lines = str(error.value).splitlines()
+    assert "5 differences" in lines[0] and len(lines) == 6
+    for end in (
+        "kv_a_layernorm.weight: missing",
+        "q_a_proj.weight: missing",
+        "kv_b_proj.weight: shape (39, 8), deepseek_v2 with this config has (40, 8)",
+        "q_proj.weight: deepseek_v2 has no such tensor",
+        "e_score_correction_bias: deepseek_v2 has no such tensor",
+    ):
+        assert end in str(error.value), end
+    assert {p.name for p in tmp_path.iterdir()} == {"hf"}
+
+
+def test_a_start_without_the_choice_bias_is_refused(tmp_path):
+    hf_dir = saved(tmp_path / "hf", "deepseek_v3")
+    model = Transformer(read_config(Folder(hf_dir).config))
+    with pytest.raises(MismatchError, match="2 differences") as error:
+        load_hf(hf_dir, model.named_parameters(), model.cfg)
+    assert "blocks.1.moe.router.choice_bias: not among the tensors to fill; give the model's state_dict()" in str(
+        error.value
+    )
+
+
+# ---- settings ----
+
+HUB = dict(hidden_act="silu", attention_bias=False, attention_dropout=0.0, rms_norm_eps=1e-6, rope_theta=10000)
+HUB |= dict(tie_word_embeddings=False, initializer_range=0.02, max_position_embeddings=163840, moe_layer_freq=1)
+HUB |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, pretraining_tp=1, ep_size=1)
+STRETCH = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
+V2_LITE = HUB | dict(model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
+V2_LITE |= dict(num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, vocab_size=102400)
+V2_LITE |= dict(n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1)
+V2_LITE |= dict(q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax")
+V2_LITE |= dict(norm_topk_prob=False, routed_scaling_factor=1.0, aux_loss_alpha=0.001, seq_aux=True)
+V2_LITE |= dict(rope_scaling=STRETCH | dict(mscale=0.707, mscale_all_dim=0.707))
+V2 = V2_LITE | dict(hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=60)
+V2 |= dict(num_attention_heads=128, num_key_value_heads=128, n_routed_experts=160, q_lora_rank=1536, n_group=8)
+V2 |= dict(topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0)
+V3 = HUB | dict(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048)
+V3 |= dict(num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, vocab_size=129280)
+V3 |= dict(n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3)
+V3 |= dict(q_lora_rank=1536, n_group=8, topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid")
+V3 |= dict(norm_topk_prob=True, routed_scaling_factor=2.5, aux_loss_alpha=0.001, num_nextn_predict_layers=1)
+V3 |= dict(rope_scaling=STRETCH | dict(mscale=1.0, mscale_all_dim=1.0), seq_aux=True)
+
+
+def test_config_of_the_hub():
+    assert differences(presets()["deepseek-v2-lite"].model, read_config(V2_LITE)) == []
+    assert differences(presets()["deepseek-v3"].model, read_config(V3)) == []
+    moe = read_config(V2).moe
+    assert (moe.groups, moe.top_groups, moe.group_score, moe.renormalize, moe.scaling) == (8, 3, "max", False, 16.0)
+    every_second = read_config(V3 | dict(moe_layer_freq=2))  # among the layers from 3 on, the even ones
+    assert [i for i in range(9) if every_second.is_moe(i)] == [4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        (V2, dict(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, attention_bias=True)),
+        (V3, dict(topk_method="greedy", scoring_func="softmax", attention_bias=True, kv_lora_rank=None)),
+    ],
+)
+def test_every_wrong_setting_is_listed(config, wrong):
+    with pytest.raises(ConfigError, match="4 problems") as error:
+        read_config(config | wrong)
+    for key, value in wrong.items():
+        assert f"{key}={value!r}: only" in str(error.value) or f"{key}: missing" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_trained_here_gets_a_config(tmp_path, kind):
+    """And the choice bias stays fp32 in an export to bf16, as transformers keeps it."""
+    moe = MoEConfig(experts=8, top_k=3, ffn_dim=12, shared_dim=24, groups=4, top_groups=3, renormalize=False, z_coeff=0)
+    base = dict(vocab=31, dim=16, layers=3, heads=4, attention="mla", dense_layers=1, ffn_dim=12, norm_eps=1e-4)
+    mla = MLAConfig(kv_rank=6, nope_dim=4, rope_dim=4, v_dim=3)
+    rope = RopeConfig(max_seq=128)
+    if kind == "deepseek_v3":
+        moe = replace(moe, score="sigmoid", choice_bias=True, group_score="top2", scaling=2.0)
+        mla = replace(mla, q_rank=5, interleave=False)
+        rope = replace(rope, scaling="yarn", factor=4.0, original_max_seq=32, mscale=0.8, mscale_all_dim=0.6)
+    cfg = ModelConfig(**base, mla=mla, moe=moe, rope=rope)
+    model = Transformer(cfg)
+    for buffer in model.buffers():
+        buffer.normal_(0, 0.3)
+    step = train_and_save(tmp_path / "run", cfg, model)
+    export_hf(step, tmp_path / "hf")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    assert theirs.config.model_type == kind
+    x = torch.randint(31, (2, 90))
+    assert far(theirs(x).logits, model(x)) < 1e-5
+    export_hf(step, tmp_path / "small", dtype="bf16")
+    for name, tensor in tensors_of(tmp_path / "small").items():
+        assert tensor.dtype == (torch.float32 if "e_score_correction_bias" in name else torch.bfloat16)
+
+
+def test_trained_from_theirs_and_back(gloo, tmp_path):
+    """`train.py --init HF_DIR` on two ranks: every choice bias moves by one step of the rule and goes back as theirs, in fp32."""
+    hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
+    flags = f"""{" ".join(SMALL)} --init {hf_dir} --out {tmp_path / "run"} --steps 1 --parallel.ep 2 --train.batch 2
+        --model.layers 3 --model.dim 16 --model.heads 4 --model.attention mla --model.qk-norm none --model.dense-layers 1
+        --model.vocab 256 --model.ffn-dim 12 --model.mla.q-rank 6 --model.mla.kv-rank 8 --model.mla.nope-dim 4
+        --model.mla.rope-dim 4 --model.mla.v-dim 6 --model.rope.max-seq 128 --model.moe.experts 6 --model.moe.top-k 2
+        --model.moe.ffn-dim 10 --model.moe.shared-dim 10 --model.moe.score sigmoid --model.moe.choice-bias
+        --model.moe.groups 2 --model.moe.group-score top2 --model.moe.scaling 2.5 --model.moe.bias-speed 0.125"""
+    tensors = tensors_of(hf_dir)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(256, 16).bfloat16()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors[bias] = tensors[bias].float()
+    in_two_files(hf_dir, tensors)
+    edit_config(hf_dir, vocab_size=256)
+    gloo(2, run, flags.split(), timeout=240)
+    export_hf(tmp_path / "run/checkpoints/step-1", tmp_path / "back")
+    tuned = tensors_of(tmp_path / "back")
+    assert {n: t.dtype for n, t in tuned.items()} == {n: t.dtype for n, t in tensors.items()}
+    assert set((tuned[bias] - tensors[bias]).tolist()) <= {-0.125, 0.0, 0.125}
+    assert (tuned[bias] != tensors[bias]).any()
+    assert (
+        make("deepseek_v3").config.model_type == json.loads((tmp_path / "back/config.json").read_text())["model_type"]
+    )

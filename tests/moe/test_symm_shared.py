@@ -1,0 +1,425 @@
+"""Rows that travel beside a shared expert: when they may, and the same sums and gradients, by ranks that really exchange.
+
+The kernels run in the interpreter, in processes that share their sections; as a test it starts itself for that:
+    TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
+On GPUs test_symm_gpu.py compares such layers with the nccl dispatcher, and whole runs are compared by
+    python -m benchmarks.layouts --gpus 4
+
+next: test_dispatch.py
+"""
+
+import contextlib
+import functools
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from chips import CHIPS, assert_fits, measure
+from symm_ranks import SHARED, Ranks, fork, operands, routes, rule, run
+from torch.utils.checkpoint import checkpoint
+from triton import knobs
+
+from tmoe.config.presets import presets
+from tmoe.config.run import Config, ParallelConfig
+from tmoe.moe import symm
+from tmoe.moe.dispatch import SymmDispatcher, dispatcher_for
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.layer import SwiGLU
+from tmoe.moe.router import Routing
+from tmoe.ops import exchange, swiglu
+from tmoe.ops.launch.launch import compile_only
+from tmoe.run.memory import moe_bytes, runs_beside
+from tmoe.warmup import traces
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    run(__file__, TRITON_INTERPRET="1")
+
+
+# ---- the rule, and what the warm-up and the dry run make of it
+
+
+@pytest.mark.parametrize(
+    ("preset", "ep", "hides"),
+    [
+        ("moe-pilot-14b", 4, True),  # 0.54 ms of copies, 0.94 ms of products
+        ("moe-pilot-14b", 8, False),  # 1.27 ms of copies
+        ("qwen2-57b-a14b", 8, True),
+        ("qwen3-30b-a3b", 4, False),  # no shared expert
+    ],
+)
+def test_the_rule(preset, ep, hides):
+    moe = presets()[preset].model.moe
+    assert symm.hides(ep, 2, moe.shared_dim) == hides
+    cfg = Config(model=presets()[preset].model, parallel=ParallelConfig(ep=ep))
+    assert runs_beside(cfg, ep) == hides and not runs_beside(cfg, 1)
+    packed, nccl = (Config(model=cfg.model, parallel=ParallelConfig(ep=ep, **how)) for how in ({"wire": "fp8"}, {"dispatch": "nccl"}))  # fmt: skip
+    assert not runs_beside(packed, ep) and not runs_beside(nccl, ep)
+    T = cfg.train.batch * cfg.train.seq
+    assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, "activations are made again"
+
+
+def test_who_takes_the_shared_expert(monkeypatch):
+    """The op where the rule says so and rows travel unpacked; else whoever calls it, as without peers."""
+    taken = []
+    monkeypatch.setattr(symm, "moe", lambda *args: taken.append(len(args)) or (args[0] * 2, args[0] * 3))
+    x, shared = torch.randn(4, 8), SwiGLU(8, SHARED)
+    routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
+    for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
+        monkeypatch.setattr(symm, "hides", rule(beside, True))
+        dispatcher = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8, width=SHARED)  # type: ignore[bad-argument-type]
+        y, y_shared = dispatcher.beside(x, routing, local, shared)
+        assert torch.equal(y, x * 2) and torch.equal(y_shared, x * 3 if op else shared(x))
+        assert torch.equal(dispatcher(x, routing, local), x * 2)
+    assert taken == [13, 11, 11, 11, 11, 11]
+
+
+def with_hook(module, register):
+    getattr(module, register)(lambda *_: None)
+    return module
+
+
+class Scaled(SwiGLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: with_hook(m, "register_forward_hook"), lambda m: with_hook(m, "register_full_backward_hook"),
+    lambda m: with_hook(m.down, "register_forward_pre_hook"), lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
+    lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up), lambda m: setattr(m, "__class__", Scaled),
+    lambda m: setattr(m, "forward", m.forward), lambda m: setattr(m.down, "forward", lambda x: x),
+    lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))), lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
+])  # fmt: skip
+def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change, monkeypatch):
+    """Told at parallelize, all ranks call it; later, when others may not know, it is an error."""
+    monkeypatch.setattr(symm, "hides", rule(True, True))
+    monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
+    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    up, down = shared.matrices(x) or ()
+    assert up is shared.gate_up.weight and down is shared.down.weight and shared.plain
+    change(shared)
+    assert not shared.plain
+    group, routing, local = SimpleNamespace(group_name="g", size=lambda: 2), Routing(x, x.int(), x), LocalExperts(x, x)
+    for now in (shared, torch.nn.Linear(8, 8)):
+        with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
+            SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
+    _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
+    assert torch.equal(y, shared(x))
+
+
+def agreed(rank, world):
+    before, symm.obstacle = symm.obstacle, lambda group: ""
+    try:
+        widths = [96, 96 if rank else 0]  # of two layers, here
+        return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, False, width).width for width in widths]
+    finally:
+        symm.obstacle = before
+
+
+def test_all_ranks_pass_a_shared_expert_by_or_none(gloo):
+    assert gloo(2, agreed) == [[96, 0]] * 2
+
+
+def test_a_shared_expert_that_is_cast_runs_itself():
+    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert shared.matrices(x) is None
+    assert shared.matrices(x.bfloat16()) is None and shared.bfloat16().matrices(x) is None
+    assert shared.matrices(x.bfloat16()) is not None
+
+
+def test_what_does_not_fit_is_said_before_anything_is_pushed():
+    x, w, ids, up, down, bias, shared_up, shared_down = operands()
+    for fp8, shared, message in (
+        (True, (shared_up, shared_down), "fp8"),
+        (False, (shared_up[:-1], shared_down), "shared_gate_up"),
+        (False, (shared_up.bfloat16(), shared_down), "shared_gate_up"),
+        (False, (shared_up, shared_down.bfloat16()), "shared_down"),
+        (False, (shared_up, shared_down[:-1]), "shared_down"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            symm._forward(x, w, ids, up, down, bias, *shared, "swiglu", 4, 128, fp8, True, "nobody")
+
+
+def launched(what):
+    found = {}
+    with compile_only("cuda:90", lambda name, key, compile: found.setdefault(key, (name, compile))):
+        what()
+    return found
+
+
+def test_the_warm_up_knows_the_kernels():
+    pilot = presets()["moe-pilot-14b"]
+    cfg = Config(model=pilot.model, train=pilot.train, parallel=ParallelConfig(ep=4))
+    D, G, K, T = 2048, 2816, 2, 16384
+
+    def warm_up():
+        for trace, *args in traces(cfg):
+            trace(*args)
+
+    ex = object.__new__(symm.Exchange)
+    ex.rank, ex.world, ex.capacity = 0, 4, T
+    ex.addresses = dict.fromkeys(
+        ("x", "ids", "weights", "main", "side"), torch.empty(4, dtype=torch.int64, device="meta")
+    )
+    ex.side, ex.copy = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
+    x, h = (torch.empty(T, width, dtype=torch.bfloat16, device="meta") for width in (D, 2 * G))
+    ids, weights = torch.empty(T, K, dtype=torch.int32, device="meta"), torch.empty(T, K, device="meta")
+
+    def layer():
+        with no_streams():
+            symm._push_beside(ex, {"x": x}, ids, weights, 8)
+            ex.arrived()
+        act, _ = swiglu.activate(h)
+        swiglu.activate(h, act)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symm, "_all", lambda t: 264)
+        wanted = launched(layer)
+    assert {name for name, _ in wanted.values()} == {"push_kernel", "meet_kernel", "swiglu_kernel"} and len(wanted) == 5
+    assert not set(wanted) - set(launched(warm_up))
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernels_fit(arch, tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found, vectors = [], []
+
+    def visit(name, key, compile):
+        found.append(measure(arch, name, compile, {}))
+        if arch.startswith("cuda") and name == "swiglu_kernel":
+            ptx = compile().asm["ptx"]
+            vectors.append("ld.global.v4" in ptx and "st.global.v4" in ptx and "st.global.b16" not in ptx)
+
+    with compile_only(arch, visit):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            swiglu.trace(16384, 2816, dtype)
+        assert all(vectors), "16 bytes at a time"
+        swiglu.trace(100, 33, torch.bfloat16)
+        exchange.trace_routes(16384, 2, 4, torch.bfloat16)
+    assert len(found) == 9
+    for binary in found:
+        assert_fits(binary, CHIPS[arch])
+
+
+# ---- in the interpreter
+
+
+def check_elementwise(T, width, dtype):
+    h, d = torch.randn(T, 2 * width).mul(3).to(dtype), torch.randn(T, width).to(dtype)
+    act, dh = swiglu.activate(h, d)
+    leaf = h.double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    want = F.silu(gate) * up
+    want.backward(d.double())
+    close = functools.partial(
+        torch.testing.assert_close,
+        **(dict(rtol=1e-2, atol=1e-3) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-5)),
+    )
+    close(act.double(), want.detach())
+    close(dh.double(), leaf.grad)
+    assert torch.equal(swiglu.activate(h)[0], act) and swiglu.activate(h)[1] is None
+
+
+@contextlib.contextmanager
+def no_streams():
+    """What is copied on the side is there at once."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("device", "stream"):
+            patch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", lambda: stream)
+        yield
+
+
+class Late:
+    """Copies that begin when somebody waits for them."""
+
+    def __init__(self, ex):
+        self.ex, self.pending = ex, []
+
+    def beside(self, copy, wire):
+        self.pending.append((copy, wire))
+        return wire
+
+    def arrived(self):
+        (copy, wire) = self.pending.pop()
+        copy(wire)
+        exchange.meet(self.ex.addresses["side"], self.ex.rank, wait=False)
+        exchange.meet(self.ex.addresses["side"], self.ex.rank, arrive=False)
+
+
+def swiglu_of(x, gate_up, down):
+    gate, up = (x @ gate_up.t()).chunk(2, -1)
+    return (F.silu(gate) * up) @ down.t()
+
+
+class Net:
+    """Two layers, of which rank p has L experts each and all the shared matrices; every rank knows the others' tokens and matrices."""
+
+    def __init__(self, tokens, kind, L, seed, width=64, hidden=32, top_k=2):
+        world, draw = len(tokens), torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
+        self.tokens, self.L, self.seed = tokens, L, seed
+        self.x, self.dys = ([normal(n, width) for n in tokens] for _ in range(2))
+        self.ids, self.w = ([f(n) for n in tokens] for f in (lambda n: routes(kind, n, world * L, top_k, draw), lambda n: torch.rand(n, top_k, generator=draw)))  # fmt: skip
+        self.layers = [
+            (normal(world * L, 2 * hidden, width) / 8, normal(world * L, width, hidden) / 6,
+             normal(2 * SHARED, width) / 8, normal(width, SHARED) / 10)
+            for _ in range(2)
+        ]  # fmt: skip
+
+    def leaves(self, p, whole=False):
+        """x, w and matrices of a rank, or x and w of all ranks, and a copy of the shared matrices for each."""
+        own = slice(None) if whole else slice(p * self.L, (p + 1) * self.L)
+        kind = torch.float64 if whole else torch.float32
+        take = lambda t: t.clone().to(kind).requires_grad_()  # noqa: E731
+        x, w = ([take(t) for t in ts] if whole else take(ts[p]) for ts in (self.x, self.w))
+        copies = len(self.tokens) if whole else 1
+        layers = [
+            (take(up[own]), take(down[own]), [(take(s_up), take(s_down)) for _ in range(copies)])
+            for up, down, s_up, s_down in self.layers
+        ]
+        return x, w, layers
+
+    def want(self, p, uses):
+        """What rank p should get, of one process that holds all."""
+        from tmoe.ops import reference
+
+        xs, ws, layers = self.leaves(p, whole=True)
+        x, w, ids = torch.cat(xs), torch.cat(ws), torch.cat(self.ids)
+        for up, down, shared in layers:
+            routed = reference.moe_mlp(x, up, down, w, ids)
+            parts = zip(x.split(self.tokens), shared, strict=True)
+            x = uses(routed, torch.cat([swiglu_of(x_p, *matrices) for x_p, matrices in parts]), x)
+        leaves = [
+            xs[p],
+            ws[p],
+            *(t for up, down, _ in layers for t in (up, down)),
+            *(t for *_, s in layers for t in s[p]),
+        ]
+        grads = torch.autograd.grad(x, leaves, torch.cat(self.dys).double(), materialize_grads=True)
+        own = slice(p * self.L, (p + 1) * self.L)
+        return [x.detach().split(self.tokens)[p], *grads[:2], *(t[own] for t in grads[2:6]), *grads[6:]]
+
+    def got(self, p, layer_of, uses, around, frozen):
+        x0, w, layers = self.leaves(p)
+        x = x0.requires_grad_(not frozen)
+        for i, (up, down, [(shared_up, shared_down)]) in enumerate(layers):
+            shared = SwiGLU(*shared_down.shape)
+            shared.gate_up.weight, shared.down.weight = (
+                torch.nn.Parameter(t.detach()) for t in (shared_up, shared_down)
+            )
+
+            def layer(x, up=up, down=down, shared=shared):
+                return uses(*layer_of(x, Routing(w, self.ids[p], x), LocalExperts(up, down), shared), x)
+
+            layers[i] = up, down, shared
+            x = around(layer)(x)
+        x.backward(self.dys[p])
+        grads = [t.grad for up, down, _ in layers for t in (up, down)]
+        grads += [t.grad for _, _, shared in layers for t in shared.parameters()]
+        return [x.detach(), x0.grad, w.grad, *grads]
+
+
+def both(routed, shared, x):
+    return routed + 0.5 * shared + x
+
+
+def checkpointed(layer):
+    return lambda x: checkpoint(layer, x, use_reentrant=False)
+
+
+def one_rank(rank, ranks, tokens, L):
+    """Layers of all kinds, one after another, each rank at its own pace."""
+    from interpreter import poison, repair_interpreter, small_tiles
+
+    from tmoe.ops.experts import gpu
+
+    torch.set_num_threads(1)  # a fork has no others
+    repair_interpreter()
+    small_tiles(gpu, False, True, 1)
+    poison()
+    ex, pace = ranks.exchange(rank), torch.Generator().manual_seed(rank)
+    ex.side, ex.reserve = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
+    early, late = ex.beside, Late(ex)
+    symm.exchange_of, symm._all = lambda _: ex, lambda t: 2  # programs; no GPU to ask
+    symm._lib.impl("symm_moe", symm._forward, "CPU")
+    symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
+    dispatcher = SymmDispatcher(
+        SimpleNamespace(group_name="g", size=lambda: len(tokens)), L, max(tokens), False, SHARED
+    )  # type: ignore[bad-argument-type]
+    compiled = torch.compile(dispatcher.beside, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    def paced(layer):
+        def call(*args):
+            time.sleep(float(torch.rand((), generator=pace)) * 0.1)
+            return layer(*args)
+
+        return call
+
+    cases = [  # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+        (True, True, False, dispatcher.beside, both, paced, False),
+        (True, False, rank == 0, dispatcher.beside, both, checkpointed, False),
+        (False, True, False, dispatcher.beside, both, paced, False),
+        (True, True, True, dispatcher.beside, lambda routed, shared, x: shared + x, paced, False),
+        (True, True, rank == 1, dispatcher.beside, lambda routed, shared, x: routed + x, paced, False),
+        (True, True, False, compiled, both, paced, False),
+        (True, True, True, dispatcher.beside, both, paced, True),
+        (False, False, False, dispatcher.beside, both, paced, False),
+    ]
+    with no_streams():
+        for i, (beside, hidden, waits, call, uses, around, frozen) in enumerate(cases):
+            symm.hides = rule(beside, hidden)
+            ex.beside, ex.arrived = (
+                (late.beside, late.arrived) if waits else (early, functools.partial(symm.Exchange.arrived, ex))
+            )
+            net = Net(tokens, ("random", "first rank", "holes")[i % 3], L, i)
+            got, want = net.got(rank, call, uses, around, frozen), net.want(rank, uses)
+            for j, (g, t) in enumerate(zip(got, want, strict=True)):
+                if j == 1 and frozen:
+                    assert g is None
+                    continue
+                g = torch.zeros_like(t) if g is None else g  # not used
+                torch.testing.assert_close(g.double(), t, rtol=1e-4, atol=2e-5, msg=lambda m, at=(i, j): f"{at}: {m}")
+        keeps_nothing(rank, net, dispatcher, tokens)
+
+
+def keeps_nothing(rank, net, dispatcher, tokens):
+    """Without gradients the same values, and no pre-activations; x of an inference is copied as well."""
+    x, w, [(up, down, [(shared_up, shared_down)]), _] = net.leaves(rank)
+    symm.hides = rule(True, True)
+    tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down
+    op = functools.partial(torch.ops.tmoe.symm_moe, *tensors, "swiglu", max(tokens), 128, False)
+    y, h, shared_y, shared_h = op(True, "g")
+    assert len(h) == 128 and shared_h.shape == (len(x), 2 * SHARED)
+    with torch.inference_mode():
+        again = torch.ops.tmoe.symm_moe(x * 1, *tensors[1:], "swiglu", max(tokens), 128, False, False, "g")
+    assert torch.equal(again[0], y) and torch.equal(again[2], shared_y) and again[1].numel() == again[3].numel() == 0
+
+
+def in_the_interpreter():
+    from interpreter import repair_interpreter
+
+    for tokens in ([21, 0, 9], [12, 12]):  # forked before autograd has run here, which could not run there again
+        L, world = 2, len(tokens)
+        fork(world, one_rank, Ranks(world, max(tokens) + 3, 64, 2, torch.float32), tokens, L)
+    repair_interpreter()
+    for T, width, dtype in (
+        (13, 72, torch.float32),
+        (5, 1030, torch.bfloat16),
+        (0, 16, torch.float32),
+        (70, 33, torch.float32),
+    ):
+        check_elementwise(T, width, dtype)
+
+
+if __name__ == "__main__":
+    in_the_interpreter()
+    print("all right")

@@ -1,0 +1,256 @@
+"""The step's own kernels, compiled and in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
+
+next: test_step_gpu.py
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chips import CHIPS, assert_fits, measure
+from triton import knobs
+
+from tmoe.config import model
+from tmoe.config.presets import presets
+from tmoe.model import loss
+from tmoe.ops import adamw, cross_entropy
+from tmoe.ops import sum_parts as parts
+from tmoe.ops.launch.launch import compile_only
+from tmoe.warmup import traces
+
+INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the others")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=340)
+    assert ran.returncode == 0 and "36 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_warm_up_knows_what_a_step_launches(dtype):
+    tiny = presets()["tiny"]
+    cfg, V, D = (
+        replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32")),
+        50304,
+        2048,
+    )
+    cfg = replace(cfg, model=replace(cfg.model, vocab=V, dim=D))
+
+    def launched(what):
+        found = {}
+        with compile_only("cuda:90", lambda name, key, compile: found.setdefault(key, name)):
+            what()
+        return found
+
+    def step():
+        one, copy = torch.ones(()), None if dtype == torch.float32 else dtype
+        tensors = [
+            parameter(n, grad, low, 1) for n in (64, 100, 7) for grad in (torch.float32, dtype) for low in (None, copy)
+        ]
+        for lr in (1e-2, 1e-3):
+            adamw.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
+        for rows, grad in ((8, True), (6, False)):
+            logits = torch.empty(rows, cross_entropy.aligned(V, dtype.itemsize), dtype=dtype, device="meta")
+            cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), V, -100, grad)
+        for grad in (dtype, torch.float32):
+            cross_entropy.scaled(torch.empty(V, D, dtype=grad, device="meta"), torch.empty((), device="meta"), dtype)
+            parts.sum_parts(torch.empty(4, 8, 128, D, dtype=grad, device="meta"))
+
+    wanted = launched(step)
+    assert set(wanted.values()) == {"adamw_kernel", "cross_entropy_kernel", "scale_kernel", "sum_parts_kernel"}
+    assert len(wanted) == (8 if dtype == torch.bfloat16 else 2) + 2 + (4 if dtype == torch.bfloat16 else 2)
+    assert not set(wanted) - set(launched(lambda: [trace(*args) for trace, *args in traces(cfg)]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernels_fit(arch, tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found = []
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, {}))):
+        adamw.trace(torch.bfloat16)
+        parts.trace(torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            cross_entropy.trace(50304, 2048, -100, dtype)
+    assert len(found) == 17
+    for binary in found:
+        assert_fits(binary, CHIPS[arch])
+
+
+def parameter(n: int, dtype, copy, step: float, offset: int = 0):
+    """weight, grad, mean, square, copy and step; offset: elements by which all miss what is 16-byte aligned."""
+    grad, weight, mean, square, low = (
+        torch.empty(n + offset, dtype=t)[offset:] for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
+    )
+    for t in (grad, weight, mean):
+        t.normal_()
+    return weight, grad, mean, square.uniform_(), low.fill_(7.0) if copy else None, torch.tensor(float(step))
+
+
+@interpreted
+@pytest.mark.parametrize("finite", [1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw(dtype, finite):
+    """Tensors of many lengths, types and alignments in one call, of which each counts its own steps."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    tensors = [
+        parameter(2500, dtype, bf16, 3), parameter(1, dtype, bf16, 1), parameter(0, dtype, bf16, 9),
+        parameter(16, dtype, bf16, 2), parameter(1024, dtype, None, 3), parameter(33, bf16, None, 4),
+        parameter(3100, dtype, bf16, 5, offset=1), parameter(5000, fp32, bf16, 3), parameter(1025, dtype, bf16, 7),
+    ]  # fmt: skip
+    before = [[t.clone() for t in (weight, mean, square)] for weight, _, mean, square, _, _ in tensors]
+    adamw.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    for (weight, grad, mean, square, copy, step), was in zip(tensors, before, strict=True):
+        if not finite:
+            assert all(torch.equal(a, b) for a, b in zip((weight, mean, square), was, strict=True))
+            assert copy is None or (copy == 7).all()
+            continue
+        # Loshchilov & Hutter 2017, algorithm 2
+        w, m, v, g = (t.double() for t in (*was, grad.double() * 0.25))
+        m, v, n = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g, step.item()
+        w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**n)) / ((v / (1 - 0.95**n)).sqrt() + 1e-8)
+        for got, want in zip((weight, mean, square), (w, m, v), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+        if copy is not None:
+            torch.testing.assert_close(copy.float(), weight, rtol=2**-7, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("at", "change", "message"),
+    [
+        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t[:8], r"float32 \[8\]"),
+        (2, lambda t: t.bfloat16(), "bfloat16"), (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t.int(), "int32"),
+        (4, lambda t: t.repeat(2), r"\[128\]"), (5, lambda t: t.long(), "int64"), (2, lambda t: t.to("meta"), "meta"),
+    ],
+)  # fmt: skip
+def test_adamw_takes_no_other_tensors(at, change, message):
+    """It gets addresses alone: what they lead to must be what it takes it for."""
+    tensors = list(parameter(64, torch.float32, torch.bfloat16, 1))
+    tensors[at], one = change(tensors[at]), torch.ones(())
+    before = [t.clone() for t in tensors]
+    with pytest.raises(ValueError, match=rf"adamw_: .*{message}"):
+        adamw.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    assert all(a.is_meta or torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize("V", [50, 8192, 9001])
+@pytest.mark.parametrize("grad", [True, False])
+def test_cross_entropy(V, grad):
+    logits = torch.randn(5, V) * 4
+    targets = torch.tensor([0, V - 1, -100, V // 2, 7])
+    before, keep = logits.clone(), targets != -100
+    got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
+    torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
+    want = before.softmax(-1)
+    want[keep, targets[keep]] -= 1
+    want[~keep] = 0
+    torch.testing.assert_close(logits, want if grad else before, rtol=1e-5, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("grad", [True, False])
+def test_further_columns_of_logits_have_no_share(grad):
+    V, targets = 9001, torch.tensor([0, 9000, -100, 9001, 9003])
+    logits = torch.randn(5, 9004) * 4
+    logits[:, V:] = 100.0
+    before = logits.clone()
+    got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
+    inside = [0, 1, 2]
+    want = F.cross_entropy(before[inside, :V], targets[inside], reduction="none")
+    torch.testing.assert_close(got[inside], want, rtol=1e-5, atol=1e-6)
+    assert got[3:].isnan().all()
+    assert (logits[inside, V:] == 0).all() if grad else torch.equal(logits, before)
+    assert not grad or abs(logits[inside, :V].sum(1)).max() < 1e-4
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
+    """A GPU's way: rows of logits that begin at multiples of 16 bytes, in chunks of which the last is shorter."""
+    T, D, V = 23, 16, 51
+    h, w = (torch.randn(n, D).to(dtype) * 0.5 for n in (T, V))
+    targets = torch.randint(V, (T,))
+    targets[::5] = -100
+    want = loss.loss_and_gradients(h, w, targets, True, True)
+    seen = []
+
+    def softmax_and_gradient(logits, targets, V, needs):
+        seen.append(logits.shape)
+        return cross_entropy.cross_entropy_(logits, targets, V, model.IGNORE, needs), logits
+
+    monkeypatch.setattr(loss, "softmax_and_gradient", softmax_and_gradient)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 8 * V)
+    wide = torch.cat([w, w.new_zeros(cross_entropy.aligned(V, dtype.itemsize) - V, D)])
+    monkeypatch.setattr(loss, "widened", lambda _: wide)
+    got = loss.loss_and_gradients(h, w, targets, True, True)
+    width = {torch.float32: 52, torch.bfloat16: 56}[dtype]
+    assert seen == [(8, width), (8, width), (7, width)]
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("masked", [slice(0, 8192), slice(0, 8195), slice(8192, None)], ids=str)
+def test_logits_of_minus_infinity_have_no_share(masked):
+    """A whole block of them, first or last: nothing that is subtracted is infinite on both sides."""
+    logits, targets = torch.randn(3, 8200), torch.tensor([8199, 0, 8195])
+    logits[:, masked] = float("-inf")
+    logits[1, 0] = 1.0
+    logits[:2, 8199] = logits[2, 8195] = 0.5
+    before = logits.clone()
+    got = cross_entropy.cross_entropy_(logits, targets, 8200, -100, True)
+    torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
+    want = before.softmax(-1)
+    want[torch.arange(3), targets] -= 1
+    torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype, grad):
+    """Not a neighbouring row's logit, nor what lies around the logits."""
+    V, outside = 50, torch.tensor([0, 2, 3, 5])
+    targets = torch.tensor([-1, 7, 50, -101, -100, 2**40, 49])
+    inside = targets.clone()
+    inside[outside] = 3
+    logits = torch.randn(len(targets), V).to(dtype)
+    same = logits.clone()
+    got, want = (cross_entropy.cross_entropy_(x, t, V, -100, grad) for x, t in ((logits, targets), (same, inside)))
+    want[outside] = float("nan")
+    if grad:
+        same[outside] = float("nan")
+    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and torch.equal(logits.nan_to_num(7), same.nan_to_num(7))
+
+
+@interpreted
+def test_scaled():
+    x = torch.randn(3, 1000)
+    got = cross_entropy.scaled(x, torch.tensor(0.3), torch.bfloat16)
+    torch.testing.assert_close(got.float(), x * 0.3, rtol=2**-7, atol=0)  # the interpreter cuts where a GPU rounds
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 16), (3, 5000), (8, 1)])
+def test_sum_of_parts(dtype, shape, monkeypatch):
+    monkeypatch.setattr(parts, "BLOCK", 256)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = x[0].float()
+    for part in x[1:]:
+        want = want + part.float()
+    assert torch.equal(parts.sum_parts(x), want)

@@ -1,0 +1,223 @@
+"""Eight processes starting at once on an empty or half-written cache compile each kernel once, and none waits in a collective.
+
+As a test it starts itself in a process of its own, which forks eight ranks: python tests/ops/test_ops_warmup.py
+
+next: test_ops_gpu.py
+"""
+
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from filelock import FileLock
+
+from tmoe import warmup
+from tmoe.config.presets import presets
+from tmoe.ops.launch import precompile
+from tmoe.warmup import warm
+
+ROOT = Path(__file__).parents[2]
+RANKS = 8
+
+
+def rank(index, folder):
+    """What train.py does first: compile, and only then meet the others. Returns (compiled, needed, when done, compiled again)."""
+    cfgs = [presets()["tiny"]]
+    compiled, needed = warm(cfgs, "cuda:90", 1)
+    done = time.time()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), rank=index, world_size=RANKS)
+    dist.barrier()
+    dist.destroy_process_group()
+    warmup._warm.clear()  # as a process that comes later
+    return compiled, needed, done, warm(cfgs, "cuda:90", 1)
+
+
+def main():
+    folder = os.environ["TRITON_CACHE_DIR"]
+    with multiprocessing.get_context("fork").Pool(RANKS) as pool:
+        print(json.dumps(pool.starmap(rank, [(i, folder) for i in range(RANKS)], chunksize=1)))
+
+
+def start(command, cache):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def whole(cache):
+    """The kernels that triton finds: it writes this file last."""
+    return list(cache.glob("*/__grp__*.json"))
+
+
+def half_written(cache):
+    """Kernels of which some stages are there and the last is not."""
+    return {f.parent for f in cache.glob("*/*.t*ir")} - {f.parent for f in whole(cache)}
+
+
+def assert_ranks_share_the_work(cache):
+    found = len(whole(cache))
+    ranks = start([__file__], cache)
+    out, _ = ranks.communicate(timeout=300)
+    assert ranks.returncode == 0, out
+    compiled, needed, done, again = zip(*json.loads(out.splitlines()[-1]), strict=True)
+    assert len(set(needed)) == 1 and needed[0] == len(whole(cache)) > 10
+    assert sum(compiled) == needed[0] - found, (compiled, found)
+    assert sum(n > 0 for n in compiled) > 1, compiled  # in parallel
+    # whoever leaves for the first collective leaves after the last kernel: nobody has to wait for a compiler there
+    assert min(done) >= max(f.stat().st_mtime for f in whole(cache))
+    assert not half_written(cache) and all(n == [0, needed[0]] for n in again)
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_an_empty_cache(tmp_path):
+    assert_ranks_share_the_work(tmp_path)
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_what_a_killed_compilation_left(tmp_path):
+    """Killed in the middle of a kernel: locks, temporary files and part of a cache stay."""
+    victim = start(["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90", "--processes", "2"], tmp_path)
+    while not (whole(tmp_path) and half_written(tmp_path)):
+        assert victim.poll() is None
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    assert half_written(tmp_path) and whole(tmp_path)
+    assert_ranks_share_the_work(tmp_path)
+
+
+def killed(arch, traces):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def broken(arch, traces):
+    return 1 / 0
+
+
+@pytest.mark.timeout(30)
+def test_a_killed_process_ends_the_warm_up(monkeypatch):
+    """Out of memory, or a compiler that aborts: nobody waits for what will not come."""
+    monkeypatch.setattr(precompile, "work", killed)
+    with pytest.raises(RuntimeError, match="a process that compiled kernels for cuda:90 died"):
+        precompile.precompile("cuda:90", [], 2)
+    monkeypatch.setattr(precompile, "work", broken)
+    with pytest.raises(RuntimeError, match="cuda:90: ZeroDivisionError: division by zero"):
+        precompile.precompile("cuda:90", [], 2)
+
+
+def test_a_cache_without_room_for_locks_is_read(tmp_path):
+    """Whole and read-only, or another user's: triton reads it, and so do we. (Root may write anywhere: a file is in the way here.)"""
+    (tmp_path / "tmoe-locks").touch()
+    asks = "import torch; from tmoe.ops import adamw, precompile; print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    first, second = (
+        eval(subprocess.run([sys.executable, "-c", asks], env=env, capture_output=True, text=True, check=True).stdout)
+        for _ in range(2)
+    )
+    assert first[0] == first[1] > 0 and second == (0, first[1])
+
+
+DAMAGE = """
+import os, pathlib, sys, torch
+from tmoe.ops import parts, precompile
+
+def start():
+    if (child := os.fork()) == 0:  # a process that has compiled nothing yet
+        compiled, wanted = precompile.work("cuda:90", [(parts.trace, torch.bfloat16)])
+        os._exit(100 + compiled if wanted == 2 else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 100
+
+cache, found = pathlib.Path(os.environ["TRITON_CACHE_DIR"]), [start(), start()]
+for pattern in ("__grp__*.json", "sum*.json", "*.cubin"):
+    for harm in (lambda f, data: f.write_bytes(b""), lambda f, data: f.write_bytes(data[: len(data) // 2]), lambda f, data: f.unlink()):
+        file = sorted(cache.glob(f"*/{pattern}"))[0]
+        whole = file.read_bytes()
+        harm(file, whole)
+        found += [start(), start(), int(len(file.read_bytes()) == len(whole))]
+print(found)
+"""
+
+
+@pytest.mark.slow
+def test_a_torn_or_missing_file_costs_its_kernel_alone(tmp_path):
+    """Not every start, and not the first launch: triton takes a torn binary for a whole one."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", DAMAGE], env=env, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == [str([2, 0, *[1, 0, 1] * 9])], ran.stdout + ran.stderr
+
+
+def test_nothing_is_asked_for_twice(monkeypatch):
+    """By one process for one architecture: a second run in it forks nothing."""
+    asked = []
+    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(
+        warmup, "precompile", lambda arch, traces, n: asked.append((arch, len(traces))) or (0, len(traces))
+    )
+    tiny, other = presets()["tiny"], presets()["olmoe-1b-7b"]
+    n = len(warmup.traces(tiny))
+    assert warm([tiny, tiny], "cuda:90", 1) == (0, n) and warm([tiny], "cuda:90", 1) == (0, 0)
+    assert warm([tiny], "cuda:80", 1) == (0, n)
+    warm([tiny, other], "cuda:90", 1)
+    assert asked == [("cuda:90", n), ("cuda:80", n), ("cuda:90", len(warmup.traces(other)))]
+
+
+TORN = """
+import os, sys, torch
+from pathlib import Path
+from tmoe import warmup
+from tmoe.zoo import presets
+if len(sys.argv) > 1:
+    for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so"):
+        os.truncate(path, int(sys.argv[1]))
+    if len(sys.argv) == 2:
+        warmup.warm([presets()["tiny"]])
+print(float(torch.compile(lambda x: (x * 3.25).sin() + x)(torch.full((100,), 2.0)).sum()))
+"""
+
+
+def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch):
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run(*words):
+        return subprocess.run([sys.executable, "-c", TORN, *words], env=env, capture_output=True, text=True)
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert run("0", "and not mended").returncode, "torch heals it by itself: warmup.drop_torn_objects can go"
+    assert run("0").stdout == first.stdout
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (library,) = tmp_path.rglob("*.main.so")
+    warmup.drop_torn_objects()
+    os.truncate(library, library.stat().st_size - 1)
+    with FileLock(tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"):  # somebody is just writing it
+        warmup.drop_torn_objects()
+        assert library.exists()
+    warmup.drop_torn_objects()
+    assert not library.exists()
+
+
+def test_a_cache_that_is_a_file_is_one_error(tmp_path):
+    (tmp_path / "file").touch()
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
+    for words in (["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90"], [ROOT / "train.py", "--out", tmp_path / "run"]):
+        ended = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr
+        assert f"error: TRITON_CACHE_DIR={tmp_path}/file: must be a folder" in ended.stderr
+
+
+def test_architectures_are_those_that_the_assembler_knows():
+    known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
+    assert known == [70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121]  # of the ptxas that triton 3.6 brings
+
+
+if __name__ == "__main__":
+    main()
