@@ -25,7 +25,7 @@ from tmoe.config.check import require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
-from tmoe.hf import start as hf
+from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.transformer import Transformer
@@ -36,11 +36,11 @@ from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
 from tmoe.run import process as runtime
-from tmoe.run import profile
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
+from tmoe.run.profile import Graphs, collecting, profiler
 from tmoe.versions import versions
 
 
@@ -87,7 +87,7 @@ class Trainer:
             init_state(self.optimizer)
         self.optimizer.keeps_fresh = True  # here nobody else writes weights but Ema, which says so
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
-        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), profile.Graphs()
+        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), Graphs()
         self.step, self.tokens, self.changes = 0, 0, list[str]()
         known = versions() if run.rank == 0 else {}  # who writes them down
         info = dict(config=asdict(cfg), versions=known, data=self.data.facts())
@@ -110,7 +110,7 @@ class Trainer:
             return self.metrics.note("stopped" if loss is None else f"validation loss {loss:.4f} {at}")
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         unread = None  # what `log` takes, of a step whose numbers are on their way to the host
-        with data, profile.collecting(), profile.profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
+        with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout):
                 batch = next(data)
                 totals, stop = self.agree(batch)
@@ -220,7 +220,7 @@ class Trainer:
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)
             elif cfg.init:
-                hf.load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
+                load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
                 if self.ema:
                     self.ema.restart()
             elif cfg.eval_only:

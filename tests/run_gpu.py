@@ -46,8 +46,8 @@ def missing() -> list[str]:
 
 def files() -> list[str]:
     """Files with tests for a GPU: to import all others in every worker takes longer than many of these tests."""
-    found = (path for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text())
-    return [f"tests/{path.name}" for path in found]
+    found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text())
+    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 def traces() -> list[tuple]:
@@ -93,7 +93,7 @@ def traces() -> list[tuple]:
 def warm(processes: int, env: dict[str, str]) -> None:
     """Compile in a process of its own, so that none forks behind CUDA's start; its error is the tests' to repeat."""
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.precompile import precompile; "
+        "import sys; sys.path[:0] = ['.', 'tests', 'tests/lib', 'tests/moe', 'tests/ops']; import run_gpu; from tmoe.ops.precompile import precompile; "
         "from tmoe.warmup import local_arch; "
         f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
     )

@@ -1,4 +1,4 @@
-"""Logs of made-up runs, for the tests of run/metrics.py and of report.py."""
+"""Logs of made-up runs, for the tests of run/metrics.py and of run/report.py."""
 
 from collections import namedtuple
 

@@ -16,13 +16,12 @@ import pytest
 import torch
 from run_logs import Stats, config, routers, start, step
 
-from tmoe import report, versions
+from tmoe import versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
-from tmoe.run import lines, onlookers, progress
 from tmoe.run import metrics as module
+from tmoe.run import onlookers, progress, report
 from tmoe.run.metrics import max_violation, to_host
-from tmoe.versions import versions
 
 ROOT = Path(__file__).parents[2]
 KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
@@ -271,7 +270,7 @@ def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "fsync", crash)
     with pytest.raises(OSError, match="no space"):
-        lines.rewind(tmp_path / "metrics.jsonl", 1)
+        lines_module.rewind(tmp_path / "metrics.jsonl", 1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -356,7 +355,7 @@ def test_config_json_resolves_the_run_and_lists_its_starts(tmp_path):
 
 
 def test_versions_and_git_state(tmp_path, monkeypatch):
-    found = versions()
+    found = versions.versions()
     assert found["torch"] == torch.__version__ and found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"triton", "tmoe", "git"} <= set(found)
     source = tmp_path / "tmoe" / "run/metrics.py"

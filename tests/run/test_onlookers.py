@@ -19,8 +19,8 @@ from run_logs import config, start, step
 
 import train
 from benchmarks.launch import launch
-from tmoe import report, versions
-from tmoe.run import metrics, onlookers, progress
+from tmoe import versions
+from tmoe.run import metrics, onlookers, progress, report
 from tmoe.run import profile as runtime
 from tmoe.run.onlookers import LONGEST, Onlooker, reason
 

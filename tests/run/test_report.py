@@ -1,4 +1,4 @@
-"""The picture of a run: what report.py gathers, draws, and says of files that no run wrote.
+"""The picture of a run: what run/report.py gathers, draws, and says of files that no run wrote.
 
 next: test_metrics.py
 """
@@ -16,7 +16,7 @@ import torch
 import tyro
 from run_logs import Stats, config, routers, start, step
 
-from tmoe import report
+from tmoe.run import report
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,6 @@
 """Writes a run down: config.json, metrics.jsonl, the progress bar, TensorBoard and wandb; at the end report.png.
 
-next: tmoe/report.py
+next: tmoe/run/report.py
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Metrics:
 
     start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
     flops_per_token: of run/memory.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
-    facts: anything else worth keeping in config.json; report.py draws a line at facts["unigram_entropy"].
+    facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
     held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
     So it does without whatever else fails here, see run/onlookers.py.
@@ -245,7 +245,7 @@ class Metrics:
 
     def draw(self) -> None:
         if self.path.exists() and self.path.stat().st_size:
-            from tmoe.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
+            from tmoe.run.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
 
             draw(self.run)
 

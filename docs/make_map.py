@@ -1,0 +1,55 @@
+"""Draws docs/map.md: every file of the house with the first line of its docstring.
+
+python docs/make_map.py
+"""
+
+import ast
+from pathlib import Path
+
+HEAD = """# Where things are
+
+Made by `python docs/make_map.py` from the first line of every file; a test keeps it so.
+"""
+GROUPS = {
+    "The entry": ["train.py", "tmoe/*.py"],
+    "Settings": ["tmoe/config"],
+    "Ops": ["tmoe/ops"],
+    "Parallelism": ["tmoe/parallel"],
+    "The MoE layer": ["tmoe/moe"],
+    "The model": ["tmoe/model"],
+    "Data": ["tmoe/data"],
+    "Optimizer": ["tmoe/optim"],
+    "Checkpoints": ["tmoe/checkpoint"],
+    "Hugging Face": ["tmoe/hf"],
+    "The process around a run": ["tmoe/run"],
+    "Examples": ["examples"],
+    "Benchmarks": ["benchmarks"],
+    "Helpers of the tests": ["tests/lib"],
+}
+
+
+def draw(root: Path) -> str:
+    """The text of docs/map.md for the checkout at `root`."""
+    parts = [HEAD]
+    for title, places in GROUPS.items():
+        files = [path for place in places for path in sorted(_files(root, place))]
+        rows = [f"| {path.relative_to(root)} | {first_line(path)} |" for path in files]
+        if rows:
+            parts.append("\n".join([f"## {title}\n", "| file | its one job |", "| --- | --- |", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _files(root: Path, place: str) -> list[Path]:
+    folder = root / place
+    found = folder.rglob("*.py") if folder.is_dir() else root.glob(place)
+    return [path for path in found if path.read_text().strip()]
+
+
+def first_line(path: Path) -> str:
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return doc.split("\n")[0]
+
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).parents[1]
+    (ROOT / "docs/map.md").write_text(draw(ROOT))

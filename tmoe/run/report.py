@@ -1,0 +1,303 @@
+"""Draws a run folder's metrics.jsonl as one picture, report.png.
+
+    python -m tmoe.report RUN
+
+Loss, gradient norm, learning rate, throughput, and how evenly the experts were used. Works on a run that is still going.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tmoe.disk import naming
+from tmoe.run.lines import read_lines
+
+
+@contextmanager
+def any_backend() -> Iterator[None]:
+    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not here (that of a
+    notebook). The picture needs none; who imports pyplot later finds the one that was asked for, if it is here."""
+    asked = os.environ.pop("MPLBACKEND", None)
+    first = "matplotlib" not in sys.modules
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+    if asked and first:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = asked
+
+
+with any_backend():
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+
+WINDOW = 50  # lines whose counts the heat map adds up
+SERIES = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
+
+
+@dataclass
+class Run:
+    """What the picture shows of a run; NaN where a line had null."""
+
+    name: str
+    config: dict[str, Any]  # config.json; empty if there is none
+    steps: np.ndarray  # [lines]
+    series: dict[str, np.ndarray]  # of SERIES, [lines]
+    violation: np.ndarray  # [lines, layers], no columns without MoE layers
+    counts: np.ndarray  # [layers, E], summed over the last WINDOW lines
+
+
+def load(path: Path) -> Run:
+    """Raises ValueError naming the file if metrics.jsonl holds no line, or either file what no run writes."""
+    numbers, violation, counts = [], [], deque(maxlen=WINDOW)
+    file, described = path / "metrics.jsonl", path / "config.json"
+    for number, line in enumerate(read_lines(file), start=1):
+        if line is None:
+            continue
+        try:  # None becomes NaN
+            numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
+            violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
+            if line.get("expert_counts"):
+                counts.append(np.array(line["expert_counts"], dtype=float))  # of all lines they may not fit in memory
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{file}:{number}: no line of a run: {error}") from error
+    if not numbers:
+        raise ValueError(f"{file}: {'holds no line to draw' if file.exists() else 'missing; name a run folder'}")
+    table = np.array(numbers)
+    layers = max(map(len, violation))
+    try:
+        config = json.loads(described.read_text()) if described.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{described}: no config.json of a run: {error}") from error
+    try:
+        filled = np.array([row or [None] * layers for row in violation], dtype=float).reshape(len(table), layers)
+        summed = np.sum(counts, axis=0) if counts else np.zeros((0, 0))
+    except ValueError as error:
+        raise ValueError(f"{file}: lines of different models: {error}") from error
+    return Run(
+        name=readable(path.resolve().name),
+        config=config,
+        steps=table[:, 0],
+        series={name: table[:, i + 1] for i, name in enumerate(SERIES)},
+        violation=filled,
+        counts=summed,
+    )
+
+
+def readable(name: str | Path) -> str:
+    """A name as it can be printed: the file system also takes bytes that are no text."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+def draw(path: Path) -> Path:
+    """Draws RUN/metrics.jsonl as RUN/report.png and returns its path. ValueError as `load`; OSError names the picture."""
+    path = Path(path)
+    run = load(path)
+    try:
+        figure = paint(run)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path / 'config.json'}: not of the run in metrics.jsonl: {why}") from error
+    out, aside = path / "report.png", path / "report.png.tmp"
+    try:
+        with naming(out):
+            figure.savefig(aside, format="png")
+            os.replace(aside, out)  # a picture that is cut short never takes the name
+    finally:
+        aside.unlink(missing_ok=True)
+    return out
+
+
+def paint(run: Run) -> Figure:
+    rows: list[Any] = [["loss", "loss", "norm"], ["speed", "rate", "violation"], ["load"] * 3]
+    if not run.counts.size:
+        rows = [rows[0], ["speed", "rate", "rate"]]
+    figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
+    painters = dict(loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation)
+    for name, axis in figure.subplot_mosaic(rows).items():
+        if name == "load":
+            draw_load(axis, run)
+        else:
+            painters[name](axis, run)
+            dress(axis, run)
+    return figure
+
+
+def title(run: Run) -> str:
+    done = int(run.steps[-1]) + 1
+    parts = [run.name, f"{done:,} step{'s' * (done != 1)}"]
+    if "parameters" in run.config:
+        counts, mesh = run.config["parameters"], run.config["mesh"]
+        parts.append(f"{short(counts['total'])} parameters, {short(counts['active'])} active")
+        parts.append(f"{run.config['world']} rank{'s' * (run.config['world'] != 1)}: dp {mesh['dp']} × ep {mesh['ep']}")
+        parts.append(run.config["versions"].get("gpu") or "CPU")
+    return "  ·  ".join([*parts, "dotted: resumed"] if resumptions(run) else parts)
+
+
+def resumptions(run: Run) -> list[int]:
+    return [start["step"] for start in run.config.get("starts", []) if 0 < start["step"] < run.steps[-1]]
+
+
+def short(number: float, _: object = None) -> str:
+    """1234567 as 1.23M; usable as a tick formatter."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def dress(axis: Axes, run: Run) -> None:
+    """Steps below, a light grid, a dotted line wherever the run was resumed."""
+    axis.set_xlabel("step")
+    first, last = run.steps[0], run.steps[-1]
+    margin = 0.03 * (last - first) or 1
+    axis.set_xlim(first - margin, last + margin)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axis.grid(True, color="#e6e6e6", linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    for step in resumptions(run):
+        axis.axvline(step, color=GREY, linewidth=0.8, linestyle=":")
+
+
+def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Up to 400 points of the running median over a twentieth of the lines: one spike leaves it alone, a mean not."""
+    keep = np.isfinite(values)
+    steps, values = steps[keep], values[keep]
+    half = len(values) // 40
+    at = np.unique(np.linspace(0, len(values) - 1, min(len(values), 400)).astype(int))
+    return steps[at], np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
+
+
+def curve(
+    axis: Axes, steps: np.ndarray, values: np.ndarray, color: str = BLUE, raw: bool = True, label: str = ""
+) -> None:
+    """The smoothed course strong, under it every value thin; a dot where a line would need a second point."""
+    if raw:
+        axis.plot(steps, values, color=PALE, linewidth=0.8)
+    single = np.isfinite(values).sum() == 1
+    axis.plot(*smooth(steps, values), color=color, linewidth=1.6, label=label, marker="o" if single else None)
+
+
+def draw_loss(axis: Axes, run: Run) -> None:
+    loss, val = run.series["loss"], run.series["val_loss"]
+    curve(axis, run.steps, loss, label=f"training, smoothed{last_value(loss)}")
+    seen = np.isfinite(val)
+    if seen.any():
+        label = f"validation{last_value(val)}"
+        axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
+    entropy = run.config.get("facts", {}).get("unigram_entropy")
+    if entropy is not None:
+        axis.axhline(entropy, color=GREY, linewidth=1, linestyle="--", label=f"unigram entropy ({entropy:.2f})")
+    axis.set_title("Loss, nats a token", loc="left")
+    axis.legend(frameon=False, loc="upper right")
+
+
+def last_value(values: np.ndarray) -> str:
+    known = values[np.isfinite(values)]
+    return f" (last {known[-1]:.3f})" if known.size else ""
+
+
+def draw_norm(axis: Axes, run: Run) -> None:
+    norm = run.series["grad_norm"]
+    curve(axis, run.steps, norm)
+    if np.nanmax(norm, initial=0.0) > 0:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    missing = int((~np.isfinite(norm)).sum())
+    axis.set_title("Gradient norm" + (f", {missing} not finite" if missing else ""), loc="left")
+    clip = run.config.get("config", {}).get("optim", {}).get("clip")
+    if clip:
+        axis.axhline(clip, color=GREY, linewidth=1, linestyle="--", label=f"clipped at {clip:g}")
+        axis.legend(frameon=False, loc="upper right")
+
+
+def draw_speed(axis: Axes, run: Run) -> None:
+    rate, mfu = run.series["tokens_per_s"], run.series["mfu"]
+    known = rate[np.isfinite(rate)]
+    if not known.size:
+        axis.set_title("Tokens/s, all ranks: known from the second line on", loc="left")
+        axis.set_yticks([])
+        return
+    curve(axis, run.steps, rate)
+    axis.yaxis.set_major_formatter(short)
+    axis.set_ylim(0, 1.15 * known.max())
+    heading = f"Tokens/s, all ranks: median {short(np.median(known))}"
+    both = np.isfinite(mfu) & (rate > 0)
+    if both.any() and (share := np.median(mfu[both] / rate[both])) > 0:
+        # MFU is throughput in other units, so it is a second scale instead of a second curve
+        other = axis.secondary_yaxis("right", functions=(partial(np.multiply, share), partial(np.multiply, 1 / share)))
+        other.yaxis.set_major_formatter(PercentFormatter(1.0))
+        other.spines["right"].set_visible(False)
+        heading += f"; right: MFU, {np.nanmedian(mfu):.1%}"
+    axis.set_title(heading, loc="left")
+
+
+def draw_rate(axis: Axes, run: Run) -> None:
+    axis.plot(run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker="o" if len(run.steps) == 1 else None)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter("{x:.1e}")
+    axis.set_title("Learning rate", loc="left")
+
+
+def draw_violation(axis: Axes, run: Run) -> None:
+    known = np.isfinite(run.violation).all(1)
+    steps, layers = run.steps[known], run.violation[known]
+    if len(steps):
+        curve(axis, steps, layers.max(1), RED, raw=False, label="worst layer")
+        curve(axis, steps, layers.mean(1), label="mean of layers")
+        axis.set_ylim(0, 1.1 * layers.max() + 1e-3)
+        axis.legend(frameon=False, loc="upper right")
+    axis.set_title("Max violation: fullest expert over the mean, −1", loc="left")
+
+
+def draw_load(axis: Axes, run: Run) -> None:
+    """Layer x expert: an expert's share of its layer's routed pairs, 1 = uniform; blue idle, red crowded."""
+    lines = min(WINDOW, len(run.steps))
+    axis.set_title(
+        f"Expert load over the last {f'{lines} lines' if lines > 1 else 'line'}, 1 = uniform share", loc="left"
+    )
+    share = run.counts / np.maximum(run.counts.mean(1, keepdims=True), 1e-9)
+    # 0 to 2, so that runs compare; further if the 99.5th percentile is: one runaway expert shall not turn all others white
+    top = max(2.0, float(np.quantile(share, 0.995)))
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
+    image = axis.imshow(share, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+    axis.set_xlabel("expert")
+    axis.set_ylabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    numbers = moe_layers(run, len(share))
+    shown = range(0, len(share), -(-len(share) // 8))
+    axis.set_yticks(list(shown), [str(numbers[i]) for i in shown])
+    bar = axis.figure.colorbar(image, ax=axis, pad=0.01, extend="max" if share.max() > top else "neither")
+    bar.set_ticks([0, 0.5, 1, (1 + top) / 2, top])
+    bar.ax.yaxis.set_major_formatter("{x:.2g}")
+
+
+def moe_layers(run: Run, layers: int) -> list[int]:
+    """Block numbers of the rows: dense blocks have none."""
+    model = run.config.get("config", {}).get("model", {})
+    numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))
+    return list(islice((i for i in numbers if i not in model.get("dense_blocks", ())), layers))
