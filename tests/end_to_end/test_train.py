@@ -388,7 +388,7 @@ def test_no_compiler_runs_eager_and_says_so(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(train, "Trainer", trainer)
     monkeypatch.setattr(
-        runtime, "start", lambda seed: SimpleNamespace(watch=nullcontext(), refusing=lambda *_: nullcontext())
+        runtime, "start", lambda *_: SimpleNamespace(watch=nullcontext(), refusing=lambda *_: nullcontext())
     )
     with pytest.raises(Stop):
         train.main([w for w in SMALL if w != "--no-compile"])

@@ -419,7 +419,7 @@ LAYERS = {
     "one expert": {"experts": 1, "top_k": 1},
     "all experts": {"top_k": 6},
     "top-1": {"top_k": 1, "renormalize": False},
-    "most experts empty": {"experts": 40, "top_k": 1},
+    "most experts empty": {"experts": 40, "top_k": 1, "renormalize": False},
     "shared": {"shared_dim": 3},
     "shared, gated": {"shared_dim": 3, "shared_gate": True},
 }
