@@ -35,7 +35,7 @@ from tmoe.moe import symm
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import exchange, router_product, swiglu
 from tmoe.ops.exchange import section
-from tmoe.ops.launch import launch
+from tmoe.ops.launch.launch import launch
 from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.parallel import collectives
 from tmoe.warmup import local_arch

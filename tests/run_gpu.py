@@ -51,7 +51,8 @@ def files() -> list[str]:
 
 
 def traces() -> list[tuple]:
-    """What the tests launch most, as tmoe/ops/launch/precompile.py takes it; variants that few tests ask for are compiled by these."""
+    """What the tests launch most, as precompile.py takes it; variants that few tests ask for are compiled by these."""
+    sys.path[:0] = [str(folder) for folder in sorted((ROOT / "tests").glob("*/"))]  # as pytest does
     import test_moe_gpu
     import test_ops_gpu
     import test_router_gpu
@@ -93,7 +94,7 @@ def traces() -> list[tuple]:
 def warm(processes: int, env: dict[str, str]) -> None:
     """Compile in a process of its own, so that none forks behind CUDA's start; its error is the tests' to repeat."""
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests', 'tests/lib', 'tests/moe', 'tests/ops']; import run_gpu; from tmoe.ops.precompile import precompile; "
+        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.precompile import precompile; "
         "from tmoe.warmup import local_arch; "
         f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
     )

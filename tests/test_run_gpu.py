@@ -135,7 +135,7 @@ def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
     assert {path.split("/")[-1] for path in counts} == {path.split("/")[-1] for path in run_gpu.files()}
     marked = [
         p.name
-        for p in (ROOT / "tests").glob("test_*.py")
+        for p in (ROOT / "tests").rglob("test_*.py")
         if "mark.gpu" in p.read_text() and p.name != "test_run_gpu.py"
     ]
     assert sorted(marked) == sorted(path.split("/")[-1] for path in run_gpu.files() if "test_run_gpu" not in path)
@@ -155,7 +155,7 @@ from pathlib import Path
 
 import pytest, torch, transformers, tmoe, tmoe.hf  # what these open and start is theirs
 
-sys.path[:0] = ["tests"]
+sys.path[:0] = ["tests", *map(str, Path("tests").glob("*/"))]
 results = str(Path("benchmarks/results").absolute())
 here, found = None, set()
 STARTS = "subprocess.Popen", "os.system", "os.fork", "os.posix_spawn", "os.exec"
@@ -167,7 +167,7 @@ def watch(event, args):
 
 
 sys.addaudithook(watch)
-for here in sorted(path.stem for path in Path("tests").glob("*.py")):
+for here in sorted(path.stem for path in Path("tests").rglob("*.py")):
     importlib.import_module(here)
 print(*sorted(found), sep="\\n")
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import subprocess
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tmoe.run.metrics import log
-from tmoe.run.onlookers import Onlooker
+from tmoe.onlookers import Onlooker
+
+log = logging.getLogger(__name__)
 
 
 def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import pytest
 import torch
 from run_logs import Stats, config, routers, start, step
 
-from tmoe import versions
+from tmoe import onlookers, versions
 from tmoe.config.check import ConfigError
 from tmoe.config.run import ParallelConfig
+from tmoe.run import lines as lines_module
 from tmoe.run import metrics as module
-from tmoe.run import onlookers, progress, report
+from tmoe.run import progress, report
 from tmoe.run.metrics import max_violation, to_host
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +199,9 @@ def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeyp
         before = (tmp_path / "metrics.jsonl").read_bytes()
         if harm == "line failed":
             with monkeypatch.context() as m:
-                m.setattr(lines, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+                m.setattr(
+                    lines_module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+                )
                 step(log, 1)
             want = before
         else:
@@ -358,10 +361,10 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     found = versions.versions()
     assert found["torch"] == torch.__version__ and found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"triton", "tmoe", "git"} <= set(found)
-    source = tmp_path / "tmoe" / "run/metrics.py"
+    source = tmp_path / "tmoe" / "versions.py"
     source.parent.mkdir()
     source.write_text("pass\n")
-    monkeypatch.setattr(module, "__file__", str(source))
+    monkeypatch.setattr(versions, "__file__", str(source))
     assert versions.git_state() is None  # no repository at all
 
     def git(*args):
@@ -377,9 +380,9 @@ def test_versions_and_git_state(tmp_path, monkeypatch):
     assert versions.git_state() == {"revision": revision, "dirty": False}
     source.write_text("changed\n")
     assert versions.git_state() == {"revision": revision, "dirty": True}
-    elsewhere = tmp_path / "venv" / "tmoe" / "run/metrics.py"  # installed inside someone else's repository
+    elsewhere = tmp_path / "venv" / "tmoe" / "versions.py"  # installed inside someone else's repository
     elsewhere.parent.mkdir(parents=True)
-    monkeypatch.setattr(module, "__file__", str(elsewhere))
+    monkeypatch.setattr(versions, "__file__", str(elsewhere))
     assert versions.git_state() is None
 
 

@@ -19,10 +19,10 @@ from run_logs import config, start, step
 
 import train
 from benchmarks.launch import launch
-from tmoe import versions
-from tmoe.run import metrics, onlookers, progress, report
+from tmoe import onlookers, versions
+from tmoe.onlookers import LONGEST, Onlooker, reason
+from tmoe.run import metrics, progress, report
 from tmoe.run import profile as runtime
-from tmoe.run.onlookers import LONGEST, Onlooker, reason
 
 ROOT = Path(train.__file__).parent
 TINY = (

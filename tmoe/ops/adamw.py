@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.launch import cdiv, launch
 
 BLOCK = 1024
 # numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv, device_facts
+from tmoe.ops.launch.launch import cdiv, device_facts, launch
 
 # triton 3.8's code for rows of fp32 misses 64 registers a thread by one; 3.6's fits
 WIDER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)

@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.launch import cdiv, launch
 
 RANKS = 32  # cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
 MET = tl.constexpr(RANKS)  # what every cell had grown to at the last meeting

@@ -15,9 +15,8 @@ import triton.language as tl
 
 from tmoe.ops.check import check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch import launch
 from tmoe.ops.launch.eager import no_second_derivative
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.launch import cdiv, launch
 
 HI, MID, LO = 0, 1, 2
 PIECES = {torch.bfloat16: 1, torch.float16: 2}  # of W; three of what is wider

@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.launch import cdiv, launch
 
 BLOCK = 4096
 

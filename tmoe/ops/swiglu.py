@@ -14,8 +14,7 @@ import triton.language as tl
 
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv
+from tmoe.ops.launch.launch import cdiv, launch
 
 TILE = 4096  # elements of a program
 

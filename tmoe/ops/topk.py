@@ -12,9 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from tmoe.ops import reference
 from tmoe.ops.check import FLOATS, check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch import launch
 from tmoe.ops.launch.eager import no_second_derivative, unwatched
-from tmoe.ops.launch.launch import cdiv, early
+from tmoe.ops.launch.launch import cdiv, early, launch
 
 
 def softmax_topk(logits_TE, K, renormalize):

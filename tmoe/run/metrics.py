@@ -29,8 +29,8 @@ from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
 from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
+from tmoe.onlookers import Onlooker, reason
 from tmoe.run.lines import COMPACT, append, rewind
-from tmoe.run.onlookers import Onlooker, reason
 from tmoe.run.progress import Display
 
 GIB = 2**30
@@ -63,7 +63,7 @@ class Metrics:
     facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
     held: of Runtime.claim; closed with the log.
     A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
-    So it does without whatever else fails here, see run/onlookers.py.
+    So it does without whatever else fails here, see onlookers.py.
     With cfg.eval_only nothing is written: notes are printed.
     Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any
     file is touched, if it cannot be started.

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.listing import listed
+from tmoe.onlookers import say, settle_output
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
-from tmoe.run.onlookers import say, settle_output
 from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
 

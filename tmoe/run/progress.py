@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tmoe.config.run import Config
-from tmoe.run.onlookers import Onlooker, say
+from tmoe.onlookers import Onlooker, say
 
 BAR_SECONDS = 0.5  # between two pictures of the bar
 PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines

@@ -13,8 +13,7 @@ from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
 from tmoe.ops.experts.table import few, pick
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv, describe, describe_ragged, device_facts, early, empty, tf32
+from tmoe.ops.launch.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
 
 try:
     from tmoe.ops.experts import hopper

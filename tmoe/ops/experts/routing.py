@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmoe.ops.launch import launch
-from tmoe.ops.launch.launch import cdiv, early, empty
+from tmoe.ops.launch.launch import cdiv, early, empty, launch
 
 # row tile heights that the kernels use; each has its table of (expert, first row)
 TILES = (64, 128)
