@@ -199,9 +199,7 @@ def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeyp
         before = (tmp_path / "metrics.jsonl").read_bytes()
         if harm == "line failed":
             with monkeypatch.context() as m:
-                m.setattr(
-                    lines_module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
-                )
+                m.setattr(module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
                 step(log, 1)
             want = before
         else:
