@@ -1,19 +1,26 @@
 # Two commands, each of which makes its own environment first:
 #   make train    the preset `tiny` over two processes, experts spread between them, into runs/tiny
-#   make test     the tests, two files at a time
+#   make test     the fast tests, two files at a time, in some six minutes on two cores
+# What CI runs beside them:
+#   make test-slow    the rest: faults, several hosts, whole runs, compiling for chips that are not here
 # And one that installs nothing, for a machine with GPUs and no package index:
 #   make test-gpu PYTHON=python3    the tests that need a GPU, kernels compiled first, as many workers as fit
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-gpu check clean
+.PHONY: train test test-slow test-gpu check clean
 
 train: .venv/ready
 	$(BIN)/torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2 --resume none
 
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0 --durations 10
+
 test: .venv/ready
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0
+	$(PYTEST) -m 'not slow and not gpu'
+
+test-slow: .venv/ready
+	$(PYTEST) -m 'slow and not gpu'
 
 test-gpu:
 	$(PYTHON) tests/run_gpu.py
