@@ -72,10 +72,13 @@ class Trainer:
         run.alike(flags_of(cfg))
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
-        self.carried = run.together(lambda: carried_by_start(cfg))  # the tokenizer of the weights to start from
+        self.carried = run.together(
+            lambda: carried_by_start(cfg)
+        )  # the tokenizer of the weights to start from
         self.data, self.val_data = run.together(
             lambda: [
-                open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried) for split in ("train", "val")
+                open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried)
+                for split in ("train", "val")
             ]
         )
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
@@ -92,15 +95,23 @@ class Trainer:
         known = versions() if run.rank == 0 else {}  # who writes them down
         info = dict(config=asdict(cfg), versions=known, data=self.data.facts())
         mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
-        self.checkpoints = Checkpoints(Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info)
+        self.checkpoints = Checkpoints(
+            Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info
+        )
         run.watch.saving = self.checkpoints.saving
         held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
         self.restore()
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        ours: dict[str, Any] = dict(rank=run.rank, world=run.world, device=run.device, versions=known, held=held)
-        ours |= dict(flops_per_token=flops_per_token(cfg.model, cfg.train.seq), peak=peak, start_step=self.step)
+        ours: dict[str, Any] = dict(
+            rank=run.rank, world=run.world, device=run.device, versions=known, held=held
+        )
+        ours |= dict(
+            flops_per_token=flops_per_token(cfg.model, cfg.train.seq), peak=peak, start_step=self.step
+        )
         ours |= dict(facts=dict(data=self.data.describe(), unigram_entropy=self.entropy))
-        self.metrics = run.together(lambda: Metrics(cfg, **ours))  # rank 0 may find files that it cannot go on with
+        self.metrics = run.together(
+            lambda: Metrics(cfg, **ours)
+        )  # rank 0 may find files that it cannot go on with
         self.announce()
 
     def train(self) -> None:
@@ -119,7 +130,9 @@ class Trainer:
                 loss = self.forward_backward(batch, totals)
                 norm = clip_grad_norm_(model.parameters(), inf)
                 run.watch.vote()  # a skipped collective has summed what does not belong together
-                optimizer.decide(finite := all_finite(loss, norm), norm, cfg.optim.clip)  # to clip, or to skip it
+                optimizer.decide(
+                    finite := all_finite(loss, norm), norm, cfg.optim.clip
+                )  # to clip, or to skip it
                 optimizer.step()
                 model.update_bias(finite)
                 if self.ema:
@@ -129,18 +142,26 @@ class Trainer:
                 self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
                 last = stop or self.step == cfg.steps
                 save = last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0)
-                validate = not stop and (last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0))
+                validate = not stop and (
+                    last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0)
+                )
                 if unread is not None:  # the step before; the GPU has this one to work on meanwhile
                     self.log(*unread)
                 router = model.balancer.read_log() if self.metrics.due(step) else None
                 unread = step, OnItsWay((loss, norm, finite, self.mean, router)), lr, self.tokens
                 if save or validate or run.device.type == "cpu":
-                    self.log(*unread)  # before the checkpoint: who resumes from it does not log this step again
+                    self.log(
+                        *unread
+                    )  # before the checkpoint: who resumes from it does not log this step again
                     unread = None
                     run.watch.pause()
-                if save and (last or not self.guard.in_a_row):  # a run of skipped steps must not push good ones out
+                if save and (
+                    last or not self.guard.in_a_row
+                ):  # a run of skipped steps must not push good ones out
                     self.save()
-                if last:  # whole before a validation that may be long: whoever ends a run does not wait for it
+                if (
+                    last
+                ):  # whole before a validation that may be long: whoever ends a run does not wait for it
                     self.checkpoints.finish()
                 if validate and (val_loss := self.validate()) is not None:
                     self.metrics.validated(val_loss)
@@ -153,13 +174,19 @@ class Trainer:
 
     def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
         """Gradients of the step's loss, summed over ranks with the last micro-batch; returns the global batch's mean cross-entropy."""
-        model, loss, isolate = self.model, torch.zeros((), device=self.run.device), self.cfg.train.isolate_documents
+        model, loss, isolate = (
+            self.model,
+            torch.zeros((), device=self.run.device),
+            self.cfg.train.isolate_documents,
+        )
         model.balancer.start_step()
         for i, (tokens_BS, targets_BS, documents_BS) in enumerate(batch.micros(self.run.device, isolate)):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
             model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
             loss += model.cross_entropy
-        self.mean = loss * totals.targets / max((batch.targets_ABS != IGNORE).sum().item(), 1)  # of this rank's own
+        self.mean = (
+            loss * totals.targets / max((batch.targets_ABS != IGNORE).sum().item(), 1)
+        )  # of this rank's own
         return model.balancer.all_reduce(loss)
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
@@ -181,20 +208,28 @@ class Trainer:
                     break
                 batch = self.val_data.batch(i, **self.shape())
                 targets += (batch.targets_ABS != IGNORE).sum().item()
-                for tokens_BS, targets_BS, documents_BS in batch.micros(self.run.device, cfg.train.isolate_documents):
+                for tokens_BS, targets_BS, documents_BS in batch.micros(
+                    self.run.device, cfg.train.isolate_documents
+                ):
                     model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
                     total += model.cross_entropy
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
         self.graphs.passed("validate")
-        return None if stopped else model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
+        return (
+            None if stopped else model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
+        )
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards and writes down a step, once its numbers are here."""
         loss, norm, finite, mean, router = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
-            self.run.blame(step, loss.item(), norm.item(), mean.item(), self.data.indices(step, **self.shape()))
-        counts = dict(tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended)
+            self.run.blame(
+                step, loss.item(), norm.item(), mean.item(), self.data.indices(step, **self.shape())
+            )
+        counts = dict(
+            tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended
+        )
         self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
         self.guard.give_up(step)
 
@@ -211,11 +246,17 @@ class Trainer:
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                self.changes = run.together(lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world))
-                state, rng = self.checkpoints.load(path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None)
+                self.changes = run.together(
+                    lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world)
+                )
+                state, rng = self.checkpoints.load(
+                    path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None
+                )
                 self.step, self.tokens = state["step"], state["tokens"]
                 self.guard.load_state_dict(state["guard"])
-                self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
+                self.checkpoints.info["config"]["init"] = resume.started_from(
+                    path
+                )  # whatever --init says now
                 self.data.go_on(self.step, self.tokens, **self.shape())
                 if rng is not None:  # another number of ranks draws other numbers
                     runtime.set_rng_states(rng, run.device)
@@ -224,7 +265,9 @@ class Trainer:
                 if self.ema:
                     self.ema.restart()
             elif cfg.eval_only:
-                found_nothing = f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none"
+                found_nothing = (
+                    f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none"
+                )
                 require(cfg.resume != "auto", found_nothing)
         run.together(lambda: require_finite(self.tensors(("model",))))
 
@@ -238,16 +281,22 @@ class Trainer:
     def announce(self) -> None:
         cfg, note, mesh = self.cfg, self.metrics.note, self.mesh
         counts = count_parameters(cfg.model)
-        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}")
+        note(
+            f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}"
+        )
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         for source, held in zip(self.data.sources, self.val_data.sources, strict=True):
             note(
                 f"{source.name}: {source.taken}; {source.tokens:,} tokens to train on, {held.tokens:,} to validate with"
             )
         if cfg.init and not self.carried:
-            note(f"--init={cfg.init}: its tokenizer is not known, so nothing tells whether the data are of it")
+            note(
+                f"--init={cfg.init}: its tokenizer is not known, so nothing tells whether the data are of it"
+            )
         if self.entropy is not None:
-            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss")
+            note(
+                f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss"
+            )
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 

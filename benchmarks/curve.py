@@ -23,23 +23,36 @@ from tmoe.run.cli import parse
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
     --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none
     --log.no-progress"""
-RUNS = {"fast bf16": ("fast", "bf16"), "reference bf16": ("reference", "bf16"), "reference fp32": ("reference", "fp32")}
+RUNS = {
+    "fast bf16": ("fast", "bf16"),
+    "reference bf16": ("reference", "bf16"),
+    "reference fp32": ("reference", "fp32"),
+}
 WINDOW = 20  # steps that are averaged before curves are compared
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path, help="write the curves to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
     if args.steps < WINDOW:
-        parser.error(f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared")
+        parser.error(
+            f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared"
+        )
     more = [w for w in args.train if w != "--"]
     if parse([*MODEL.split(), *more], "").optim.offload:
-        parser.error("--optim.offload: not here, for the reference path keeps the optimizer's state on the GPU")
+        parser.error(
+            "--optim.offload: not here, for the reference path keeps the optimizer's state on the GPU"
+        )
     if not torch.cuda.is_available():
-        print("no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)", file=sys.stderr)
+        print(
+            "no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)",
+            file=sys.stderr,
+        )
     started = {}
     with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
         for name, (path, dtype) in RUNS.items():
@@ -53,7 +66,11 @@ def main() -> None:
                 f"{out}/{name}",
                 *more,
             ]
-            command = [sys.executable, "-c", f"from benchmarks.curve import train; train({path!r}, {words!r})"]
+            command = [
+                sys.executable,
+                "-c",
+                f"from benchmarks.curve import train; train({path!r}, {words!r})",
+            ]
             started[name] = stack.enter_context(running(command))
         for name, process in started.items():
             if process.wait():
@@ -62,7 +79,9 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(curves) + "\n")
-    print("| curve | first loss | last mean | largest, mean difference from reference bf16 |\n|---|---|---|---|")
+    print(
+        "| curve | first loss | last mean | largest, mean difference from reference bf16 |\n|---|---|---|---|"
+    )
     means = {name: torch.tensor(curve).unfold(0, WINDOW, 1).mean(-1) for name, curve in curves.items()}
     for name, mean in means.items():
         far = (mean - means["reference bf16"]).abs()

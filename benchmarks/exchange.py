@@ -133,7 +133,9 @@ class Sizes:
         """As torchtitan's and OLMo-core's standard dispatchers do, without their padding and their second sort at the receiver."""
         flat = self.ids.flatten()
         self.slots = flat.argsort(stable=True)
-        counts = torch.histc(flat.float(), E, 0, E - 1).long()  # as torchtitan's; bincount waits for the host once more
+        counts = torch.histc(
+            flat.float(), E, 0, E - 1
+        ).long()  # as torchtitan's; bincount waits for the host once more
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
         both = torch.stack([counts.view(self.world, -1).sum(1), theirs.view(self.world, -1).sum(1)]).tolist()
@@ -226,7 +228,8 @@ def show(line):
         return f"{line['name']:9} ep=1 {line['ms_ep1']:7.2f} ms   ep={line['world']} {many}"
     us = line["us"]
     others = " | ".join(
-        f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{of:.2f}" for name, of in line["of"].items()
+        f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{of:.2f}"
+        for name, of in line["of"].items()
     )
     return (
         f"{line['mib']:4} MiB  put {us['put']:6.0f} us {line['gb_s']['put']:4.0f} GB/s | symm {us['dispatch']:6.0f} {us['combine']:6.0f} us "
@@ -256,8 +259,12 @@ def warm(names, world, fp8):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], help="MiB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512], help="MiB"
+    )
     parser.add_argument("--layers", nargs="*", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument(
         "--programs",

@@ -61,7 +61,9 @@ EXIT_S = 7.0  # from a rank's death to the end of its peers
 def run(fn: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
     """Results of ranks that are to survive."""
     ends = launch(world, fn, *args, timeout=5, limit=20)
-    if failed := [f"rank {rank}: code {end.code}: {end.said[-500:]}" for rank, end in enumerate(ends) if end.code]:
+    if failed := [
+        f"rank {rank}: code {end.code}: {end.said[-500:]}" for rank, end in enumerate(ends) if end.code
+    ]:
         raise RuntimeError("; ".join(failed))
     return [end.result for end in ends]
 
@@ -80,7 +82,9 @@ def expect(found: list[tuple[str | None, list[float], str]], step: str, value: f
 def peers_end(ends: list[End]) -> list[str]:
     """Complaints unless rank 1 was killed and rank 0 ended by itself, with an error, soon after."""
     late = ends[0].at - ends[1].at
-    wrong = [] if ends[1].code == -signal.SIGKILL else [f"rank 1 was to be killed, and ended with {ends[1].code}"]
+    wrong = (
+        [] if ends[1].code == -signal.SIGKILL else [f"rank 1 was to be killed, and ended with {ends[1].code}"]
+    )
     if ends[0].code in (None, 0) or late > EXIT_S:
         wrong.append(f"rank 0 ended with {ends[0].code} {late:.1f} s after its peer was killed")
     return wrong
@@ -106,7 +110,9 @@ def crash_points(system: System, folder: Path, step: int = 20) -> list[str]:
         count += 1
         place = folder / str(count)
         system(place).save(10, {"model.w": torch.full((64, 8), 1.0)})
-        killed = die_at(count, lambda at=place: system(at, keep=1).save(step, {"model.w": torch.full((64, 8), 2.0)}))
+        killed = die_at(
+            count, lambda at=place: system(at, keep=1).save(step, {"model.w": torch.full((64, 8), 2.0)})
+        )
         store, found, error = system(place), {"model.w": torch.zeros(64, 8)}, ""
         try:
             store.load(store.latest() or place / "nothing", found)
@@ -128,7 +134,9 @@ def save_again_after_a_crash(system: System, folder: Path) -> list[str]:
     for step in (20, 10):
         launch(2, save_or_die, system, folder, {step: 2.0}, kill_in_writer, timeout=5, limit=20)
     wrong = [
-        f"rank {r} could not save: {why}" for r, (why, _) in enumerate(run(save, system, folder, {20: 3.0})) if why
+        f"rank {r} could not save: {why}"
+        for r, (why, _) in enumerate(run(save, system, folder, {20: 3.0}))
+        if why
     ]
     return wrong + expect(run(load, system, folder), "step-20", 3.0)
 
@@ -154,7 +162,9 @@ def background_save_fails(system: System, folder: Path) -> list[str]:
     """Raised after one of the next steps on every rank, not at the next save or never."""
     told = run(save, system, folder, {10: 1.0, 20: 2.0}, fill_disk, True)
     wrong = [
-        f"rank {r} was told {why!r} after {polls} steps" for r, (why, polls) in enumerate(told) if not why or polls > 40
+        f"rank {r} was told {why!r} after {polls} steps"
+        for r, (why, polls) in enumerate(told)
+        if not why or polls > 40
     ]
     return wrong + expect(run(load, system, folder), "step-10", 1.0)
 
@@ -242,10 +252,20 @@ def hostile_pickles(system: System, folder: Path) -> list[str]:
 def mismatches(system: System, folder: Path) -> list[str]:
     """Other shape, other dtype, missing, extra: all listed, nothing cast, nothing changed."""
     run(save, system, folder, {10: 1.0})
-    asked = {"model.w": torch.zeros(512, 65), "model.b": torch.zeros(512).bfloat16(), "model.new": torch.zeros(3)}
+    asked = {
+        "model.w": torch.zeros(512, 65),
+        "model.b": torch.zeros(512).bfloat16(),
+        "model.new": torch.zeros(3),
+    }
     error, found = load_path(0, 1, system, folder / "step-10", asked)
-    wrong = [f"{name} is not named" for name in ("model.w", "model.b", "model.new", "model.norm") if name not in error]
-    return wrong + ([f"tensors changed: {values({'b': found['model.b'].float()})}"] if found["model.b"].any() else [])
+    wrong = [
+        f"{name} is not named"
+        for name in ("model.w", "model.b", "model.new", "model.norm")
+        if name not in error
+    ]
+    return wrong + (
+        [f"tensors changed: {values({'b': found['model.b'].float()})}"] if found["model.b"].any() else []
+    )
 
 
 def ranks_disagree(system: System, folder: Path) -> list[str]:
@@ -255,7 +275,9 @@ def ranks_disagree(system: System, folder: Path) -> list[str]:
 
 def other_worlds(system: System, folder: Path) -> list[str]:
     run(save, system, folder, {10: 1.0})
-    return [line for world in (4, 1) for line in expect(run(load, system, folder, world=world), "step-10", 1.0)]
+    return [
+        line for world in (4, 1) for line in expect(run(load, system, folder, world=world), "step-10", 1.0)
+    ]
 
 
 CASES: dict[str, tuple[str, Callable[..., list[str]]]] = {
@@ -302,17 +324,23 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
             word = {True: "[green]pass", False: "[red]FAIL", None: "[dim]–"}[one["pass"]]
             cells.append(word if one["pass"] else f"{word}[/] {one['why'][0][:100]}")
         table.add_row(case, title, *cells)
-    scores = [f"{sum(r['pass'] is True for r in found.values())} of {len(CASES)}" for found in results.values()]
+    scores = [
+        f"{sum(r['pass'] is True for r in found.values())} of {len(CASES)}" for found in results.values()
+    ]
     table.add_section()
     table.add_row("", "passed", *scores)
     weigh = {case: 3 if case in SILENT else 1 for case in CASES}
-    points = [str(sum(weigh[case] for case, r in found.items() if r["pass"] is True)) for found in results.values()]
+    points = [
+        str(sum(weigh[case] for case, r in found.items() if r["pass"] is True)) for found in results.values()
+    ]
     table.add_row("", f"points of {sum(weigh.values())}, silent wrongness counts three times", *points)
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "faults.json")
     args = parser.parse_args()
     # cases fork, and stock DCP would ask CUDA on both sides; no GPU has a part in them
@@ -326,7 +354,11 @@ def main() -> None:
             results[system.name][case] = found = outcome(system, case)
             print(f"{system.name} {case}: {'pass' if found['pass'] else found['why']}", file=sys.stderr)
     show(results)
-    about = {"torch": torch.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 

@@ -167,7 +167,9 @@ def save_or_die(rank: int, world: int, *args: Any) -> None:
         raise RuntimeError(why)
 
 
-def load(rank: int, world: int, system: System, folder: Path, blind: str = "") -> tuple[str | None, list[float], str]:
+def load(
+    rank: int, world: int, system: System, folder: Path, blind: str = ""
+) -> tuple[str | None, list[float], str]:
     """(step resumed from, distinct values found, error); rank 1 cannot open files whose path contains `blind`."""
     if blind and rank == 1:
         hide(blind)
@@ -181,7 +183,9 @@ def load(rank: int, world: int, system: System, folder: Path, blind: str = "") -
     return path.name if path else None, values(found), ""
 
 
-def load_path(rank: int, world: int, system: System, path: Path, asked: Tensors | None = None) -> tuple[str, Tensors]:
+def load_path(
+    rank: int, world: int, system: System, path: Path, asked: Tensors | None = None
+) -> tuple[str, Tensors]:
     found = asked or tensors(0.0)
     try:
         system(path.parent).load(path, found)

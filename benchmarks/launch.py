@@ -56,7 +56,12 @@ class End:
 
 
 def launch(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 30.0, limit: float = 60.0, waits: int | None = None
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    limit: float = 60.0,
+    waits: int | None = None,
 ) -> list[End]:
     """fn(rank, world, *args) on `world` processes; no process is left when this returns.
 
@@ -124,7 +129,9 @@ def _work(rank: int, world: int, port: int, key: str, folder: str, timeout: floa
     os.dup2(out, 2)
     torch.set_num_threads(1)
     store = dist.PrefixStore(key, dist.TCPStore("127.0.0.1", port, None, False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
     fn, args = pickle.loads(job)
     result = fn(rank, world, *args)
     Path(f"{folder}/{rank}.result").write_bytes(pickle.dumps(result))

@@ -41,7 +41,9 @@ class Layout(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--gpus", type=at_least_one, default=1, help="the most processes, one a GPU as far as there are GPUs"
     )
@@ -103,7 +105,14 @@ def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict
     with ExitStack() as stack:
         processes = []
         for world in worlds:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(world),
+            ]
             if 0 < torch.cuda.device_count() < world:
                 print(f"{world} processes share {torch.cuda.device_count()} GPUs", file=sys.stderr)
                 command += ["-m", "benchmarks.shared"]

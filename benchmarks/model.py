@@ -50,7 +50,15 @@ from tmoe.config.check import MOST, divisors
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
 from tmoe.run.cli import parse
-from tmoe.run.memory import FP32, compute_bytes, kept_whole, memory_per_rank, peak_bytes, rows_received, runs_beside
+from tmoe.run.memory import (
+    FP32,
+    compute_bytes,
+    kept_whole,
+    memory_per_rank,
+    peak_bytes,
+    rows_received,
+    runs_beside,
+)
 
 CONSTANTS = Path(__file__).with_name("h200.json")
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -61,7 +69,9 @@ RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.
     "moe": ("experts", "exchange"),
     "block": ("projections", "attention", "experts", "exchange", "glue"),
 }
-FLASH = 7 / 6  # FLOPs that flash attention does over those that MFU counts: five products in the backward, not four
+FLASH = (
+    7 / 6
+)  # FLOPs that flash attention does over those that MFU counts: five products in the backward, not four
 
 
 class Prediction(NamedTuple):
@@ -103,8 +113,12 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     keeps = kept_whole(cfg, dp, ep)
     width = compute_bytes(cfg)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
-    shared = [(elements, size) for elements, size in padded_groups(cfg, dp, ep)[: 1 if keeps else 2] if size > 1]
-    copied = sum(again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared)
+    shared = [
+        (elements, size) for elements, size in padded_groups(cfg, dp, ep)[: 1 if keeps else 2] if size > 1
+    ]
+    copied = sum(
+        again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared
+    )
     if keeps:  # what arrives of the gradients is read, and a sum written
         copied += (width + FP32 / dp) * groups[1][0]
     # gradients in the compute type add up in fp32 over micro-batches, if there are several, before any is reduced
@@ -119,10 +133,14 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     tokens = dp * ep * T * again
     rate = T * again / sum(parts.values())
     used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
-    return Prediction(parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep)))
+    return Prediction(
+        parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep))
+    )
 
 
-def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[str, float], dict[str, float]]:
+def passes(
+    cfg: Config, ep: int, m: SimpleNamespace, skew: float
+) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a micro-batch's forward and backward by part, without FSDP2."""
     model, T, width = cfg.model, cfg.train.batch * cfg.train.seq, compute_bytes(cfg)
     moe_layers = sum(map(model.is_moe, range(model.layers)))
@@ -132,7 +150,9 @@ def passes(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[dict[
     head = 3 * product(T, model.vocab, model.dim, width, m) + m.logit_bytes * T * model.vocab / m.memory_rate
     experts = expert_seconds(cfg, ep, m, skew)
     exchange = exchange_seconds(cfg, ep, m)
-    wide = sum(model.moe.shared_dim if model.is_moe(layer) else model.ffn_dim for layer in range(model.layers))
+    wide = sum(
+        model.moe.shared_dim if model.is_moe(layer) else model.ffn_dim for layer in range(model.layers)
+    )
     # forward reads gate and up and writes their product; backward reads these and its gradient, makes it again and both gradients
     glue = (m.glue_passes * model.layers * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
@@ -162,7 +182,9 @@ def attention_seconds(cfg: Config, layer: int, m: SimpleNamespace) -> float:
     windowed = 0 < window < S
     plain = not (cfg.train.isolate_documents or windowed or model.sinks)
     widths, seen = qk_width(model) + v_width(model), min(window + m.window_more, S) if windowed else S
-    rate = np.interp(widths / 2, *zip(*(m.attention_rate if plain else m.isolated_attention_rate), strict=True))
+    rate = np.interp(
+        widths / 2, *zip(*(m.attention_rate if plain else m.isolated_attention_rate), strict=True)
+    )
     flops = FLASH * 6 * model.heads * widths * (seen - seen**2 / (2 * S)) * cfg.train.batch * S
     return float(flops / rate)
 
@@ -234,7 +256,11 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
     """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
-    return [ep for ep in divisors(math.gcd(cfg.model.moe.experts, gpus)) if ep <= 2 * node and fits(ep, gpus, node)]
+    return [
+        ep
+        for ep in divisors(math.gcd(cfg.model.moe.experts, gpus))
+        if ep <= 2 * node and fits(ep, gpus, node)
+    ]
 
 
 def fits(ep: int, gpus: int, node: int) -> bool:
@@ -253,7 +279,9 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--parallel.wire={p.wire}: not in this model; valid: same"
     if not parts:
         return (
-            "" if p.dispatch in ("auto", "nccl") else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
+            ""
+            if p.dispatch in ("auto", "nccl")
+            else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
         )
     if p.dispatch == "symm" and cfg.model.moe.bias:
         return "--parallel.dispatch=symm: experts have biases (--model.moe.bias); valid: auto, nccl"
@@ -271,7 +299,18 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
         title=f"{train.accumulate} x {train.batch} x {train.seq} tokens a GPU, recomputed: {cfg.parallel.checkpoint}"
     )
     days = f"days for {tokens:.3g} tokens"
-    heads = "GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB", days, "GPU-hours"
+    heads = (
+        "GPUs",
+        "dp x ep",
+        "M tokens a step",
+        "ms",
+        "tokens/s/GPU",
+        "MFU",
+        "exposed",
+        "GiB",
+        days,
+        "GPU-hours",
+    )
     for name in heads:
         table.add_column(name, justify="right")
     for world in gpus:
@@ -372,12 +411,20 @@ def values(constants: dict[str, dict]) -> SimpleNamespace:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
-    parser.add_argument("--parts", action="store_true", help="of the one layout that the words of train.py name")
     parser.add_argument(
-        "--check", type=Path, nargs="*", metavar="FILE", help="of benchmarks.train --json; none: the shipped steps"
+        "--parts", action="store_true", help="of the one layout that the words of train.py name"
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="of benchmarks.train --json; none: the shipped steps",
     )
     parser.add_argument(
         "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
@@ -404,7 +451,9 @@ def main() -> None:
         points = read_points(args.check or held())
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
             console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            constants[name] |= dict(value=value, points=[dict(gpus=p.dp * p.ep, command=p.command) for p in points])
+            constants[name] |= dict(
+                value=value, points=[dict(gpus=p.dp * p.ep, command=p.command) for p in points]
+            )
         table, good = check(points, constants)
         console.print(table)
         m = values(constants)
@@ -412,10 +461,14 @@ def main() -> None:
         console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
-    if not args.parts and (taken := [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]):
+    if not args.parts and (
+        taken := [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
+    ):
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
-    if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:  # before the words are held to it as a world
+    if wrong := [
+        n for n in args.gpus if not 1 <= n <= MOST["world"]
+    ]:  # before the words are held to it as a world
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
     for world in args.gpus if args.parts else (1,):
         if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):

@@ -78,7 +78,9 @@ class Bench:
         operands = self.gate_up, self.down
         self.layer = gpu.Layer(self.x, (E, D, F), K, route(self.ids, E), self.weights, operands)
         N = T * K
-        self.h, self.act, self.rows = (torch.randn(N, w, device=device, dtype=self.x.dtype) for w in (2 * F, F, D))
+        self.h, self.act, self.rows = (
+            torch.randn(N, w, device=device, dtype=self.x.dtype) for w in (2 * F, F, D)
+        )
         # a gathered operand is timed without its copy: "gather" times that by itself
         self.layer.gathered, self.gather = (lambda t_TD: self.rows), self.layer.gathered
 
@@ -215,10 +217,16 @@ def measure(name, contestants):
     host = [host_ms(call) for call in calls]
     ahead = int(CYCLES_PER_MS * max(1, 1.5 * max(host, default=0)))
     dense, read, *times = time_all(
-        [lambda: [bench.dense(k) for k in table.KERNELS], once, *calls], begin=functools.partial(prepare, ahead)
+        [lambda: [bench.dense(k) for k in table.KERNELS], once, *calls],
+        begin=functools.partial(prepare, ahead),
     )
     for i, result in enumerate(results.values()):
-        result |= {"fwd": times[2 * i], "both": times[2 * i + 1], "host_fwd": host[2 * i], "host_both": host[2 * i + 1]}
+        result |= {
+            "fwd": times[2 * i],
+            "both": times[2 * i + 1],
+            "host_fwd": host[2 * i],
+            "host_both": host[2 * i + 1],
+        }
     torch.compiler.reset()
     return {"shape": name, "dense": dense, "weights_once": read, "results": results, "missing": missing}
 
@@ -241,7 +249,11 @@ def breakdown(name):
     n = bench.layer
     configs = {k: type(n).config(n, k) for k in table.KERNELS}
     fns = [functools.partial(bench.run, k, cfg) for k, cfg in configs.items()]
-    fns += [lambda: n.combine(bench.rows, bench.weights), lambda: route(bench.ids, n.E), lambda: bench.gather(bench.x)]
+    fns += [
+        lambda: n.combine(bench.rows, bench.weights),
+        lambda: route(bench.ids, n.E),
+        lambda: bench.gather(bench.x),
+    ]
     fns += [bench.products] if table.few(n.arch, n.N / n.E, n.tma) else []
     dense = time_all([functools.partial(bench.dense, k) for k in table.KERNELS])
     times = time_all(fns)
@@ -297,7 +309,9 @@ def shape(text):
                 raise ValueError
         except ValueError:
             names = ", ".join(ALL)
-            raise argparse.ArgumentTypeError(f"{text!r} is neither of {names} nor T,D,F,E,K with 1 <= K <= E") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither of {names} nor T,D,F,E,K with 1 <= K <= E"
+            ) from None
         ALL[text] = T, D, F, E, K
     return text
 
@@ -313,11 +327,16 @@ def main():
     p.add_argument("--shapes", nargs="+", default=list(ALL), type=shape, metavar="SHAPE")
     p.add_argument("--only", nargs="+", default=list(rivals.CONTESTANTS), choices=list(rivals.CONTESTANTS))
     p.add_argument("--breakdown", action="store_true", help="each kernel by itself instead of whole layers")
-    p.add_argument("--json", type=Path, help="append each shape's result to this file, one JSON object a line")
+    p.add_argument(
+        "--json", type=Path, help="append each shape's result to this file, one JSON object a line"
+    )
     args = p.parse_args()
     require_gpu(p)
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    about |= {"date": str(date.today()), "command": " ".join(["python -m benchmarks.moe_layer", *sys.argv[1:]])}
+    about |= {
+        "date": str(date.today()),
+        "command": " ".join(["python -m benchmarks.moe_layer", *sys.argv[1:]]),
+    }
     print(about)
     if args.breakdown:
         for name in args.shapes:

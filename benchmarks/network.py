@@ -39,13 +39,19 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     model, width, world = cfg.model, compute_bytes(cfg), dp * ep
 
     def once(size: int) -> float:
-        return sum(ring(size * n, world, 1, m) for n in dense) + sum(ring(size * n, dp, ep, m) for n in experts)
+        return sum(ring(size * n, world, 1, m) for n in dense) + sum(
+            ring(size * n, dp, ep, m) for n in experts
+        )
 
     (root, _), *blocks = padded_units(cfg, dp, ep)
     sizes = [width * numel(block_shapes(model, layer)[0]) for layer in range(model.layers)]
     dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
     experts = [] if kept_whole(cfg, dp, ep) else [n for _, n in blocks if n]
-    return once(width) + ring(width * root, world, 1, m), once(width), once(FP32) + ring(FP32 * root, world, 1, m)
+    return (
+        once(width) + ring(width * root, world, 1, m),
+        once(width),
+        once(FP32) + ring(FP32 * root, world, 1, m),
+    )
 
 
 def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
@@ -56,7 +62,9 @@ def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     width, layers = compute_bytes(cfg), range(cfg.model.layers if kept_whole(cfg, dp, ep) else 0)
     experts = [n / ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
     sent = width if cfg.train.accumulate == 1 else FP32
-    return sum(ring(width * n, dp, ep, m) for n in experts), sum(all_to_all(sent * n, dp, ep, m) for n in experts)
+    return sum(ring(width * n, dp, ep, m) for n in experts), sum(
+        all_to_all(sent * n, dp, ep, m) for n in experts
+    )
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
@@ -68,7 +76,9 @@ def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
     sent = whole * (size - 1) / size
     seconds = times(m.collective, sent) if local > 1 else 0.0
     if nodes > 1:
-        seconds = max(seconds, sent / (local * m.nic_rate)) + (nodes - 1) * m.nic_hop + (size - nodes) * m.link_hop
+        seconds = (
+            max(seconds, sent / (local * m.nic_rate)) + (nodes - 1) * m.nic_hop + (size - nodes) * m.link_hop
+        )
     return seconds
 
 
@@ -77,7 +87,10 @@ def all_to_all(whole: float, size: int, stride: int, m: SimpleNamespace) -> floa
     local = min(size, max(1, m.node // stride))  # members in a node
     seconds = times(m.collective, whole * (local - 1) / size) if local > 1 else 0.0
     if size > local:
-        seconds = max(seconds, whole * (size - local) / size / m.nic_rate) + (math.ceil(size / local) - 1) * m.nic_hop
+        seconds = (
+            max(seconds, whole * (size - local) / size / m.nic_rate)
+            + (math.ceil(size / local) - 1) * m.nic_hop
+        )
     return seconds
 
 
@@ -101,5 +114,10 @@ def padded_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
 
 def padded_units(cfg: Config, dp: int, ep: int) -> list[tuple[int, int]]:
     """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each block."""
-    blocks = [(root_shapes(cfg.model), []), *(block_shapes(cfg.model, layer) for layer in range(cfg.model.layers))]
-    return [(dp * ep * sharded(dense, dp * ep), dp * expert_shard(experts, dp, ep)) for dense, experts in blocks]
+    blocks = [
+        (root_shapes(cfg.model), []),
+        *(block_shapes(cfg.model, layer) for layer in range(cfg.model.layers)),
+    ]
+    return [
+        (dp * ep * sharded(dense, dp * ep), dp * expert_shard(experts, dp, ep)) for dense, experts in blocks
+    ]

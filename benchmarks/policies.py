@@ -26,7 +26,9 @@ POLICIES = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
     parser.add_argument("--steps", type=at_least_one, default=14)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
@@ -55,7 +57,8 @@ def main() -> None:
         first = first or rate
         mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
         print(
-            f"| {name} | {rate:,.0f} | {rate / first:.1%} | {mfu} | {result['peak_gib']:.1f} ({dry:.1f}) |", flush=True
+            f"| {name} | {rate:,.0f} | {rate / first:.1%} | {mfu} | {result['peak_gib']:.1f} ({dry:.1f}) |",
+            flush=True,
         )
         if args.json:
             write_line(args.json, result)

@@ -104,7 +104,9 @@ def torchtitan(gate_up, down, K):
         return routed(x[None], weights, ids, counts)[0]
 
     return Entry(
-        layer, [mine.w1_EFD, mine.w3_EFD, mine.w2_EDF], lambda gate, up, down: (torch.cat([gate, up], 1), down)
+        layer,
+        [mine.w1_EFD, mine.w3_EFD, mine.w2_EDF],
+        lambda gate, up, down: (torch.cat([gate, up], 1), down),
     )
 
 
@@ -121,7 +123,9 @@ def scattermoe(gate_up, down, K):
         return mlp(x, *top_k(logits, K, x.dtype))
 
     return Entry(
-        layer, [mlp.experts.weight, mlp.output_experts.weight], lambda up_gate, down: (up_gate.roll(width, 1), down)
+        layer,
+        [mlp.experts.weight, mlp.output_experts.weight],
+        lambda up_gate, down: (up_gate.roll(width, 1), down),
     )
 
 
@@ -155,19 +159,31 @@ def sonicmoe(gate_up, down, K):
     from sonicmoe.enums import ActivationType  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
-    w1 = leaf(gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D))  # gate and up rows take turns
+    w1 = leaf(
+        gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D)
+    )  # gate and up rows take turns
     w2 = leaf(down)
 
     def layer(x, logits):
         T, N = x.shape[0], x.shape[0] * K
-        weights, ids = sonic.TC_Softmax_Topk_Router_Function.apply(logits, E, K, False, False)  # softmax, then top-k
+        weights, ids = sonic.TC_Softmax_Topk_Router_Function.apply(
+            logits, E, K, False, False
+        )  # softmax, then top-k
         empty = {"dtype": torch.int32, "device": x.device}
         count, offset = torch.empty(E, **empty), torch.empty(E + 1, **empty)
         gather, scatter, back = (torch.empty(N, **empty) for _ in range(3))
         sonic.TC_topk_router_metadata_triton(ids, E, count, offset, gather, scatter, back)
         indices = gather, scatter, back, None, False
         act, h = sonic._UpProjection.apply(
-            x, w1.permute(1, 2, 0), None, offset, N, K, *indices, ActivationType.SWIGLU, not torch.is_grad_enabled()
+            x,
+            w1.permute(1, 2, 0),
+            None,
+            offset,
+            N,
+            K,
+            *indices,
+            ActivationType.SWIGLU,
+            not torch.is_grad_enabled(),
         )
         return sonic._DownProjection.apply(
             act, h, w2.permute(1, 2, 0), None, weights, offset, T, K, *indices, ActivationType.SWIGLU
@@ -202,7 +218,9 @@ def exact(x, logits, gate_up, down, dy, K):
     """y and the gradients of x, logits, gate_up and down by the definition, in float32 of the same rounded inputs."""
     leaves = [t.detach().float().requires_grad_() for t in (x, logits, gate_up, down)]
     weights, ids = top_k(leaves[1], K)
-    y = reference.moe_mlp(leaves[0], leaves[2], leaves[3], weights, ids)  # tf32 is off unless a program asks for it
+    y = reference.moe_mlp(
+        leaves[0], leaves[2], leaves[3], weights, ids
+    )  # tf32 is off unless a program asks for it
     return y.detach(), *torch.autograd.grad(y, leaves, dy.float())
 
 
@@ -218,5 +236,7 @@ def enter(name, x, logits, gate_up, down, dy, K, want, limit=2e-2):
     got = y.detach(), dx, dlogits, *entry.standard(*grads)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
     if not max(errors) < limit:  # NaN is not
-        raise ArithmeticError(f"relative errors {', '.join(f'{e:.1e}' for e in errors)}, at most {limit} is right")
+        raise ArithmeticError(
+            f"relative errors {', '.join(f'{e:.1e}' for e in errors)}, at most {limit} is right"
+        )
     return entry, errors

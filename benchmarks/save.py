@@ -27,7 +27,9 @@ PIECE = 2**28  # fp32 elements of a tensor: 1 GiB
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, help="GiB of state; default: 30, without a GPU 1")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
@@ -46,7 +48,10 @@ def main() -> None:
             f"--gib={args.gib}: must be at most {most / 2**30:.1f}, which memory and {args.folder} have room for"
         )
     if not gpu:
-        print(f"no GPU here: {args.gib:g} GiB are copied inside the host's memory, then written", file=sys.stderr)
+        print(
+            f"no GPU here: {args.gib:g} GiB are copied inside the host's memory, then written",
+            file=sys.stderr,
+        )
     whole, rest = divmod(round(args.gib * 2**28), PIECE)
     sizes = [PIECE] * whole + [rest] * (rest > 0)
     state = {f"tensor{i}": torch.randn(n, device="cuda" if gpu else "cpu") for i, n in enumerate(sizes)}

@@ -18,7 +18,9 @@ from benchmarks.train import at_least_one, measure, write_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=at_least_one, help="at most so many; default: all that are here")
     parser.add_argument("--steps", type=at_least_one, default=24)
     parser.add_argument("--timeout", type=float, default=240, help="seconds after which one run is given up")
@@ -34,7 +36,9 @@ def main() -> None:
         result: dict = {"gpus": gpus, "ep": ep}
         try:
             with tempfile.TemporaryDirectory() as out:
-                result |= measure(gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out, "run"), args.timeout)
+                result |= measure(
+                    gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out, "run"), args.timeout
+                )
         except SystemExit as failure:
             result["failure"] = str(failure)
         results.append(result)

@@ -33,7 +33,9 @@ MODELS = {  # name: (D, F, E, K)
     "small": (512, 256, 16, 2), "gpt2-upcycled": (768, 3072, 8, 2), "one-expert": (4096, 11008, 1, 1),
 }  # fmt: skip
 TOKENS = (64, 512, 2048, 8192, 32768)
-HEAD_START = 5 * CYCLES_PER_MS  # for the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms
+HEAD_START = (
+    5 * CYCLES_PER_MS
+)  # for the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms
 ROOM = 110e9  # bytes of an H200 that a shape may take
 
 
@@ -49,7 +51,8 @@ def measure(T, D, F, E, K):
         calls.append(functools.partial(both, layer, (x, logits), weights, dy))
     del gate_up, down
     apart = max(
-        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(calls[1](), calls[3](), strict=True)
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(calls[1](), calls[3](), strict=True)
     )
     return *time_all(calls, 5, begin=functools.partial(prepare, HEAD_START)), apart
 

@@ -11,7 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-RANGES = {"loss": "loss", "Optimizer.step": "optimizer, norm"}  # record_function's names: kernels inside are theirs
+RANGES = {
+    "loss": "loss",
+    "Optimizer.step": "optimizer, norm",
+}  # record_function's names: kernels inside are theirs
 # all that this one's stream does are collectives: gradients go by all-to-all, but are no exchange of tokens
 BESIDE = "experts' gradients"
 KINDS = [  # the first pattern that a kernel's name matches
@@ -42,7 +45,9 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
     """One line a kind: ms, and share of the step; then before which kernels the GPU was idle longest."""
     total = shares["ms"]
     rows = [f"| {kind} | {ms:.2f} | {ms / total:.1%} |" for kind, ms in shares.items()]
-    rows += [f"| idle before `{name[:80]}` | {ms:.2f} | {ms / total:.1%} |" for name, ms in list(waits.items())[:6]]
+    rows += [
+        f"| idle before `{name[:80]}` | {ms:.2f} | {ms / total:.1%} |" for name, ms in list(waits.items())[:6]
+    ]
     return "\n".join(["| traced step | ms | share |", "|---|---|---|", *rows])
 
 
@@ -107,7 +112,9 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
 
 def last_step(events: list[dict]) -> tuple[float, float]:
     """When the last of several steps ran on the stream that it kept longest: from the end of the step before. All time if there is one."""
-    steps = [e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep#")]
+    steps = [
+        e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep#")
+    ]
     if len({e["name"] for e in steps}) < 2:
         return float("-inf"), float("inf")
     stream = max(steps, key=lambda e: e["dur"])["tid"]
@@ -142,7 +149,9 @@ def busy(kernels: list[dict]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", help="a file of that name, packed or not")
     path = parser.parse_args().trace
     try:

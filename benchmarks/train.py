@@ -46,7 +46,9 @@ def at_least_one(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=at_least_one, default=1, help="processes, one a GPU")
     parser.add_argument("--steps", type=at_least_one, default=30)
     parser.add_argument("--timeout", type=float, default=500, help="seconds after which the run is given up")
@@ -66,7 +68,9 @@ def main() -> None:
         # and delays the one before that; the last step validates
         traced, steps = args.steps + 2, args.steps + 4 * args.trace
         words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
-        result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {"cold_start_s": cold_s}
+        result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {
+            "cold_start_s": cold_s
+        }
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
         if args.trace:
@@ -127,7 +131,9 @@ def launch(
 @contextmanager
 def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen]:
     """A command in the project's folder, gone behind this whatever happens, SIGTERM to this process included."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, not a failed run before the next
+    before = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C, not a failed run before the next
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env)
     try:
         yield process

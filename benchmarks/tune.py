@@ -107,7 +107,9 @@ def sweep(name, kernels, failed):
             flush=True,
         )
         tried = [(round(ms, 4), list(c)) for ms, c in found]
-        records.append({"shape": name, "kernel": kernel, "gather_ms": gather_ms, "dense": dense, "tried": tried})
+        records.append(
+            {"shape": name, "kernel": kernel, "gather_ms": gather_ms, "dense": dense, "tried": tried}
+        )
     return records
 
 
@@ -135,7 +137,9 @@ def merge(path, arch):
     leaves the table as it was."""
     records = json.loads(path.read_text())
     if not (
-        isinstance(records, list) and records and all(isinstance(r, dict) and r.get("shape") in TUNED for r in records)
+        isinstance(records, list)
+        and records
+        and all(isinstance(r, dict) and r.get("shape") in TUNED for r in records)
     ):
         raise ValueError(f"{path}: holds no records of this benchmark (--out)")
     shipped = json.loads(table.PATH.read_text())

@@ -35,7 +35,9 @@ def draw(root: Path) -> str:
         files = [path for place in places for path in sorted(_files(root, place))]
         rows = [f"| {path.relative_to(root)} | {first_line(path)} |" for path in files]
         if rows:
-            parts.append("\n".join([f"## {title}\n", "| file | its one job |", "| --- | --- |", *rows]) + "\n")
+            parts.append(
+                "\n".join([f"## {title}\n", "| file | its one job |", "| --- | --- |", *rows]) + "\n"
+            )
     return "\n".join(parts)
 
 

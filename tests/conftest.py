@@ -36,7 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     limited = config.pluginmanager.hasplugin("timeout")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+            )
         if limited and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 

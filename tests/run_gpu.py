@@ -46,7 +46,9 @@ def missing() -> list[str]:
 
 def files() -> list[str]:
     """Files with tests for a GPU: to import all others in every worker takes longer than many of these tests."""
-    found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text())
+    found = (
+        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()
+    )
     return [path.relative_to(ROOT).as_posix() for path in found]
 
 
@@ -84,7 +86,9 @@ def traces() -> list[tuple]:
     for T, D, E in test_router_gpu.SHAPES:
         found += [(router_product.trace, T, D, E, dtype) for dtype in (torch.bfloat16, torch.float32)]
     for dtype in (torch.bfloat16, torch.float32):
-        found += [(cross_entropy.trace, V, D, IGNORE, dtype) for D, V in ((64, 512), (128, 50304), (64, 1001))]
+        found += [
+            (cross_entropy.trace, V, D, IGNORE, dtype) for D, V in ((64, 512), (128, 50304), (64, 1001))
+        ]
         found += [(adamw.trace, dtype), (parts.trace, dtype)]
     tiny = presets()["tiny"]
     found += traces_of(replace(tiny, train=replace(tiny.train, batch=1), parallel=ParallelConfig(ep=4)))
@@ -126,14 +130,20 @@ def main(words: list[str]) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("error: no GPU: torch.cuda.is_available() is False; `make test` runs what needs none", file=sys.stderr)
+        print(
+            "error: no GPU: torch.cuda.is_available() is False; `make test` runs what needs none",
+            file=sys.stderr,
+        )
         return 1
     gpus = torch.cuda.device_count()
     gib = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus)) / 2**30
     cores = len(os.sched_getaffinity(0))
     count = workers(gpus, gib, cores)
     name = torch.cuda.get_device_name(0)
-    print(f"{gpus} x {name} ({gib:.0f} GiB), {cores} cores: {count} workers of {GIB_A_WORKER:.0f} GiB", flush=True)
+    print(
+        f"{gpus} x {name} ({gib:.0f} GiB), {cores} cores: {count} workers of {GIB_A_WORKER:.0f} GiB",
+        flush=True,
+    )
     for package, path in OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
             print(f"note: {package} is not here, so {path} is left out", flush=True)
@@ -154,7 +164,9 @@ def main(words: list[str]) -> int:
         said.seek(0)
         print("\n---- whole GPUs: ranks, several GPUs, large tensors ----", said.read(), sep="\n")
     print(f"tests: {time.perf_counter() - start:.0f} s")
-    return int(any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes))  # 5: none chosen
+    return int(
+        any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes)
+    )  # 5: none chosen
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ FLOORS = [
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}
-ALIASES = {("tmoe.parallel", "tmoe.model.parallelize")}  # tmoe.parallel.parallelize, a public name, looked up late
+ALIASES = {
+    ("tmoe.parallel", "tmoe.model.parallelize")
+}  # tmoe.parallel.parallelize, a public name, looked up late
 
 FILES = [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]
 
@@ -100,7 +102,9 @@ def test_no_circle_is_left():
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_first_line_states_the_job(path):
     doc = ast.get_docstring(ast.parse(path.read_text()))
-    assert doc and doc.splitlines()[0].rstrip().endswith((".", ":")), f"{path}: first line must say what the file does"
+    assert doc and doc.splitlines()[0].rstrip().endswith((".", ":")), (
+        f"{path}: first line must say what the file does"
+    )
 
 
 def test_blocks_do_not_pad():
@@ -112,7 +116,12 @@ def test_the_step_is_whole_in_train():
     """Everything that a step does happens in one loop body."""
     tree = ast.parse((ROOT / "train.py").read_text())
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and "range" in ast.unparse(n.iter)]
-    called = {ast.unparse(n.func).split(".")[-1] for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Call)}
+    called = {
+        ast.unparse(n.func).split(".")[-1]
+        for loop in loops
+        for n in ast.walk(loop)
+        if isinstance(n, ast.Call)
+    }
     assert {"next", "forward_backward", "clip_grad_norm_", "all_finite", "step", "log", "save"} <= called
 
 

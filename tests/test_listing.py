@@ -15,8 +15,12 @@ def test_a_short_list_is_shown_whole():
 
 
 def test_a_long_list_has_a_line_for_each_kind():
-    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj.weight: missing" for i in range(2, 50) for j in range(128)]
-    lines = listed("not whole", [*names, "model.norm.weight: F64", "model.layers.7.norm.weight: missing"]).splitlines()
+    names = [
+        f"model.layers.{i}.mlp.experts.{j}.up_proj.weight: missing" for i in range(2, 50) for j in range(128)
+    ]
+    lines = listed(
+        "not whole", [*names, "model.norm.weight: F64", "model.layers.7.norm.weight: missing"]
+    ).splitlines()
     assert lines == [
         "not whole",
         "  model.layers.*.mlp.experts.*.up_proj.weight: missing (6,144, one is layers.2 experts.0)",

@@ -45,7 +45,10 @@ def test_without_a_gpu_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "Popen", None)
     assert run_gpu.main([]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith("error: no GPU: torch.cuda.is_available() is False") and len(said.err.splitlines()) == 1
+    assert (
+        said.err.startswith("error: no GPU: torch.cuda.is_available() is False")
+        and len(said.err.splitlines()) == 1
+    )
     assert not said.out
 
 
@@ -62,7 +65,9 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch, capsys, lacks, names
 
 
 @pytest.mark.parametrize("visible", ["", "2,3"])
-@pytest.mark.parametrize(("codes", "want"), [((0, 0), 0), ((1, 0), 1), ((0, 2), 1), ((0, 5), 0), ((5, 5), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("codes", "want"), [((0, 0), 0), ((1, 0), 1), ((0, 2), 1), ((0, 5), 0), ((5, 5), 1)], ids=str
+)
 def test_two_runs_beside_each_other(monkeypatch, capsys, codes, want, visible):
     """One with a share of a GPU for each worker, one without; both end before the second's words are printed."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -96,13 +101,20 @@ def test_two_runs_beside_each_other(monkeypatch, capsys, codes, want, visible):
     (warm, _), (whole, whole_env), (shared, share) = ran
     assert "precompile" in warm[-1]
     assert (
-        "--durations=10" in shared and "--durations=10" in whole and shared[-6:-4] == whole[-6:-4] == ["-k", "router"]
+        "--durations=10" in shared
+        and "--durations=10" in whole
+        and shared[-6:-4] == whole[-6:-4] == ["-k", "router"]
     )
-    assert "gpu and not whole_gpu" in shared and "gpu and whole_gpu" in whole and "--numprocesses=14" in shared
+    assert (
+        "gpu and not whole_gpu" in shared and "gpu and whole_gpu" in whole and "--numprocesses=14" in shared
+    )
     assert share["TMOE_TESTS_GIB"] == "12.0" and share["TMOE_TESTS_GPUS"] == (visible or "0,1")
-    assert whole_env["OMP_NUM_THREADS"] and not {"TMOE_TESTS_GIB", "TMOE_TESTS_GPUS"} & (whole_env.keys() | os.environ)
+    assert whole_env["OMP_NUM_THREADS"] and not {"TMOE_TESTS_GIB", "TMOE_TESTS_GPUS"} & (
+        whole_env.keys() | os.environ
+    )
     order = [
-        out.index(words) for words in ("2 x H (79 GiB), 16 cores: 14 workers", "warm-up: ", "said by ranks", "tests: ")
+        out.index(words)
+        for words in ("2 x H (79 GiB), 16 cores: 14 workers", "warm-up: ", "said by ranks", "tests: ")
     ]
     assert order == sorted(order)
 
@@ -129,7 +141,9 @@ def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
         assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-2000:]
         return set(filter(None, said.stdout.splitlines()))
 
-    shared, whole = (collected(*run_gpu.files(), "-m", mark) for mark in ("gpu and not whole_gpu", "gpu and whole_gpu"))
+    shared, whole = (
+        collected(*run_gpu.files(), "-m", mark) for mark in ("gpu and not whole_gpu", "gpu and whole_gpu")
+    )
     counts = {line.rpartition(": ")[0]: int(line.rpartition(": ")[2]) for line in shared | whole}
     assert sum(int(line.rpartition(": ")[2]) for line in whole) == 7 and len(whole) <= run_gpu.WHOLE_WORKERS
     assert {path.split("/")[-1] for path in counts} == {path.split("/")[-1] for path in run_gpu.files()}
@@ -138,7 +152,9 @@ def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
         for p in (ROOT / "tests").rglob("test_*.py")
         if "mark.gpu" in p.read_text() and p.name != "test_run_gpu.py"
     ]
-    assert sorted(marked) == sorted(path.split("/")[-1] for path in run_gpu.files() if "test_run_gpu" not in path)
+    assert sorted(marked) == sorted(
+        path.split("/")[-1] for path in run_gpu.files() if "test_run_gpu" not in path
+    )
 
 
 def test_the_warm_up_traces_without_a_gpu():
@@ -176,6 +192,8 @@ print(*sorted(found), sep="\\n")
 @pytest.mark.slow
 def test_importing_tests_starts_nothing_and_reads_no_results():
     """Every worker imports what it collects: checks that run there run as many times as there are workers."""
-    ran = subprocess.run([sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert not ran.stdout.split("\n")[0], ran.stdout

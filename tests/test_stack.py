@@ -61,7 +61,9 @@ def test_without_private_names_a_run_computes_the_same(tmp_path):
     notes = collections.Counter(said.splitlines())
     assert set(notes.values()) == {1} and all(stack.TESTED in note for note in notes), said
     for name in ("_get_default_store", "_len_torch_dispatch_stack", "queue_callback", "counters"):
-        assert any(f"torch {torch.__version__} has no torch." in note and name in note for note in notes), name
+        assert any(f"torch {torch.__version__} has no torch." in note and name in note for note in notes), (
+            name
+        )
 
 
 def meet(rank, world, gone):

@@ -15,7 +15,11 @@ from torch import nn
 
 from tmoe.parallel.mesh import local_part, local_slices
 
-RESIDUAL = ("o.weight", "down.weight", "down")  # ends of the names of matrices that write to the residual stream
+RESIDUAL = (
+    "o.weight",
+    "down.weight",
+    "down",
+)  # ends of the names of matrices that write to the residual stream
 ZERO = ("bias", "sinks")
 
 

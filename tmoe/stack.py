@@ -56,7 +56,9 @@ def note(text: str) -> None:
 def lacks() -> str:
     """What this torch lacks and tmoe cannot do without, as one message; "" if nothing."""
     missing = [f"{path} ({user})" for path, user in NEEDED.items() if find(path) is None]
-    return f"{_version('torch')} has no {', '.join(missing)}: tmoe was tested with {TESTED}" if missing else ""
+    return (
+        f"{_version('torch')} has no {', '.join(missing)}: tmoe was tested with {TESTED}" if missing else ""
+    )
 
 
 def need(owner: object, name: str, user: str) -> Any:

@@ -145,7 +145,12 @@ def plan_upcycle(
     dtypes = {name: dtype_of(entry.dtype) for name, entry in carried.items()}
     layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, world, ep)
     outputs = [
-        Output(name, shapes[name] if name in shapes else carried[name].shape, dtypes.get(name, torch.float32), *layout)
+        Output(
+            name,
+            shapes[name] if name in shapes else carried[name].shape,
+            dtypes.get(name, torch.float32),
+            *layout,
+        )
         for name, layout in layouts.items()
     ]
     factor = granularity if renormalize else experts * granularity / top_k
@@ -166,7 +171,9 @@ def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
         )
     cfg = build_config(settings)
     sparse = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
-    require(not sparse, f"{dense}: blocks {sparse} are MoE blocks already; only a dense model can be upcycled")
+    require(
+        not sparse, f"{dense}: blocks {sparse} are MoE blocks already; only a dense model can be upcycled"
+    )
     return cfg
 
 
@@ -202,7 +209,9 @@ def _upcycled(
     block, _, part = name.partition(".moe.")
     if part == "router.weight":
         full = router(output.shape, granularity, cfg.init_std, f"{seed}:{name}")
-        return (full[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))] for b in output.boxes)
+        return (
+            full[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))] for b in output.boxes
+        )
     if part == "experts.gate_up":
         F, F0 = cfg.moe.ffn_dim, cfg.ffn_dim
         entry, cuts = weights[f"{block}.ffn.gate_up.weight"], lambda g: [(0, g * F, F), (F, F0 + g * F, F)]

@@ -35,7 +35,9 @@ from tmoe.run.memory import runs_beside
 from tmoe.stack import find
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
-ARCH_VALID = "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
+ARCH_VALID = (
+    "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
+)
 _warm: set[tuple] = set()  # (architecture, trace) of all that this process has compiled or found
 
 
@@ -97,7 +99,9 @@ def drop_torn_objects() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset", nargs="*", help=f"any of {', '.join(presets())}; default: all")
     parser.add_argument("--arch", help="cuda:90, cuda:80, hip:gfx942, ...; default: the GPU of this machine")
     parser.add_argument("--processes", type=int, default=0, help="default: one a core, at most 8")

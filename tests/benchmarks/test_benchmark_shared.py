@@ -47,7 +47,9 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
         assert said == ["3", "4", None, None, None] and obstacle == "ranks share a GPU"
 
 
-@pytest.mark.parametrize(("environment", "words"), [({"RANK": "0"}, []), ({"RANK": "0"}, ["-m"]), ({}, ["target.py"])])
+@pytest.mark.parametrize(
+    ("environment", "words"), [({"RANK": "0"}, []), ({"RANK": "0"}, ["-m"]), ({}, ["target.py"])]
+)
 def test_a_start_without_torchrun_or_work_is_one_line(monkeypatch, environment, words):
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():

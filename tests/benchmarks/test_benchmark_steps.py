@@ -53,7 +53,10 @@ def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, 
                 steps.main()
         else:
             steps.main()
-            assert "| GPU idle | 1.00 | 50.0% |\n| idle before `kernel` | 1.00 | 50.0% |" in capsys.readouterr().out
+            assert (
+                "| GPU idle | 1.00 | 50.0% |\n| idle before `kernel` | 1.00 | 50.0% |"
+                in capsys.readouterr().out
+            )
         lines = [json.loads(text) for text in out.read_text().splitlines()]
         assert len(lines) == count
         assert all(("kernels" in line) is not killed for line in lines)
@@ -89,7 +92,9 @@ def test_scaling_on_two_processes(tmp_path):
     assert [(r["gpus"], r["ep"]) for r in records] == [(1, 1), (2, 2)]
     assert records[1]["tokens_per_step"] == 2 * records[0]["tokens_per_step"], "weak: the same tokens a GPU"
     points = cost.read_points([out])
-    assert [(p.dp, p.ep) for p in points] == [(1, 1), (1, 2)] and all(math.isfinite(p.seconds) for p in points)
+    assert [(p.dp, p.ep) for p in points] == [(1, 1), (1, 2)] and all(
+        math.isfinite(p.seconds) for p in points
+    )
 
 
 def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):
@@ -114,7 +119,9 @@ def test_scaling_goes_on_after_a_failure(monkeypatch, capsys, tmp_path):
         return dict(tokens_per_s_gpu=100.0, mfu=None, peak_gib=1.0, start_s=1.0, words=words)
 
     monkeypatch.setattr(scaling, "measure", measure)
-    monkeypatch.setattr(sys, "argv", ["scaling", "--gpus", "4", "--json", str(tmp_path / "s.jsonl"), "--", "tiny"])
+    monkeypatch.setattr(
+        sys, "argv", ["scaling", "--gpus", "4", "--json", str(tmp_path / "s.jsonl"), "--", "tiny"]
+    )
     with pytest.raises(SystemExit) as ended:
         scaling.main()
     assert ended.value.code == 1

@@ -67,4 +67,6 @@ def test_who_reads_what_another_left_finds_it_in_the_first_round(monkeypatch):
     ms = moe_layer.time_all(fns, 40, begin=lambda: begun.append(len(called)))
     assert ms == [1.5] * 3 and called[:3] == ["there", "back", "other"] and begun == list(range(3, 123))
     rounds = {tuple(called[i : i + 3]) for i in range(3, 123, 3)}
-    assert len(rounds) == 6 and all(len(set(r)) == 3 for r in rounds), "every order of the three is drawn in 40 rounds"
+    assert len(rounds) == 6 and all(len(set(r)) == 3 for r in rounds), (
+        "every order of the three is drawn in 40 rounds"
+    )

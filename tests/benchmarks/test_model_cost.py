@@ -63,7 +63,9 @@ def free(**costs: Any) -> SimpleNamespace:
         nic_rate=INFINITE,
         collective=curve,
         exchange={"auto": "nccl", "nccl": backend(curve)},
-        **dict.fromkeys("kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0),
+        **dict.fromkeys(
+            "kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0
+        ),
         **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop".split(), 0.0),
         skew=1.0,
     )
@@ -169,7 +171,9 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
     for record in measured:
         shape = ALL[record["shape"]]
         want = record["results"]["tmoe"]["both"] / 1e3
-        assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record["shape"]
+        assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record[
+            "shape"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,9 @@ def test_a_ring_enters_a_node_through_its_members_cards(size, stride, cards, nod
 
 def test_a_ring_inside_a_node_runs_over_nvlink():
     m = free(collective=line(2e9), nic_rate=1.0, nic_hop=1.0, link_hop=1.0)
-    assert network.ring(1e9, 8, 1, m) == network.ring(1e9, 4, 2, m) * (7 / 8) / (3 / 4) == pytest.approx(7 / 16)
+    assert (
+        network.ring(1e9, 8, 1, m) == network.ring(1e9, 4, 2, m) * (7 / 8) / (3 / 4) == pytest.approx(7 / 16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,8 +383,12 @@ def test_glue_worked_by_hand(cfg, columns):
     """Passes over [T, D] in each block; of a dense or shared feed-forward's activations nine columns for each of its own: the forward
     reads gate and up and writes their product, the backward reads those two and a gradient, writes that product and two gradients."""
     T, model = cfg.train.batch * cfg.train.seq, cfg.model
-    assert columns == sum(model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers))
-    plain, wide = (cost.predict(cfg, 1, 1, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10))
+    assert columns == sum(
+        model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers)
+    )
+    plain, wide = (
+        cost.predict(cfg, 1, 1, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10)
+    )
     assert plain == pytest.approx(9 * T * columns * 2 / 1e12)
     assert wide - plain == pytest.approx(10 * model.layers * T * model.dim * 2 / 1e12)
 
@@ -392,7 +402,9 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     assert cost.predict(ema, dp, ep, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
     offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
     slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
-    assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(8 * parameters / dp / ep / 1e8)
+    assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(
+        8 * parameters / dp / ep / 1e8
+    )
     sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
     kept = experts / ep if dp > 1 else 0
@@ -409,14 +421,17 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
     # of experts that are kept what arrives is read, and the sum of their gradients written
     own, whole, summed = own - kept / dp, whole - kept, 2 * kept + 4 * kept / dp
-    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole + summed) / 1e9)
+    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx(
+        (12 * own + 14 * whole + summed) / 1e9
+    )
 
 
 def test_micro_batches_worth_on_several_nodes():
     """docs/multinode.md, "Across many nodes": olmoe-1b-7b with ep 8."""
     m, longer = cost.values(CONSTANTS), replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
     gains = [
-        cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu - 1
+        cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu
+        - 1
         for nodes in (8, 128)
     ]
     said = "ep 8 and 4 instead of 1: {:.0%} more tokens/s predicted on 8 nodes, {:.0%} on 128"
@@ -450,7 +465,12 @@ def test_recomputation_worked_by_hand(policy):
     products = 2 * T * layers * (4 * D * D + 64 * D) / 1e12  # router among the projections
     scores = 2 * T * layers * D * 4096 * 7 / 6 * 3 * 2 / 7 / 2e12
     experts = 6 * T * layers * 8 * D * 1024 / 1e12
-    want = {"none": 0.0, "attention": products + scores, "moe": experts, "block": products + scores + experts}[policy]
+    want = {
+        "none": 0.0,
+        "attention": products + scores,
+        "moe": experts,
+        "block": products + scores + experts,
+    }[policy]
     assert again.parts["recomputed"] == pytest.approx(want)
     assert again.seconds == pytest.approx(kept.seconds + want)
 
@@ -479,7 +499,9 @@ def test_the_page(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", "model --gpus 4 8 4096 --tokens 2e12 -- qwen3-30b-a3b".split())
     cost.main()
     page = capsys.readouterr().out
-    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")]
+    rows = [
+        [cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")
+    ]
     assert [row[1] for row in rows if row[0] == "8"] == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
     assert [row[1] for row in rows if row[0] == "4096"][-1] == "256 x 16 across nodes"
     for row in rows:

@@ -165,7 +165,9 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
         for p, record in zip(points.read_points([path]), records(path), strict=True):
             memory = memory_per_rank(p.cfg, p.dp, p.ep)
             recomputes = p.dp * p.ep == 1 and p.cfg.parallel.checkpoint != "none"
-            ratios.append((p.dp, recomputes, record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"])))
+            ratios.append(
+                (p.dp, recomputes, record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"]))
+            )
 
     def span(dp: int, recomputes: bool) -> list[str]:
         found = [ratio for *kind, ratio in ratios if kind == [dp, recomputes]]
@@ -192,7 +194,9 @@ def test_pages_of_steps_quote_todays_predictions(page):
         elif column and "---" not in text:
             own = [speeds[int(speed.replace(",", ""))] for speed in re.findall(r"\d\d,\d{3}", cells[2])]
             ratios = [cost.ratio(p, m) for p in own]
-            want = list(dict.fromkeys(f"{ratio * p.seconds * 1e3:.1f}" for ratio, p in zip(ratios, own, strict=True)))
+            want = list(
+                dict.fromkeys(f"{ratio * p.seconds * 1e3:.1f}" for ratio, p in zip(ratios, own, strict=True))
+            )
             off = ", ".join(f"{(ratio - 1) * 100:+.1f}" for ratio in ratios)
             said = re.sub(r" for [\d., ]+ \(", " (", cells[column])
             assert own and said == f"{', '.join(want)} ({off}%)", text

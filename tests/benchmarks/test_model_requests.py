@@ -25,7 +25,10 @@ def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:
         ("--tokens nan -- olmoe-1b-7b", "--tokens nan: must be above 0"),
         ("-- olmoe-1b-7b --parallel.dispatch local", "the page takes auto or nccl"),
         ("-- olmoe-1b-7b --train.dtype fp32", "measured in bf16"),
-        ("--gpus 16 --parts -- olmoe-1b-7b --parallel.ep 16 --parallel.dispatch symm", "one node of 8 at most"),
+        (
+            "--gpus 16 --parts -- olmoe-1b-7b --parallel.ep 16 --parallel.dispatch symm",
+            "one node of 8 at most",
+        ),
         ("--gpus 40 --parts -- granite-3b-a800m --parallel.ep 5", "would straddle nodes of 8"),
         ("--check /nowhere", "/nowhere"),
         ("--check /dev/null", "no line"),
@@ -68,7 +71,9 @@ def test_constants_that_no_machine_has_are_refused(capsys, monkeypatch, tmp_path
 
 def test_what_says_nothing_of_a_layout_passes(capsys, monkeypatch):
     monkeypatch.setattr(
-        sys, "argv", ["model", "--gpus", "8", "--", "tiny", "--train.dtype", "bf16", "--parallel.ep-across-nodes"]
+        sys,
+        "argv",
+        ["model", "--gpus", "8", "--", "tiny", "--train.dtype", "bf16", "--parallel.ep-across-nodes"],
     )
     cost.main()
     assert "tokens a GPU" in capsys.readouterr().out

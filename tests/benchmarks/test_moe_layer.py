@@ -35,14 +35,18 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(shapes, "require_gpu", lambda parser: None)
     monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
     monkeypatch.setattr(shapes, "precompile", lambda arch, traces, processes: compiled.extend(traces))
-    monkeypatch.setattr(shapes, "time_all", lambda fns, rounds, begin: [float(fn() is not None) for fn in fns])
+    monkeypatch.setattr(
+        shapes, "time_all", lambda fns, rounds, begin: [float(fn() is not None) for fn in fns]
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     grouped = shapes.rivals.CONTESTANTS["tmoe"]  # torch._grouped_mm's gradients want a GPU
     monkeypatch.setitem(shapes.rivals.CONTESTANTS, "grouped_mm", grouped)
     monkeypatch.setitem(shapes.MODELS, "tiny", (16, 8, 4, 2))
     monkeypatch.setitem(shapes.MODELS, "too large", (16384, 65536, 64, 2))
     out = tmp_path / "shapes.jsonl"
-    monkeypatch.setattr(sys, "argv", ["shapes", "tiny", "too large", "--tokens", "5", "7", "--json", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["shapes", "tiny", "too large", "--tokens", "5", "7", "--json", str(out)]
+    )
     shapes.main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["model"], line["shape"]) for line in lines] == [("tiny", [T, 16, 8, 4, 2]) for T in (5, 7)]
@@ -76,5 +80,8 @@ def test_a_rival_that_raises_without_a_word_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(moe_layer, "host_ms", lambda call: 0.1)
     monkeypatch.setattr(moe_layer, "time_all", lambda fns, begin: [1.0] * len(fns))
     found = moe_layer.measure("small", ["bare", "large"])
-    assert found["missing"] == {"bare": "NotImplementedError: ", "large": "OutOfMemoryError: CUDA out of memory."}
+    assert found["missing"] == {
+        "bare": "NotImplementedError: ",
+        "large": "OutOfMemoryError: CUDA out of memory.",
+    }
     assert found["results"] == {} and found["dense"] == 1.0

@@ -33,7 +33,9 @@ from tmoe.checkpoint.checkpoints import read_manifest, verify
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
+)
 
 
 # ---- weights alone, in bf16 ----
@@ -42,8 +44,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 @pytest.mark.parametrize(("world", "ep", "shape"), [(1, 1, (3,)), (3, 1, (8, 5)), (4, 2, (4, 6, 3))])
 def test_a_killed_cast_of_weights_goes_on(tmp_path, monkeypatch, world, ep, shape):
     monkeypatch.setattr(shards, "SMALL", 300)  # several groups
-    step = save(tmp_path, 20, plain(20) | {"ema.w": torch.randn(9, 5), "model.0.experts.w": torch.randn(shape)})
-    want = {n: t.bfloat16() if t.is_floating_point() else t for n, t in load(step).items() if n.startswith("model.")}
+    step = save(
+        tmp_path, 20, plain(20) | {"ema.w": torch.randn(9, 5), "model.0.experts.w": torch.randn(shape)}
+    )
+    want = {
+        n: t.bfloat16() if t.is_floating_point() else t
+        for n, t in load(step).items()
+        if n.startswith("model.")
+    }
     for count in range(1, 400, 23):
         words = ("reshard", step, tmp_path / f"dst{count}", "--world", world, "--ep", ep, "--dtype", "bf16")
         killed = die_at(count, lambda words=words: run(*words, "--only", "model"))
@@ -60,7 +68,15 @@ def test_a_killed_cast_of_weights_goes_on(tmp_path, monkeypatch, world, ep, shap
 
 @pytest.mark.parametrize(
     "name",
-    ["thesis.txt", "group-0/thesis.txt", "group-0/deep/", "precious/thesis.txt", "group-1", "__0_0.distcp/", "link"],
+    [
+        "thesis.txt",
+        "group-0/thesis.txt",
+        "group-0/deep/",
+        "precious/thesis.txt",
+        "group-1",
+        "__0_0.distcp/",
+        "link",
+    ],
 )
 def test_nobody_elses_file_is_removed(step, tmp_path, name):
     work = tmp_path / "dst.partial"
@@ -108,8 +124,12 @@ def test_the_average_is_the_mean_in_the_layout_of_the_first(gloo, tmp_path):
     mean, source = read_manifest(tmp_path / "mean"), read_manifest(steps[0])
     assert (mean.step, mean.tokens, mean.world) == (9, 900, 2)
     for name, entry in mean.tensors.items():
-        assert [(c.offset, c.shape) for c in entry.chunks] == [(c.offset, c.shape) for c in source.tensors[name].chunks]
-    run("average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same")  # other layout, equal weights
+        assert [(c.offset, c.shape) for c in entry.chunks] == [
+            (c.offset, c.shape) for c in source.tensors[name].chunks
+        ]
+    run(
+        "average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same"
+    )  # other layout, equal weights
     assert_same(load(tmp_path / "same"), {n: t for n, t in first.items() if n.startswith("model.")})
 
 
@@ -123,7 +143,10 @@ def test_the_mean_of_large_and_small_is_exact(tmp_path):
 def test_the_mean_of_other_types(tmp_path):
     g = torch.Generator().manual_seed(2)
     a, b = (
-        {f"model.{t}": torch.randn(99, generator=g).to(t) for t in (torch.float64, torch.float8_e4m3fn, torch.half)}
+        {
+            f"model.{t}": torch.randn(99, generator=g).to(t)
+            for t in (torch.float64, torch.float8_e4m3fn, torch.half)
+        }
         for _ in "ab"
     )
     run("average", save(tmp_path, 1, a), save(tmp_path, 2, b), tmp_path / "mean")
@@ -134,7 +157,10 @@ def test_the_mean_of_other_types(tmp_path):
 
 def test_a_step_given_twice_counts_twice_also_when_resumed(tmp_path):
     steps = [save(tmp_path, i, {"model.w": torch.full((3,), float(i))}) for i in (0, 3)]
-    keys = {offline.plan_average(given).key for given in (steps, [*steps, steps[1]], steps[::-1], [*steps, steps[0]])}
+    keys = {
+        offline.plan_average(given).key
+        for given in (steps, [*steps, steps[1]], steps[::-1], [*steps, steps[0]])
+    }
     assert len(keys) == 4
     run("average", steps[0], steps[1], steps[1], tmp_path / "mean")
     assert load(tmp_path / "mean")["model.w"].tolist() == [2.0] * 3
@@ -182,8 +208,13 @@ def test_every_difference_is_listed(tmp_path):
         f"model.moe.top_k: 2 in {steps[0]}, 1 in {steps[1]}",
     ):
         assert line in message, message
-    same = [save(tmp_path, 3, first, settings(2)), save(tmp_path, 4, first, settings(2, balance_coeff=0.5, jitter=0.1))]
-    assert "1 differences" in refused("average", *same, tmp_path / "mean")  # model.i alone: of training's settings none
+    same = [
+        save(tmp_path, 3, first, settings(2)),
+        save(tmp_path, 4, first, settings(2, balance_coeff=0.5, jitter=0.1)),
+    ]
+    assert "1 differences" in refused(
+        "average", *same, tmp_path / "mean"
+    )  # model.i alone: of training's settings none
     assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2", "step-3", "step-4"}
 
 
@@ -198,7 +229,11 @@ def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
     step = save(
         tmp_path,
         1,
-        {"model.moe.experts.w": w, "model.none": torch.zeros(0, 3), "model.f8": torch.ones(3).to(torch.float8_e4m3fn)},
+        {
+            "model.moe.experts.w": w,
+            "model.none": torch.zeros(0, 3),
+            "model.f8": torch.ones(3).to(torch.float8_e4m3fn),
+        },
     )
     run("reshard", step, tmp_path / "dst", "--world", 4, "--ep", 2)
 
@@ -213,7 +248,9 @@ def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
         assert (part["finite"], part["non_finite"]) == (finite.size, values.numel() - finite.size)
         if finite.size:
             expected = [finite.min(), finite.max(), finite.mean(), finite.std(), np.linalg.norm(finite)]
-            assert np.allclose([part[k] for k in ("min", "max", "mean", "std", "norm")], expected, rtol=1e-12, atol=0)
+            assert np.allclose(
+                [part[k] for k in ("min", "max", "mean", "std", "norm")], expected, rtol=1e-12, atol=0
+            )
     assert found["experts"][3]["mean"] is None
     assert told("model.none")["finite"] == 0 and told("model.f8")["mean"] == 1.0
     assert "nearest: model.moe.experts.w" in refused("inspect", step, "--tensor", "model.moe.expert.w")
@@ -224,7 +261,9 @@ def test_statistics_are_numpys(tmp_path, capsys, monkeypatch):
 def test_inspect_shows_the_run_and_folds_equal_blocks(tmp_path, capsys):
     tensors = {f"model.blocks.{i}.w": torch.zeros(4, 2 + (i == 2)) for i in range(12)}
     tensors["model.[red]x\x1b[31m"] = torch.zeros(3)
-    step = save(tmp_path, 1, tensors, dict(config=asdict(Config()), versions={"torch": "2"}), dict(step=1, tokens=5))
+    step = save(
+        tmp_path, 1, tensors, dict(config=asdict(Config()), versions={"torch": "2"}), dict(step=1, tokens=5)
+    )
     run("inspect", step)
     out = capsys.readouterr().out
     for text in (
@@ -241,7 +280,10 @@ def test_inspect_shows_the_run_and_folds_equal_blocks(tmp_path, capsys):
     run("inspect", step, "--json")
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == 1 and told["info"]["versions"] == {"torch": "2"} and told["world"] == 1
-    assert told["tensors"]["model.blocks.2.w"]["shape"] == [4, 3] and told["tensors"]["model.blocks.2.w"]["bytes"] == 48
+    assert (
+        told["tensors"]["model.blocks.2.w"]["shape"] == [4, 3]
+        and told["tensors"]["model.blocks.2.w"]["bytes"] == 48
+    )
 
 
 def test_verify_names_every_problem_of_every_step(tmp_path, capsys):

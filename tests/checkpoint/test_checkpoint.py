@@ -32,7 +32,9 @@ from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest, verify
 from tmoe.checkpoint.errors import MismatchError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
+)
 
 
 # ---- layouts ----
@@ -43,7 +45,9 @@ def test_any_layout_loads_into_any_other(gloo, tmp_path, world, ep, mode):
     saved = gloo(world, save_layout, tmp_path, ep, 11, mode)
     assert verify(tmp_path / "step-11") == []
     for other_world, other_ep in [(world, ep), (4, 1), (2, 1), (1, 1), (4, 2)]:
-        for rank, (found, state, rng, stock, _) in enumerate(gloo(other_world, load_layout, tmp_path, other_ep)):
+        for rank, (found, state, rng, stock, _) in enumerate(
+            gloo(other_world, load_layout, tmp_path, other_ep)
+        ):
             assert_same(found, saved[0][0])
             assert_same(stock, saved[0][0])
             assert state == {"step": 11, "tokens": 4096}
@@ -105,7 +109,9 @@ def test_pytorchs_own_converter_reads_the_folder(two_steps, tmp_path):
 def test_a_flipped_byte_is_named_and_older_step_used(two_steps, caplog, name, where):
     file = two_steps / "step-20" / name
     store = checkpoints(two_steps)
-    assert store.find("auto") == two_steps / "step-20"  # whole before: what was learnt then must not hide the damage
+    assert (
+        store.find("auto") == two_steps / "step-20"
+    )  # whole before: what was learnt then must not hide the damage
     flip(file, int(where * (file.stat().st_size - 1)))
     tensors = empty_like(plain())
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
@@ -178,7 +184,9 @@ def test_hostile_pickles_do_not_run(two_steps, tmp_path, place, tensor):
     hostile = pickle.dumps(Hostile(sentinel))
     if place == "metadata":
         forge(step, ".metadata", hostile)
-        checkpoints(two_steps).load(checkpoints(two_steps).find("auto"), tensors)  # never opened: loads as before
+        checkpoints(two_steps).load(
+            checkpoints(two_steps).find("auto"), tensors
+        )  # never opened: loads as before
         assert_same(tensors, {n: t.contiguous() for n, t in plain(20).items()})
     else:
         saved = io.BytesIO()

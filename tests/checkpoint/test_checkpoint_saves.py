@@ -31,7 +31,9 @@ from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.checkpoints import CheckpointError, read_manifest
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
+)
 
 
 # ---- which steps stay, and which one is the newest ----
@@ -93,7 +95,9 @@ def failing(rank, world, folder, mode, sabotage):
     """Save step 10, then step 20 with one rank sabotaged; what each rank was told."""
     shards.SMALL = 100  # several files and threads a rank, small as the tensors are
     store, tensors = checkpoints(folder, keep=1, mode=mode), sharded(world, 2, 10)
-    tensors["model.table"] = distribute_tensor(torch.ones(512, 8), init_device_mesh("cpu", (world,)), [Shard(0)])
+    tensors["model.table"] = distribute_tensor(
+        torch.ones(512, 8), init_device_mesh("cpu", (world,)), [Shard(0)]
+    )
     store.save(10, tensors, {"step": 10}, {})
     store.finish()
     state = sabotage(rank, world) or {"step": 20}
@@ -182,7 +186,9 @@ def test_kill_of_a_rank_in_the_middle_of_a_save(gloo, tmp_path, mode):
 def partly_blind(rank, world, folder):
     original = files._file_problem
     if rank == 1:
-        files._file_problem = lambda file, *a: f"{file}: missing" if "step-20" in str(file) else original(file, *a)
+        files._file_problem = lambda file, *a: (
+            f"{file}: missing" if "step-20" in str(file) else original(file, *a)
+        )
     logged = []
     logging.getLogger("tmoe.checkpoint").addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
@@ -218,6 +224,11 @@ def train_on(rank, world, folder):
 def test_async_saves_what_was_there_when_save_returned(gloo, tmp_path):
     assert any(gloo(2, train_on, tmp_path))
     for step in (1, 2, 3):
-        found, expected = (read_manifest(tmp_path / mode / f"step-{step}").tensors for mode in ("async", "sync"))
+        found, expected = (
+            read_manifest(tmp_path / mode / f"step-{step}").tensors for mode in ("async", "sync")
+        )
         assert {n: t.sha256 for n, t in found.items()} == {n: t.sha256 for n, t in expected.items()}
-    assert found["model.dense"].sha256 != read_manifest(tmp_path / "sync" / "step-2").tensors["model.dense"].sha256
+    assert (
+        found["model.dense"].sha256
+        != read_manifest(tmp_path / "sync" / "step-2").tensors["model.dense"].sha256
+    )

@@ -83,7 +83,9 @@ def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, ki
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     says = f"{name}: no regular file"
-    assert done.stdout.count(says) >= (2 if name != "empty" else 1) and says in done.stderr, done.stdout + done.stderr
+    assert done.stdout.count(says) >= (2 if name != "empty" else 1) and says in done.stderr, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize("place", ["shard", "shard's body", "tokenizer", "text", "jsonl"])
@@ -105,7 +107,16 @@ def test_data(gloo, tmp_path, place):
     else:
         path = tmp_path / ("b.txt" if place == "text" else "b.jsonl")
         path.write_bytes(hostile * 200)
-    argv = [*FLAGS, *more, "--out", str(tmp_path / "run"), "--data.path", str(path), "--data.val-fraction", "0.5"]
+    argv = [
+        *FLAGS,
+        *more,
+        "--out",
+        str(tmp_path / "run"),
+        "--data.path",
+        str(path),
+        "--data.val-fraction",
+        "0.5",
+    ]
     code, said = gloo(1, begin, argv)[0]
     assert "Traceback" not in said and not (tmp_path / "ran").exists()
     if place != "text":
@@ -118,11 +129,21 @@ def test_no_module_can_unpickle_a_file():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
-                assert name not in ("np.load", "numpy.load", "torch.hub.load", "marshal.loads", "eval", "exec"), (
+                assert name not in (
+                    "np.load",
+                    "numpy.load",
+                    "torch.hub.load",
+                    "marshal.loads",
+                    "eval",
+                    "exec",
+                ), (
                     path,
                     name,
                 )
-                assert not name.startswith("pickle.") or (name, path.name) == ("pickle.dump", "checkpoint/dcp.py"), (
+                assert not name.startswith("pickle.") or (name, path.name) == (
+                    "pickle.dump",
+                    "checkpoint/dcp.py",
+                ), (
                     path,
                     name,
                 )

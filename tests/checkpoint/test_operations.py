@@ -29,7 +29,9 @@ def strings() -> list[str]:
 
 
 def messages() -> list[str]:
-    cells = (line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "it says" not in line)
+    cells = (
+        line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ") and "it says" not in line
+    )
     return [quoted for cell in cells for quoted in re.findall(r"`([^`]+)`", cell)]
 
 
@@ -52,7 +54,11 @@ def test_the_page_quotes_enough():
 def test_tools_and_flags_exist(main, capsys):
     module = main.__module__.replace("offline", "checkpoint")
     words = {
-        word for line in PAGE.splitlines() for part in line.split(";") if f"{module} " in part for word in part.split()
+        word
+        for line in PAGE.splitlines()
+        for part in line.split(";")
+        if f"{module} " in part
+        for word in part.split()
     }
     known = ""
     for command in [["inspect"], ["verify"], ["reshard"], ["average"], ["import"], ["export"], []]:

@@ -54,7 +54,9 @@ from tmoe.model.transformer import Transformer
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.parallel.mesh import build_mesh, local_part
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
+)
 
 
 # ---- layouts ----
@@ -62,7 +64,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 
 def model_config(experts: int) -> ModelConfig:
     moe = MoEConfig(experts=experts, top_k=2, ffn_dim=20, shared_dim=8)
-    return ModelConfig(vocab=37, dim=24, layers=2, heads=2, kv_heads=1, head_dim=8, dense_layers=1, ffn_dim=32, moe=moe)
+    return ModelConfig(
+        vocab=37, dim=24, layers=2, heads=2, kv_heads=1, head_dim=8, dense_layers=1, ffn_dim=32, moe=moe
+    )
 
 
 def model_tensors(experts, ep, seed):
@@ -83,7 +87,9 @@ def save_model(rank, world, folder, experts, ep):
 def load_model(rank, world, path, experts, ep):
     """Names of tensors that are not as they were saved, and the files that this rank opened."""
     opened, original = set(), files.read_chunk
-    files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[1]
+    files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[
+        1
+    ]
     found, expected = model_tensors(experts, ep, 2), model_tensors(experts, ep, 1)
     checkpoints(path.parent).load(path, found)
     return [n for n in found if not torch.equal(local_part(found[n]), local_part(expected[n]))], opened
@@ -122,7 +128,9 @@ def test_boxes_fill_every_tensor_once(seed):
     draw = random.Random(seed)
     ep, dp = draw.choice([1, 2, 3]), draw.choice([1, 2, 5])
     shapes = {f"model.{i}.w": tuple(draw.randint(1, 9) for _ in range(draw.randint(0, 3))) for i in range(6)}
-    shapes |= {f"model.{i}.experts.w": (ep * draw.randint(1, 4), draw.choice([4, 5, 10]), 2) for i in range(6)}
+    shapes |= {
+        f"model.{i}.experts.w": (ep * draw.randint(1, 4), draw.choice([4, 5, 10]), 2) for i in range(6)
+    }
     for name, (_, boxes) in lay_out(shapes, dp * ep, ep).items():
         filled = torch.zeros(shapes[name])
         for box in boxes:
@@ -189,7 +197,9 @@ def test_any_cut_reads_as_any_other_and_each_chunk_once(tmp_path, seed, monkeypa
         chunks = [files.write_chunk(file, part(*cut), cut[0]) for cut in grid_cuts(draw, shape)]
     entry = files.tensor_entry(shape, tensor.dtype, "", draw.sample(chunks, len(chunks)))
     reads: list[Chunk] = []
-    monkeypatch.setattr(rewrite, "read_chunk", lambda *args: (reads.append(args[1]), files.read_chunk(*args))[1])
+    monkeypatch.setattr(
+        rewrite, "read_chunk", lambda *args: (reads.append(args[1]), files.read_chunk(*args))[1]
+    )
     boxes = tuple(Box(0, *cut) for cut in grid_cuts(draw, shape))
     for box, found in zip(boxes, read_boxes(tmp_path, entry, boxes), strict=True):
         assert torch.equal(found, part(box.offset, box.shape))
@@ -212,7 +222,12 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
     values = raw.view(np.float32)
     values = np.where(np.isnan(values), np.float32(1e-40), values)  # the payload of a NaN is anybody's
     w = torch.from_numpy(values.copy()).reshape(256, 256)
-    tensors = {"model.w": w, "ema.w": w * 0.5, "optim.exp_avg.w": w, "model.nan": torch.tensor([math.nan, math.inf])}
+    tensors = {
+        "model.w": w,
+        "ema.w": w * 0.5,
+        "optim.exp_avg.w": w,
+        "model.nan": torch.tensor([math.nan, math.inf]),
+    }
     tensors |= {
         "model.ids": torch.arange(5),
         "model.half": torch.randn(9).bfloat16(),
@@ -220,11 +235,18 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
     }
     run("reshard", save(tmp_path, 1, tensors), tmp_path / "dst", "--world", 3, "--dtype", "bf16")
     found, entries = load(tmp_path / "dst"), read_manifest(tmp_path / "dst").tensors
-    assert np.array_equal(found["model.w"].view(torch.int16).numpy().view(np.uint16).ravel(), nearest_even(values))
-    assert torch.equal(found["ema.w"], (w * 0.5).bfloat16()) and found["model.nan"].isnan().tolist() == [True, False]
+    assert np.array_equal(
+        found["model.w"].view(torch.int16).numpy().view(np.uint16).ravel(), nearest_even(values)
+    )
+    assert torch.equal(found["ema.w"], (w * 0.5).bfloat16()) and found["model.nan"].isnan().tolist() == [
+        True,
+        False,
+    ]
     for name in ("optim.exp_avg.w", "optim.step.w", "model.ids", "model.half"):
         assert_same({name: found[name]}, {name: tensors[name]})
-    assert {n: e.dtype for n, e in entries.items()}["model.w"] == "bfloat16" and entries["model.ids"].dtype == "int64"
+    assert {n: e.dtype for n, e in entries.items()}["model.w"] == "bfloat16" and entries[
+        "model.ids"
+    ].dtype == "int64"
     assert read_manifest(tmp_path / "dst").info["history"][0]["dtype"] == "bf16"
     run("reshard", tmp_path / "dst", tmp_path / "wide", "--world", 1, "--dtype", "fp32", "--only", "model")
     assert torch.equal(load(tmp_path / "wide")["model.w"], found["model.w"].float())
@@ -232,7 +254,9 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
 
 def test_weights_are_rescued_from_a_step_whose_optimizer_state_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 2000)  # several files
-    tensors = {f"{part}.{i}": torch.randn(400) for part in ("model", "optim.exp_avg", "ema") for i in range(3)}
+    tensors = {
+        f"{part}.{i}": torch.randn(400) for part in ("model", "optim.exp_avg", "ema") for i in range(3)
+    }
     step = save(tmp_path, 1, tensors)
     of = {name: entry.chunks[0] for name, entry in read_manifest(step).tensors.items()}
     alone = {chunk.file for name, chunk in of.items() if not name.startswith("optim.")}
@@ -270,7 +294,10 @@ def test_damaged_sources_are_named_and_nothing_is_published(step, tmp_path, dama
         file.unlink()
     else:
         flip(file := step / files.NAME, 200)
-    for words in (("reshard", step, tmp_path / "dst", "--world", 2), ("average", step, step, tmp_path / "dst")):
+    for words in (
+        ("reshard", step, tmp_path / "dst", "--world", 2),
+        ("average", step, step, tmp_path / "dst"),
+    ):
         assert str(file) in refused(*words)
     assert {p.name for p in tmp_path.iterdir()} == {"step-20"}
 
@@ -282,7 +309,10 @@ def test_hostile_payloads_do_not_run(step, tmp_path, tool, kind):
     saved = io.BytesIO()
     torch.save({"w": Hostile(sentinel)}, saved)
     forge(
-        step, "__0_0.distcp", pickle.dumps(Hostile(sentinel)) if kind == "plain pickle" else saved.getvalue(), "model.w"
+        step,
+        "__0_0.distcp",
+        pickle.dumps(Hostile(sentinel)) if kind == "plain pickle" else saved.getvalue(),
+        "model.w",
     )
     forge(step, ".metadata", pickle.dumps(Hostile(sentinel)))
     words = dict(
@@ -373,7 +403,9 @@ def reshard_alone(step: Path, dst: Path) -> None:
 
 def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 500)  # several groups
-    step = save(tmp_path, 20, {k: t for k, t in plain(20).items() if k in ("model.w", "model.t", "optim.step")})
+    step = save(
+        tmp_path, 20, {k: t for k, t in plain(20).items() if k in ("model.w", "model.t", "optim.step")}
+    )
     expected = load(step)
     count, published, resumed, stride = 1, [], 0, 3
     while True:
@@ -409,7 +441,9 @@ def test_what_another_command_left_is_not_used(tmp_path, monkeypatch):
 
 
 def full_disk(rank, world, step, dst):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))  # python ignores SIGXFSZ: writes fail
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY)
+    )  # python ignores SIGXFSZ: writes fail
     with pytest.raises(SystemExit) as end:
         run("reshard", step, dst, "--world", 2)
     return end.value.code
@@ -433,7 +467,9 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rewrite, "_read_back", damaged)
     message = refused("reshard", step, tmp_path / "dst", "--world", 2)
-    assert "does not read back" in message and "SHA-256 differs" in message and not (tmp_path / "dst").exists()
+    assert (
+        "does not read back" in message and "SHA-256 differs" in message and not (tmp_path / "dst").exists()
+    )
     monkeypatch.undo()
     run("reshard", step, tmp_path / "dst", "--world", 2)
 
@@ -492,7 +528,11 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     # Else malloc keeps freed blocks of up to 32 MB, some 200 MB of them whatever the checkpoint's size.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RSS, step, str(memory)]
-    told = subprocess.run(command, cwd=ROOT, env=os.environ | malloc, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        command, cwd=ROOT, env=os.environ | malloc, capture_output=True, text=True, check=True
+    ).stdout
     growth = {line.split()[0]: int(line.split()[1]) for line in told.splitlines()}
     assert growth.keys() == {"reshard", "average"}
-    assert sum(growth.values()) < memory + (16 << 20) < size / 3, growth  # the rest: code paged in, buffers for hashing
+    assert sum(growth.values()) < memory + (16 << 20) < size / 3, (
+        growth
+    )  # the rest: code paged in, buffers for hashing

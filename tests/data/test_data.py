@@ -46,7 +46,9 @@ def test_permute_spreads_every_index_evenly():
         assert chi2 < 12 + 5 * 24**0.5
 
 
-@pytest.mark.parametrize("weights", [[1], [3, 1], [1, 999], [5, 3, 2], [1] * 7, [70, 1, 1, 13, 2, 40, 9, 5, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "weights", [[1], [3, 1], [1, 999], [5, 3, 2], [1] * 7, [70, 1, 1, 13, 2, 40, 9, 5, 1, 1, 1]]
+)
 def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
     """Bound of choose's docstring; counts handed out must also be the counts that happened."""
     total, depth = sum(weights), max(len(weights) - 1, 0).bit_length()
@@ -70,7 +72,9 @@ def test_mixing_jumps_far_ahead_exactly():
 
 def test_an_epoch_visits_every_window_once_and_the_next_in_another_order(texts: Path, jsonl: Path):
     dataset = data(texts, jsonl)
-    epochs = [[dataset.sample(e * dataset.samples + i).tobytes() for i in range(dataset.samples)] for e in range(2)]
+    epochs = [
+        [dataset.sample(e * dataset.samples + i).tobytes() for i in range(dataset.samples)] for e in range(2)
+    ]
     windows = [source.window(i).tobytes() for source in dataset.sources for i in range(source.samples)]
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(windows)
     assert epochs[0] != epochs[1]
@@ -94,8 +98,12 @@ def test_a_sample_needs_one_token_more_than_it_has_inputs(tmp_path: Path, tokens
     assert dataset.sample(0).shape == (17,)
 
 
-@pytest.mark.parametrize(("world", "batch", "accumulate"), [(1, 12, 1), (2, 3, 2), (4, 3, 1), (3, 1, 4), (1, 1, 12)])
-def test_global_batch_does_not_depend_on_how_it_is_split(texts: Path, world: int, batch: int, accumulate: int):
+@pytest.mark.parametrize(
+    ("world", "batch", "accumulate"), [(1, 12, 1), (2, 3, 2), (4, 3, 1), (3, 1, 4), (1, 1, 12)]
+)
+def test_global_batch_does_not_depend_on_how_it_is_split(
+    texts: Path, world: int, batch: int, accumulate: int
+):
     dataset = data(texts)
     for step in (0, 1, 57):
         parts = [
@@ -140,7 +148,12 @@ def test_targets_and_documents_stop_at_borders(tmp_path: Path):
         (tmp_path / name).write_text(text)
     dataset = data(tmp_path, seq=8)
     batch = dataset.batch(0, batch=dataset.samples)
-    assert batch.tokens_ABS.shape == batch.targets_ABS.shape == batch.documents_ABS.shape == (1, dataset.samples, 8)
+    assert (
+        batch.tokens_ABS.shape
+        == batch.targets_ABS.shape
+        == batch.documents_ABS.shape
+        == (1, dataset.samples, 8)
+    )
     assert all(tensor.dtype == torch.int64 for tensor in batch)
     assert (batch.tokens_ABS == 0).any(), "the case needs a border inside a row"
     for b in range(dataset.samples):
@@ -173,19 +186,25 @@ def test_stdlib_is_a_corpus():
     assert 2.8 < unigram_entropy(train) < 3.5
     names = [path.as_posix() for path in stdlib_files()]
     assert len(names) == len(set(names))
-    assert not [name for name in names if "/encodings/" in name or "site-packages" in name or "/test/" in name]
+    assert not [
+        name for name in names if "/encodings/" in name or "site-packages" in name or "/test/" in name
+    ]
     assert any(name.endswith("/argparse.py") for name in names)
 
 
 def documents_of(dataset: Dataset) -> list[bytes]:
-    streams = [b"".join(run.tokens.astype(np.uint8).tobytes() for run in source.runs) for source in dataset.sources]
+    streams = [
+        b"".join(run.tokens.astype(np.uint8).tobytes() for run in source.runs) for source in dataset.sources
+    ]
     return [document for stream in streams for document in stream.split(b"\0")[:-1]]
 
 
 def test_split_is_by_document_disjoint_and_complete(texts: Path, jsonl: Path):
     for source in (texts, jsonl, "stdlib"):
         train, val = (documents_of(data(source, split=split, val_fraction=0.3)) for split in ("train", "val"))
-        everything = [d.text if isinstance(d.text, bytes) else d.text.encode() for d in read_documents(str(source))]
+        everything = [
+            d.text if isinstance(d.text, bytes) else d.text.encode() for d in read_documents(str(source))
+        ]
         assert val and train
         assert Counter(train) + Counter(val) == Counter(everything)
     assert 0.1 < len(val) / len(everything) < 0.5
@@ -210,7 +229,9 @@ def test_equal_jsonl_documents_stay_on_one_side(tmp_path: Path):
 def test_one_document_is_cut_at_its_end(tmp_path: Path):
     path = tmp_path / "book.txt"
     path.write_text(prose(3, 500))
-    train, val = (data(path, split=split, val_fraction=0.1).sources[0].runs[0].tokens for split in ("train", "val"))
+    train, val = (
+        data(path, split=split, val_fraction=0.1).sources[0].runs[0].tokens for split in ("train", "val")
+    )
     assert bytes(train) + bytes(val) == path.read_bytes() + b"\0"
     assert len(val) == (len(train) + len(val)) // 10
 
@@ -277,7 +298,9 @@ def test_shards_hold_what_the_texts_held(shards: Path, texts: Path, jsonl: Path)
     assert len(files) > 5
     opened = [open_shard(path, 256) for path in files]
     documents = [
-        d.text if isinstance(d.text, bytes) else d.text.encode() for p in (texts, jsonl) for d in read_documents(str(p))
+        d.text if isinstance(d.text, bytes) else d.text.encode()
+        for p in (texts, jsonl)
+        for d in read_documents(str(p))
     ]
     stream = np.concatenate([run.tokens for _, run in opened]).astype(np.uint8).tobytes()
     assert stream == b"".join(document + b"\0" for document in documents)
@@ -300,7 +323,9 @@ def test_shards_split_at_document_borders_whatever_the_sequence(shards: Path):
 def test_windows_cross_shards(shards: Path):
     source = data(shards, seq=100).sources[0]
     stream = np.concatenate([run.tokens for run in source.runs])
-    assert all(np.array_equal(source.window(i), stream[i * 100 : i * 100 + 101]) for i in range(source.samples))
+    assert all(
+        np.array_equal(source.window(i), stream[i * 100 : i * 100 + 101]) for i in range(source.samples)
+    )
 
 
 def test_converter_command_with_a_tokenizer_json(texts: Path, bpe: Path, tmp_path: Path):

@@ -38,7 +38,9 @@ def test_id_above_the_vocabulary_names_file_and_byte(shards: Path):
     _, run = open_shard(path, 256)
     highest = int(run.tokens.argmax())
     offset = HEADER_BYTES + 2 * highest
-    with pytest.raises(DataError, match=rf"{path.name}: token id {run.tokens[highest]} at byte {offset}: .*=100 - 1"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: token id {run.tokens[highest]} at byte {offset}: .*=100 - 1"
+    ):
         open_shard(path, 100)
 
 
@@ -65,7 +67,10 @@ def test_id_that_the_header_hides_is_found_when_sampled(shards: Path, split: str
         ),
         (lambda p: os.truncate(p, 500), r"truncated: ends at byte 500, inside the header"),
         (lambda p: os.truncate(p, 0), r"empty shard: ends at byte 0"),
-        (lambda p: (os.truncate(p, HEADER_BYTES), rewrite(p, tokens=0)), r"empty shard: no tokens after .*byte 1024"),
+        (
+            lambda p: (os.truncate(p, HEADER_BYTES), rewrite(p, tokens=0)),
+            r"empty shard: no tokens after .*byte 1024",
+        ),
         (lambda p: p.write_bytes(p.read_bytes() + b"xx"), r"too long: ends at byte"),
         (lambda p: p.write_bytes(bytes(2000)), r"byte 0 begins no tmoe-shard header"),
         (lambda p: rewrite(p, version=2), r"version 1: .*version 2"),
@@ -145,12 +150,16 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
     chat.mkdir()
     (chat / "tokenizer.json").write_bytes(bpe.read_bytes())
     other = next(
-        t for t, i in json.loads(bpe.read_text())["model"]["vocab"].items() if i != load_tokenizer(str(bpe)).eos
+        t
+        for t, i in json.loads(bpe.read_text())["model"]["vocab"].items()
+        if i != load_tokenizer(str(bpe)).eos
     )
     (chat / "tokenizer_config.json").write_text(json.dumps({"eos_token": other}))
     for name, tokenizer in (("base", bpe), ("chat", chat / "tokenizer.json")):
         convert((str(texts),), out=tmp_path / f"{name}-shards", tokenizer=str(tokenizer))
-    with pytest.raises(DataError, match=r"chat-shards: made with .*, eos \d+, not .*, eos \d+; .* end documents alike"):
+    with pytest.raises(
+        DataError, match=r"chat-shards: made with .*, eos \d+, not .*, eos \d+; .* end documents alike"
+    ):
         data(tmp_path / "base-shards", tmp_path / "chat-shards", vocab=300)
     with pytest.raises(DataError, match=r"base-shards: made with .* end documents alike"):
         data(tmp_path / "base-shards", tokenizer=str(chat / "tokenizer.json"), vocab=300)
@@ -171,7 +180,9 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to a folder"])
 def test_what_is_no_text_file_is_named_and_not_left_out(texts: Path, tmp_path: Path, kind: str):
     odd = texts / "part1" / "odd"
-    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("nowhere" if kind == "link to nothing" else texts / "part2")
+    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to(
+        "nowhere" if kind == "link to nothing" else texts / "part2"
+    )
     with pytest.raises(DataError, match=rf"{odd}: neither a file nor a folder"):
         convert((str(texts),), out=tmp_path / "out")
     odd.rename(odd.with_name(".odd"))  # hidden ones are left out
@@ -214,7 +225,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, out: str, s
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, preexec_fn=small_disk)
+    said = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, preexec_fn=small_disk
+    )
     assert said.returncode == 1 and says in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -229,5 +242,7 @@ def test_text_that_is_none_names_file_and_offset(tmp_path: Path, bpe: Path):
     with pytest.raises(DataError, match=r"bad\.txt: holds the document separator \(id 0\) at token 4"):
         data(bad)
     bpe.write_text("{}")
-    with pytest.raises(DataError, match=r"^--data\.tokenizer=.*tokenizer\.json: not a Hugging Face tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"^--data\.tokenizer=.*tokenizer\.json: not a Hugging Face tokenizer\.json"
+    ):
         load_tokenizer(str(bpe))

@@ -42,7 +42,10 @@ def found(source: object) -> list[str | bytes]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *((name, LINES) for name in ("a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.txt", "a", "a.JSON", "a.data")),
+        *(
+            (name, LINES)
+            for name in ("a.jsonl", "a.json", "a.ndjson", "a.JSONL", "a.txt", "a", "a.JSON", "a.data")
+        ),
         *((name, ARRAY) for name in ("a.json", "a.jsonl", "a.txt", "a")),
         ("a.json", json.dumps(ROWS, indent=4).encode()),
         ("a.json", PRETTY),
@@ -104,7 +107,9 @@ def test_parquet(tmp_path: Path):
         parquet.write_table(pyarrow.Table.from_pylist(some), tmp_path / f"{number}.x")
     assert found(tmp_path) == TEXTS
     assert data(tmp_path, text_field="text").tokens > 0
-    with pytest.raises(DataError, match=r'0\.x: row 1: .*string field "body"; its fields are: id, text, meta'):
+    with pytest.raises(
+        DataError, match=r'0\.x: row 1: .*string field "body"; its fields are: id, text, meta'
+    ):
         data(tmp_path, text_field="body")
     (tmp_path / "0.x").write_bytes((tmp_path / "0.x").read_bytes()[:-9])
     with pytest.raises(DataError, match=r"0\.x: damaged parquet"):
@@ -132,7 +137,9 @@ def test_parquet(tmp_path: Path):
         ("a.txt", "text".encode("utf-16"), r"text in UTF-16"),
     ],
 )
-def test_what_is_neither_text_nor_whole_rows_is_named(tmp_path: Path, name: str, content: bytes, message: str):
+def test_what_is_neither_text_nor_whole_rows_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         found(tmp_path / name)
@@ -151,8 +158,13 @@ def test_what_is_neither_text_nor_whole_rows_is_named(tmp_path: Path, name: str,
 def test_rows_of_another_use_are_named_and_not_trained_on(tmp_path: Path, row: dict, kind: str, name: str):
     path = tmp_path / name
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(200)))
-    for call in (lambda: data(path), lambda: convert((str(path),), out=tmp_path / "out", skip_malformed=1000)):
-        with pytest.raises(DataError, match=rf"{name}:1: {kind} \(fields: {next(iter(row))}.*cannot be trained on yet"):
+    for call in (
+        lambda: data(path),
+        lambda: convert((str(path),), out=tmp_path / "out", skip_malformed=1000),
+    ):
+        with pytest.raises(
+            DataError, match=rf"{name}:1: {kind} \(fields: {next(iter(row))}.*cannot be trained on yet"
+        ):
             call()
     assert not (tmp_path / "out").exists()
 
@@ -163,7 +175,9 @@ def test_another_text_field(tmp_path: Path):
     convert((str(path),), out=tmp_path / "out", text_field="content")
     _, run = open_shard(tmp_path / "out/00000.bin", 256)
     assert run.tokens.astype(np.uint8).tobytes() == b"".join(text.encode() + b"\0" for text in TEXTS)
-    assert sum(data(path, text_field="content", split=split).tokens for split in ("train", "val")) == len(run.tokens)
+    assert sum(data(path, text_field="content", split=split).tokens for split in ("train", "val")) == len(
+        run.tokens
+    )
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -209,7 +223,10 @@ def test_json_among_texts_is_text_unless_it_holds_rows(tmp_path: Path):
     for name, content in files.items():
         (folder / name).write_bytes(content)
     assert found(folder) == [content for _, content in sorted(files.items()) if content]
-    assert ", 2 of them JSON, taken as text like the others" in data(folder, seq=4, val_fraction=0.5).sources[0].taken
+    assert (
+        ", 2 of them JSON, taken as text like the others"
+        in data(folder, seq=4, val_fraction=0.5).sources[0].taken
+    )
     (folder / "rows.json").write_bytes(LINES)
     with pytest.raises(DataError, match=r"plain text: \d+ .*JSON lines: 1 \(rows\.json\)"):
         survey(str(folder))
@@ -229,7 +246,9 @@ def test_what_a_source_was_taken_for_is_said(tmp_path: Path, texts: Path):
     tokens = sum(len(text.encode()) + 1 for text in TEXTS)
     first = repr(TEXTS[0][:60])
     assert f"a.json: JSON lines in 1 files, 20 documents, the first begins {first}; {tokens:,} tokens" in said
-    assert any(line.startswith(f"{texts}: plain text in 30 files, 30 documents, the first begins") for line in said)
+    assert any(
+        line.startswith(f"{texts}: plain text in 30 files, 30 documents, the first begins") for line in said
+    )
     assert (
         data(tmp_path / "out")
         .sources[0]
@@ -261,7 +280,9 @@ def test_malformed_rows_are_left_out_up_to_a_limit(tmp_path: Path):
     want = b"".join(text.encode() + b"\0" for text in TEXTS)
     with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: .*--skip-malformed N"):
         convert((str(path),), out=tmp_path / "none")
-    with pytest.raises(DataError, match=r"more than 5 malformed documents .* the first: .*a\.jsonl:2: not JSON"):
+    with pytest.raises(
+        DataError, match=r"more than 5 malformed documents .* the first: .*a\.jsonl:2: not JSON"
+    ):
         convert((str(path),), out=tmp_path / "none", skip_malformed=5)
     assert not (tmp_path / "none").exists()
     convert((str(path),), out=tmp_path / "out", skip_malformed=6)
@@ -270,7 +291,10 @@ def test_malformed_rows_are_left_out_up_to_a_limit(tmp_path: Path):
         data(path)
     parts = [data(path, split=split, skip_malformed=6) for split in ("train", "val")]
     assert sum(part.tokens for part in parts) == len(want)
-    assert "malformed left out: " in parts[0].sources[0].taken and "a.jsonl:2: not JSON" in parts[0].sources[0].taken
+    assert (
+        "malformed left out: " in parts[0].sources[0].taken
+        and "a.jsonl:2: not JSON" in parts[0].sources[0].taken
+    )
 
 
 def test_skips_count_a_row_once():

@@ -32,7 +32,19 @@ ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 
 def awkward(seed: int, pieces: int) -> str:
     """Combining marks, blanks, numbers, words without blanks between them: what a cut can fall into."""
-    some = ["naïve ", "cafe\u0301 ", "专家", "Grüße, ", "🙂🏽", "\n\n\n", "   ", "1234567 ", "don't ", "\t", "foo_bar"]
+    some = [
+        "naïve ",
+        "cafe\u0301 ",
+        "专家",
+        "Grüße, ",
+        "🙂🏽",
+        "\n\n\n",
+        "   ",
+        "1234567 ",
+        "don't ",
+        "\t",
+        "foo_bar",
+    ]
     return "".join(np.random.default_rng(seed).choice(some, pieces))
 
 
@@ -48,7 +60,9 @@ def made(kind: str) -> JsonTokenizer:
         model = Tokenizer(models.BPE())
         model.normalizer = normalizers.NFC()
         by_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), by_level])
+        model.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(SPLIT), "isolated"), by_level]
+        )
         trainer = trainers.BpeTrainer(
             vocab_size=600, special_tokens=[EOS], initial_alphabet=ALPHABET, show_progress=False
         )
@@ -58,7 +72,9 @@ def made(kind: str) -> JsonTokenizer:
         trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", EOS], show_progress=False)
     elif kind == "unigram":
         model = Tokenizer(models.Unigram())
-        model.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+        model.normalizer = normalizers.Sequence(
+            [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+        )
         model.pre_tokenizer = pre_tokenizers.Metaspace()
         trainer = trainers.UnigramTrainer(
             vocab_size=300, special_tokens=["<unk>", EOS], unk_token="<unk>", show_progress=False
@@ -67,7 +83,9 @@ def made(kind: str) -> JsonTokenizer:
         model = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         model.normalizer = normalizers.BertNormalizer()
         model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False)
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=300, special_tokens=["[UNK]", EOS], show_progress=False
+        )
     model.train_from_iterator([prose(1, 2000), *(awkward(seed, 200) for seed in range(20))], trainer)
     if kind == "no pre-tokenizer":
         model.pre_tokenizer = None
@@ -93,7 +111,9 @@ def test_windows_give_the_ids_of_the_whole_text(kind: str, monkeypatch: pytest.M
             joined = []
             seam = JsonTokenizer._seam
             monkeypatch.setattr(
-                JsonTokenizer, "_seam", lambda *a, seam=seam, joined=joined: joined.append(seam(*a)) or joined[-1]
+                JsonTokenizer,
+                "_seam",
+                lambda *a, seam=seam, joined=joined: joined.append(seam(*a)) or joined[-1],
             )
             found = tokenizer.encode(text)
             monkeypatch.setattr(JsonTokenizer, "_seam", seam)
@@ -113,7 +133,9 @@ def with_separator(kind: str) -> JsonTokenizer:
         model.add_tokens([AddedToken(EOS, special=False)])
     elif kind == "unigram's best piece":  # T5's
         letters = sorted(set("<|endoftext|> abc▁"))
-        model = Tokenizer(models.Unigram([("<unk>", 0.0), (EOS, 0.0), *((c, -5.0) for c in letters)], unk_id=0))
+        model = Tokenizer(
+            models.Unigram([("<unk>", 0.0), (EOS, 0.0), *((c, -5.0) for c in letters)], unk_id=0)
+        )
         model.add_special_tokens([EOS])
     else:
         model = Tokenizer(models.WordLevel({EOS: 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
@@ -190,7 +212,11 @@ def opened(rank: int, world: int, paths: list[str], tokenizer: str, folder: str,
         return str(error), len(calls)
     finally:
         JsonTokenizer.encode_many = many
-    return [bytes(part.sample(i)) for part in parts for i in range(part.samples)], parts[0].sources[0].taken, len(calls)
+    return (
+        [bytes(part.sample(i)) for part in parts for i in range(part.samples)],
+        parts[0].sources[0].taken,
+        len(calls),
+    )
 
 
 @pytest.mark.parametrize("kind", ["texts", "lines", "one text"])
@@ -218,7 +244,9 @@ def test_an_error_met_by_one_rank_is_said_by_all(gloo, tmp_path: Path, bpe: Path
     assert said[0][0] == said[1][0] and "a.jsonl:2: needs an object" in said[0][0]
 
 
-def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(tmp_path: Path, bpe: Path, monkeypatch):
+def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
+    tmp_path: Path, bpe: Path, monkeypatch
+):
     """Its lock is gone with it, and what it began is not taken for whole."""
     monkeypatch.setattr(corpus, "IN_MEMORY", 1000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))

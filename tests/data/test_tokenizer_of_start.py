@@ -67,7 +67,17 @@ def start(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     rows.write_text("".join(json.dumps(dict(text=prose(n, 300))) + "\n" for n in range(10)))
     for name, tokenizer in (("right", str(hf_dir)), ("wrong", str(other)), ("bytes", "bytes")):
         convert((str(text),), out=tmp_path / name, tokenizer=tokenizer)
-    flags = [*SMALL, "--train.dtype", "fp32", "--steps", "1", "--train.batch", "2", "--data.val-fraction", "0.5"]
+    flags = [
+        *SMALL,
+        "--train.dtype",
+        "fp32",
+        "--steps",
+        "1",
+        "--train.batch",
+        "2",
+        "--data.val-fraction",
+        "0.5",
+    ]
     model = json.dumps(asdict(read_config(json.loads((hf_dir / "config.json").read_text()))))
     return dict(flags=flags, hf=hf_dir, model=model, is_=load_tokenizer(str(hf_dir)).fingerprint, at=tmp_path)
 
@@ -88,7 +98,9 @@ def test_data_are_read_with_the_tokenizer_of_the_start_or_refused(gloo, start: d
         argvs.append([*argvs[0], "--data.tokenizer", str(at / "other"), "--data.new-tokenizer"])
         argvs = [[*argv, "--out", str(at / f"{init}-{n}")] for n, argv in enumerate(argvs)]
         first, second = gloo(2, runs, argvs, start["model"])
-        assert [code for code, _, _ in first] == [code for code, _, _ in second] == [0] * 4 + [2] * 5 + [0] * 2
+        assert (
+            [code for code, _, _ in first] == [code for code, _, _ in second] == [0] * 4 + [2] * 5 + [0] * 2
+        )
         for code, said, _ in first:
             if code:
                 assert f"the weights of {at / init}" in said and mine in said and "Traceback" not in said
@@ -132,7 +144,8 @@ def test_an_export_has_the_tokenizer_of_the_run_or_none(gloo, start: dict):
     step = at / "b/checkpoints/step-1"
     for like in (None, at / "hf"):
         with pytest.raises(
-            CheckpointError, match=r"trained on data of tokenizer sha256:\w+; tokenizer\.json of the original is sha256"
+            CheckpointError,
+            match=r"trained on data of tokenizer sha256:\w+; tokenizer\.json of the original is sha256",
         ):
             hf.export_hf(step, at / "b-back", like=like)
     shutil.copytree(at / "hf", at / "copy")
@@ -142,7 +155,10 @@ def test_an_export_has_the_tokenizer_of_the_run_or_none(gloo, start: dict):
 
 
 def test_a_start_whose_tokenizer_cannot_be_read_is_refused(gloo, start: dict):
-    at, argv = start["at"], [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")]
+    at, argv = (
+        start["at"],
+        [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")],
+    )
     (start["hf"] / "tokenizer.json").write_text('{"model": {"type": "of tomorrow"}}')
     (start["hf"] / "tokenizer.json").rename(start["hf"] / "kept")
     argvs = [[*argv, "--out", str(at / "none")]]
@@ -150,4 +166,8 @@ def test_a_start_whose_tokenizer_cannot_be_read_is_refused(gloo, start: dict):
     assert (code, fingerprint) == (0, "bytes"), said
     (start["hf"] / "kept").rename(start["hf"] / "tokenizer.json")
     ((code, said, _),) = gloo(1, runs, [[*argv, "--out", str(at / "new")]], start["model"])[0]
-    assert code == 2 and "hf/tokenizer.json: not a Hugging Face tokenizer.json" in said and "--data.tokenizer" in said
+    assert (
+        code == 2
+        and "hf/tokenizer.json: not a Hugging Face tokenizer.json" in said
+        and "--data.tokenizer" in said
+    )

@@ -164,4 +164,6 @@ def assert_same(result, reference):
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(reference[1]), rtol=1e-5, atol=0)
     for name, want in reference[2].items():
         assert (parameters[name] - want).norm() <= 1e-5 * want.norm(), name
-    assert reference[0][-1] < reference[0][0] - 0.01, "nothing was learnt: the test would pass on frozen weights"
+    assert reference[0][-1] < reference[0][0] - 0.01, (
+        "nothing was learnt: the test would pass on frozen weights"
+    )

@@ -41,7 +41,9 @@ def test_every_snippet_in_python_is_fenced_as_such(page):
 def test_a_snippet_runs_as_it_stands(block, tmp_path):
     if "transformers" in block:
         pytest.importorskip("transformers")
-    world = "import torch.distributed as dist\nassert not dist.is_initialized() or dist.get_world_size() == 2\n"
+    world = (
+        "import torch.distributed as dist\nassert not dist.is_initialized() or dist.get_world_size() == 2\n"
+    )
     (tmp_path / "snippet.py").write_text(block + world)
     torchrun(2, [str(tmp_path / "snippet.py")])
 
@@ -58,7 +60,9 @@ def numbers(said: str) -> dict[int, list[tuple[float, float]]]:
 def alone(tmp_path_factory):
     """Losses and norms of one process over 14 steps."""
     folder = tmp_path_factory.mktemp("own_loop")
-    return numbers(torchrun(1, ["examples/own_loop.py", "--steps", "14", "--save", str(folder / "1")], **EAGER))[0]
+    return numbers(
+        torchrun(1, ["examples/own_loop.py", "--steps", "14", "--save", str(folder / "1")], **EAGER)
+    )[0]
 
 
 @pytest.mark.parametrize("ep", [1, 2])

@@ -41,9 +41,7 @@ def test_run_folder(gloo, tmp_path):
     gloo(2, run, [*SMALL, *flags], timeout=240)
     log = lines(tmp_path)
     assert [r["step"] for r in log] == list(range(8))
-    keys = (
-        "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
-    )
+    keys = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
     assert set(keys.split()) <= log[0].keys()
     routed = 2 * 2 * 32 * 2  # ranks * batch * seq * K
     assert all(sum(counts) == routed for r in log for counts in r["expert_counts"])
@@ -72,7 +70,10 @@ def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
     flags += ["--checkpoint.mode", mode]
     straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=240)
     resumed = gloo(
-        2, run, [*flags, "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a/checkpoints/step-4")], timeout=240
+        2,
+        run,
+        [*flags, "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a/checkpoints/step-4")],
+        timeout=240,
     )
     assert len(numbers(tmp_path / "b", 0)) == 4, "the second run did not start at step 4"
     assert numbers(tmp_path / "b", 4) == numbers(tmp_path / "a", 4)
@@ -150,8 +151,12 @@ def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int
     return len(read), all(there), all(told)
 
 
-@pytest.mark.parametrize("flags, last, saved", [("--train.eval-every 2", 2, "step-3"), ("--steps 3", 3, "step-3")])
-def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(gloo, tmp_path, flags, last, saved):
+@pytest.mark.parametrize(
+    "flags, last, saved", [("--train.eval-every 2", 2, "step-3"), ("--steps 3", 3, "step-3")]
+)
+def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(
+    gloo, tmp_path, flags, last, saved
+):
     """torchrun kills what still runs after 30 s: a validation is left at its next batch, and the last step is saved before it."""
     flags = [*SMALL, "--out", str(tmp_path), "--train.eval-batches", "5000", *flags.split()]
     for read, there, told in gloo(2, stopped_in_validation, flags, last, timeout=240):
@@ -230,12 +235,16 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
     flags = [*SMALL, "--train.batch", "2", "--out", str(tmp_path)]
     gloo(1, run, flags)
     command = [sys.executable, "train.py", *flags, "--eval-only"]
-    done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert f"validation loss {lines(tmp_path)[-1]['val_loss']:.4f}" in done.stdout + done.stderr
     assert all(name.startswith("model.") for name in gloo(1, load, [*flags, "--eval-only"])[0]), "no moments"
     code, said = gloo(1, begin, [*flags, "--out", str(tmp_path / "none"), "--eval-only"])[0]
-    assert code == 2 and re.search(r"--eval-only: no checkpoint in --out=.*none; name --init, or --resume none", said)
+    assert code == 2 and re.search(
+        r"--eval-only: no checkpoint in --out=.*none; name --init, or --resume none", said
+    )
 
 
 def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
@@ -270,31 +279,52 @@ def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
         ("tiny --optim.lr 1e308", r"--optim\.lr=1e\+308: must be positive and finite in float32"),
         ("tiny --compile no", r"--compile=no: must be true or false"),
         ("tiny --no-compile=false", r"--no-compile=false: takes no value; --compile does, true or false"),
-        ("tiny --optim.betas 0.9 0.99999999999", r"--optim\.betas=.*: each at least 0 and below 1 in float32"),
+        (
+            "tiny --optim.betas 0.9 0.99999999999",
+            r"--optim\.betas=.*: each at least 0 and below 1 in float32",
+        ),
         ("tiny --optim.ema 0.99999999999", r"--optim\.ema=.*: must be at least 0 and below 1"),
         ("tiny --log.progress=1", r"--log\.progress=1: must be true or false"),
         ("tiny --optim.weight-decay nan", r"--optim\.weight-decay=nan: must be a number"),
         ("tiny --optim.weight-decay inf", r"--optim\.weight-decay=inf: must be at least 0 and finite"),
         ("tiny --model.moe.scaling 0", r"--model\.moe\.scaling=0\.0: must be positive"),
         ("tiny --model.norm-eps -1", r"--model\.norm-eps=-1\.0: must be at least 0"),
-        ("tiny --model.rope.beta-slow 40", r"--model\.rope\.beta-slow=40\.0: .*below --model\.rope\.beta-fast=32\.0"),
+        (
+            "tiny --model.rope.beta-slow 40",
+            r"--model\.rope\.beta-slow=40\.0: .*below --model\.rope\.beta-fast=32\.0",
+        ),
         ("tiny --model.rope.original-max-seq 0", r"--model\.rope\.original-max-seq=0: must be at least 1"),
         ("tiny --seed -1", r"--seed=-1: must be at least 0 and at most 2147483647"),
         ("tiny --out /dev/null/run", r"--out=/dev/null/run: /dev/null must be a folder that can be written"),
         ("tiny --profile -1", r"--profile=\(-1,\): must be numbers of steps"),
-        ("tiny --steps 5 --profile 3 5", r"--profile=\(3, 5\): must be numbers of steps, from 0 to --steps=5 - 1"),
+        (
+            "tiny --steps 5 --profile 3 5",
+            r"--profile=\(3, 5\): must be numbers of steps, from 0 to --steps=5 - 1",
+        ),
         ("tiny --eval-only --profile 3", r"--profile=\(3,\): a run without steps has none"),
         ("tiny --model.rope.factor 8", r"--model\.rope\.factor=8\.0: needs --model\.rope\.scaling"),
         (["tiny", "--out", ""], r"--out='': must not be empty"),
         (["tiny", "--init", ""], r"--init='': must not be empty"),
         (["tiny", "--data.path", ""], r"--data\.path=\('',\): needs at least one source, and no empty one"),
-        ("tiny --parallel.dispatch symm", r"--parallel\.dispatch=symm: needs --parallel\.ep above 1.*auto or local"),
+        (
+            "tiny --parallel.dispatch symm",
+            r"--parallel\.dispatch=symm: needs --parallel\.ep above 1.*auto or local",
+        ),
         ("tiny --log.wandb p", r"--log\.wandb=p: needs the package wandb, which is not installed"),
-        ("tiny --model.layers 1000000000", r"--model\.layers=1000000000: must be at least 1 and at most 4096"),
+        (
+            "tiny --model.layers 1000000000",
+            r"--model\.layers=1000000000: must be at least 1 and at most 4096",
+        ),
         (f"tiny --model.dim {10**30}", r"--model\.dim=10{30}: must be at least 1 and at most 1048576"),
         (f"tiny --steps {10**400}", r"--steps=1[0 ]+: must be at least 0 and at most 2147483647"),
-        ("tiny --dry-run --world 1000000000000", r"--world=1000000000000: must be at least 1 and at most 65536"),
-        ("tiny --train.batch 2147483647", r"--train\.batch=2147483647 x .* tokens a rank in a step; must be below"),
+        (
+            "tiny --dry-run --world 1000000000000",
+            r"--world=1000000000000: must be at least 1 and at most 65536",
+        ),
+        (
+            "tiny --train.batch 2147483647",
+            r"--train\.batch=2147483647 x .* tokens a rank in a step; must be below",
+        ),
     ],
 )
 def test_invalid_settings_are_one_error(argv, says, capsys, monkeypatch):
@@ -347,10 +377,14 @@ def test_resume_with_another_kind_of_state_is_one_line(gloo, tmp_path, kept):
     assert code == other == 2 and said.count("\n") == 1 and not quiet
     step = tmp_path / "run/checkpoints/step-1"
     if kept:
-        assert said.startswith(f"error: --optim.ema=0.0: {step} holds an average of the weights; keep the setting")
+        assert said.startswith(
+            f"error: --optim.ema=0.0: {step} holds an average of the weights; keep the setting"
+        )
         rewrite(plan_reshard(step, world=1, only=["model"]), tmp_path / "weights")
         (code, said), _ = gloo(2, begin, [*flags, "--resume", str(tmp_path / "weights")])
-        assert code == 2 and said.count("\n") == 1 and f"{tmp_path / 'weights'} holds no optimizer state" in said
+        assert (
+            code == 2 and said.count("\n") == 1 and f"{tmp_path / 'weights'} holds no optimizer state" in said
+        )
     else:
         assert said.startswith(
             f"error: --optim.ema=0.9: {step} holds no average of the weights; resume with --optim.ema 0"
@@ -417,20 +451,30 @@ def test_help_documents_every_field(capsys):
         parse(["--help"], train.__doc__)
     text = capsys.readouterr().out
     flags = re.findall(r"--[a-z][a-z.-]+", text)
-    for flag in "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep".split():
-        assert flag in flags
     for (
         flag
-    ) in "--parallel.dispatch --compile --checkpoint.every --resume --init --eval-only --profile --dry-run".split():
+    ) in "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep".split():
+        assert flag in flags
+    for flag in "--parallel.dispatch --compile --checkpoint.every --resume --init --eval-only --profile --dry-run".split():
         assert flag in flags
 
 
 @pytest.mark.parametrize(
-    "preset", ["moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b", "deepseek-v3", "tiny"]
+    "preset",
+    ["moe-pilot-14b", "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b", "deepseek-v3", "tiny"],
 )
 def test_dry_run_needs_no_processes(preset):
     command = [sys.executable, "train.py", preset, "--dry-run", "--world", "8", "--parallel.ep", "4"]
-    done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=Path(train.__file__).parent, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
-    for word in ("total", "active", "placement", "_StridedShard(dim=0, sf=4), Shard(dim=0)", "moments", "activations"):
+    for word in (
+        "total",
+        "active",
+        "placement",
+        "_StridedShard(dim=0, sf=4), Shard(dim=0)",
+        "moments",
+        "activations",
+    ):
         assert word in done.stdout, done.stdout

@@ -60,7 +60,16 @@ def test_9_sigterm(tmp_path, gloo, where):
 
 def test_16_resume_is_the_straight_run(tmp_path, gloo):
     """8 steps against 3 + 5: dropout, jitter, EMA, accumulation, global balance, ep=2; losses and every bit of the state."""
-    flags = [*EP2, *NOISY, "--train.accumulate", "2", "--model.moe.balance", "global", "--checkpoint.every", "3"]
+    flags = [
+        *EP2,
+        *NOISY,
+        "--train.accumulate",
+        "2",
+        "--model.moe.balance",
+        "global",
+        "--checkpoint.every",
+        "3",
+    ]
     straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")])
     step3 = str(tmp_path / "a/checkpoints/step-3")
     resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b"), "--resume", step3])
@@ -95,7 +104,17 @@ def consume(rank: int, world: int, argv: list[str], kill_at: int | None) -> list
 
 def test_17_data_goes_on_where_it_stopped(tmp_path):
     """Killed in step 5 with batches prefetched, in the middle of an epoch: the samples that count are 0, 1, 2, ... once each."""
-    flags = [*EP2, "--out", str(tmp_path), "--checkpoint.every", "2", "--checkpoint.mode", "sync", "--log.every", "1"]
+    flags = [
+        *EP2,
+        "--out",
+        str(tmp_path),
+        "--checkpoint.every",
+        "2",
+        "--checkpoint.mode",
+        "sync",
+        "--log.every",
+        "1",
+    ]
     killed = launch(2, consume, flags, 5, timeout=TIMEOUT)
     assert [end.code for end in killed] == [-signal.SIGKILL] * 2
     before = samples(tmp_path, range(0, 4))
@@ -108,7 +127,11 @@ def test_17_data_goes_on_where_it_stopped(tmp_path):
 
 
 def samples(out: Path, steps: range) -> list[tuple[int, int]]:
-    rows = [tuple(map(int, line.split())) for log in out.glob("samples-*") for line in log.read_text().splitlines()]
+    rows = [
+        tuple(map(int, line.split()))
+        for log in out.glob("samples-*")
+        for line in log.read_text().splitlines()
+    ]
     return sorted(row for row in rows if row[0] in steps)
 
 
@@ -124,7 +147,8 @@ def test_18_other_worlds(tmp_path, gloo):
     out, step3 = ["--out", str(tmp_path / "moved")], str(tmp_path / "straight/checkpoints/step-3")
     at4 = [*flags, *layout[4], *out, "--checkpoint.every", "2"]
     assert_equal_state(
-        gloo(2, load, [*flags, *layout[2], *out, "--resume", step3])[0], gloo(4, load, [*at4, "--resume", step3])[0]
+        gloo(2, load, [*flags, *layout[2], *out, "--resume", step3])[0],
+        gloo(4, load, [*at4, "--resume", step3])[0],
     )
     gloo(4, run, [*at4, "--resume", step3])
     step6 = ["--resume", str(tmp_path / "moved/checkpoints/step-6")]
@@ -214,7 +238,9 @@ def poison(rank: int, world: int, argv: list[str], steps: list[int]) -> dict:
         seen[trainer.step] = whole(trainer)
         loss = original(batch, totals)
         if rank == 1 and trainer.step in steps:
-            next(p for n, p in trainer.model.named_parameters() if "gate_up" in n).grad.to_local()[0, 0] = float("nan")
+            next(p for n, p in trainer.model.named_parameters() if "gate_up" in n).grad.to_local()[0, 0] = (
+                float("nan")
+            )
         return loss
 
     trainer.forward_backward = forward_backward
@@ -257,7 +283,9 @@ def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
 
     def forward_backward(batch, totals):
         if rank == 1 and trainer.step == 4:
-            dict(trainer.model.named_parameters())["blocks.1.ffn_norm.weight"].data.to_local()[0] = float("nan")
+            dict(trainer.model.named_parameters())["blocks.1.ffn_norm.weight"].data.to_local()[0] = float(
+                "nan"
+            )
         trainer.run.stop = trainer.step >= 5
         return original(batch, totals)
 
@@ -290,7 +318,9 @@ def test_21_the_end_by_skipped_steps_is_one_line(tmp_path, gloo):
     (code, said), (other, quiet) = gloo(2, all_skipped, flags, tmp_path)
     assert code == other == 2 and "Traceback" not in said + quiet and "error" not in quiet
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: step 1: loss or gradient norm was not finite 2 times in a row (--optim.max-skips=2)")
+    assert line.startswith(
+        "error: step 1: loss or gradient norm was not finite 2 times in a row (--optim.max-skips=2)"
+    )
     assert [line["skipped"] for line in lines(tmp_path / "run")] == [1, 2], (
         "the step that ends the run is told of as well"
     )
@@ -323,7 +353,9 @@ def test_22_loss_spike(tmp_path):
         assert "highest on rank" not in ends[1].said
     assert len(said[0]) == 1 and said[0] == said[1]
     assert said[0][0].startswith("step 10: loss ") and "highest on rank 1 with " in said[0][0]
-    assert said[0][0].endswith(": samples [42, 43]")  # two ranks of two sequences: step 10 begins at sample 40
+    assert said[0][0].endswith(
+        ": samples [42, 43]"
+    )  # two ranks of two sequences: step 10 begins at sample 40
     assert numbers(out, 9) == numbers(tmp_path / "a", 9)
     log = lines(tmp_path / "a")
     assert log[10]["loss"] > 1000 * log[9]["loss"] and log[11]["skipped"] == 0  # clipped, and taken
@@ -356,7 +388,9 @@ def ignoring(rank: int, world: int, argv: list[str], ranks: list[int]) -> list[d
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one rank", "all ranks"])
 def test_23_all_labels_ignored(tmp_path, gloo, ranks):
     """Finite loss and metrics; the mean is over the targets that there are; without any, the update is that of weight decay only."""
-    coeffs = "--model.moe.balance-coeff 0 --model.moe.z-coeff 0 --optim.weight-decay 0 --optim.betas 0 0".split()
+    coeffs = (
+        "--model.moe.balance-coeff 0 --model.moe.z-coeff 0 --optim.weight-decay 0 --optim.betas 0 0".split()
+    )
     flags = [*EP2, *coeffs, "--out", str(tmp_path), "--checkpoint.mode", "off"]
     results = gloo(2, ignoring, flags, ranks)
     log = lines(tmp_path)[3]

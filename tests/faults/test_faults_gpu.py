@@ -29,7 +29,16 @@ def test_the_others_end(tmp_path, how, layers):
     """16 layers are more launches than a GPU's queue takes."""
     shared = [] if torch.cuda.device_count() >= 4 else ["-m", "benchmarks.shared"]
     flags = [*FLAGS, "--model.layers", str(layers), "--train.timeout", str(TIMEOUT), "--out", str(tmp_path)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *shared, __file__, how, *flags]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        *shared,
+        __file__,
+        how,
+        *flags,
+    ]
     env = os.environ | dict(PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=360)
     ended, said = time.time(), ran.stdout + ran.stderr

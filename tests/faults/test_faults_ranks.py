@@ -43,7 +43,9 @@ def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
     if where == "forward":
         before_step(trainer, 3, stop)
     elif where == "backward":
-        torch.Tensor.backward = lambda loss: (trainer.step == 3 and loss.register_hook(stop), backward(loss))[1]
+        torch.Tensor.backward = lambda loss: (trainer.step == 3 and loss.register_hook(stop), backward(loss))[
+            1
+        ]
     else:
         trainer.checkpoints._write = lambda *args: (stop(), write(*args))[1]
     finish(trainer)
@@ -161,11 +163,19 @@ def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
 def test_25_a_save_under_way_ends_first(tmp_path):
     flags = [*EP2, "--train.timeout", "2", "--checkpoint.every", "3", "--out", str(tmp_path)]
     ends = launch(2, stands, flags, "asleep behind a save", timeout=60, limit=50)
-    assert [end.code for end in ends] == [1, 1] and (tmp_path / "checkpoints/step-3/manifest.json").exists(), ends
+    assert [end.code for end in ends] == [1, 1] and (
+        tmp_path / "checkpoints/step-3/manifest.json"
+    ).exists(), ends
 
 
 @pytest.mark.parametrize(
-    "how", ["raise error", "raise ValueError('another') from error", "raise ExceptionGroup('of two', [error])", "pass"]
+    "how",
+    [
+        "raise error",
+        "raise ValueError('another') from error",
+        "raise ExceptionGroup('of two', [error])",
+        "pass",
+    ],
 )
 def test_a_process_leaves_behind_what_nobody_catches(how):
     """With its traceback, and before what CUDA would do at the end; who catches the error goes on as if nothing had been, and holds nothing."""
@@ -190,7 +200,9 @@ error = RuntimeError("of all")
 _leave_behind(error)
 {how}
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(train.__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(train.__file__).parent
+    )
     assert (ran.returncode, ran.stdout) == ((0, "the end\n") if how == "pass" else (1, "")), ran
     assert ("RuntimeError: of all" in ran.stderr) is (how != "pass")
 
@@ -198,7 +210,17 @@ _leave_behind(error)
 @pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])
 def test_25_what_may_take_long(tmp_path, how, timeout):
     """The first step, a save, a validation: two seconds are for a step. And any step, of whoever sets none."""
-    flags = [*EP2, "--train.timeout", timeout, "--train.eval-every", "2", "--checkpoint.every", "2", "--steps", "4"]
+    flags = [
+        *EP2,
+        "--train.timeout",
+        timeout,
+        "--train.eval-every",
+        "2",
+        "--checkpoint.every",
+        "2",
+        "--steps",
+        "4",
+    ]
     ends = launch(2, stands, [*flags, "--out", str(tmp_path)], how, timeout=60, limit=60)
     assert [end.code for end in ends] == [0, 0], ends
     assert all("nothing has moved" not in end.said for end in ends)
@@ -226,7 +248,10 @@ def test_26_one_rank_raises(tmp_path, where):
     assert [end.code for end in ends] == [1, 1]
     assert max(end.at for end in ends) - raised_at < shared(5)
     for end in ends:
-        assert f"the first to fail was rank 0 in step {3 if where == 'step' else 0}: RuntimeError: a guard" in end.said
+        assert (
+            f"the first to fail was rank 0 in step {3 if where == 'step' else 0}: RuntimeError: a guard"
+            in end.said
+        )
 
 
 def strays(rank: int, world: int, argv: list[str], how: str) -> None:
@@ -237,7 +262,9 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
     def part(batch):
         if how == "skipped by one":
             mine or dist.all_reduce(scalar)
-        elif how == "skipped by each":  # counts and sizes are equal, and so sums of unlike things pass for results
+        elif (
+            how == "skipped by each"
+        ):  # counts and sizes are equal, and so sums of unlike things pass for results
             dist.all_reduce(scalar) if mine else None
             dist.all_reduce(torch.full((), 10.0)) if not mine else None
         elif how == "other operation":
@@ -248,7 +275,9 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
             dist.all_reduce(torch.ones(4, dtype=torch.int32 if mine else torch.float32))
         elif how.startswith("other size"):
             dist.all_reduce(torch.ones({"other size": 4, "other size, larger": 16}[how] if mine else 8))
-        elif how == "skipped inside" and mine:  # below whoever has replaced the function: only the group knows
+        elif (
+            how == "skipped inside" and mine
+        ):  # below whoever has replaced the function: only the group knows
             dist.all_reduce = lambda *args, **kwargs: setattr(dist, "all_reduce", real)
 
     before_step(trainer, 3, part)
@@ -271,14 +300,19 @@ def test_27_ranks_part(tmp_path, how):
     assert all(end.code not in (0, None) for end in ends), ends
     last = 7 if how == "after the last step" else 2
     for end in ends:
-        assert f"weights changed in step {last}" in end.said and f"weights changed in step {last + 1}" not in end.said
+        assert (
+            f"weights changed in step {last}" in end.said
+            and f"weights changed in step {last + 1}" not in end.said
+        )
     assert_parting_named(ends, how)
 
 
 def test_27_one_of_four_parts(tmp_path):
     flags = [*EP2, "--train.batch", "1", "--out", str(tmp_path)]
     ends = launch(4, strays, flags, "other size", timeout=TIMEOUT, limit=15)
-    assert all(end.code not in (0, None) and "weights changed in step 3" not in end.said for end in ends), ends
+    assert all(end.code not in (0, None) and "weights changed in step 3" not in end.said for end in ends), (
+        ends
+    )
     assert_parting_named(ends, "other size")
 
 
@@ -290,7 +324,9 @@ def assert_parting_named(ends: list[End], how: str) -> None:
     place = "apply.py" if how == "skipped inside" else "test_faults_ranks.py"
     assert all(place in text for text in said), said
     if how == "other size":
-        assert all(f"all_reduce of {n} float32 sum at test_faults" in text for n in (4, 8) for text in said), said
+        assert all(
+            f"all_reduce of {n} float32 sum at test_faults" in text for n in (4, 8) for text in said
+        ), said
 
 
 # ---- 28: bad input ----
@@ -300,7 +336,9 @@ def save_nan(rank: int, world: int, argv: list[str]) -> None:
     trainer = start(rank, world, argv)
     with torch.no_grad():
         dict(trainer.model.named_parameters())["blocks.1.ffn_norm.weight"].to_local()[3] = float("nan")
-    trainer.checkpoints.save(0, trainer.tensors(), dict(step=0, tokens=0, guard=trainer.guard.state_dict()), {})
+    trainer.checkpoints.save(
+        0, trainer.tensors(), dict(step=0, tokens=0, guard=trainer.guard.state_dict()), {}
+    )
     trainer.checkpoints.finish()
 
 
@@ -317,7 +355,10 @@ def shards(folder: Path) -> Path:
         ("id", "00000.bin: token id 122 at byte "),
         ("id", "valid ids are 0 to --model.vocab=120 - 1"),
         ("empty", "00000.bin: "),
-        ("nan", "NaN or infinity in model.blocks.1.ffn_norm.weight: start from another checkpoint (--resume, --init)"),
+        (
+            "nan",
+            "NaN or infinity in model.blocks.1.ffn_norm.weight: start from another checkpoint (--resume, --init)",
+        ),
         ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
     ],
 )

@@ -31,7 +31,9 @@ def on_nodes(rank: int, sizes: list[int]) -> dict[str, str]:
     )
 
 
-def mesh_or_error(rank: int, world: int, sizes: list[int], ep: int, across: bool, without: tuple[str, ...] = ()):
+def mesh_or_error(
+    rank: int, world: int, sizes: list[int], ep: int, across: bool, without: tuple[str, ...] = ()
+):
     """Members of the rank's expert group, or the error's text; no collective may have run before it."""
     os.environ.update(on_nodes(rank, sizes))
     for name in without:
@@ -144,9 +146,9 @@ def test_command_line_refuses_before_a_process_group_exists(monkeypatch, capsys,
         parse(["tiny", "--parallel.ep", "8"], "", rank=rank, world=8)
     assert ended.value.code == 2 and not dist.is_initialized()
     said = capsys.readouterr().err
-    assert ("--parallel.ep=8: 1 expert groups on 2 nodes" in said and "--parallel.ep-across-nodes" in said) == (
-        rank == 0
-    )
+    assert (
+        "--parallel.ep=8: 1 expert groups on 2 nodes" in said and "--parallel.ep-across-nodes" in said
+    ) == (rank == 0)
 
 
 def run_train(rank: int, world: int, sizes: list[int], argv: list[str], folder: Path) -> tuple[int, str]:
@@ -164,7 +166,9 @@ def test_train_ends_with_code_2_on_every_rank(gloo, tmp_path):
     argv = ["tiny", "--no-compile", "--parallel.ep", "2", "--out", str(tmp_path / "run")]
     ends = gloo(4, run_train, [3, 1], argv, tmp_path)
     assert [code for code, _ in ends] == [2] * 4
-    assert ends[0][1].startswith("error: --parallel.ep=2: 1 of 2 expert groups would span nodes (of [1, 3] processes)")
+    assert ends[0][1].startswith(
+        "error: --parallel.ep=2: 1 of 2 expert groups would span nodes (of [1, 3] processes)"
+    )
     assert [said for _, said in ends[1:]] == ["", "", ends[0][1]], "said once on each node"
     assert not (tmp_path / "run").exists()
 
@@ -181,7 +185,9 @@ def test_each_life_meets_under_a_name_of_its_own(monkeypatch):
     lives = []
     for world, late in ((3, 0), (3, 1), (2, 0), (4, 3), (1, None)):
         with ThreadPoolExecutor(world) as pool:
-            stores = [joined.result(20) for joined in [pool.submit(join, r, world, late) for r in range(world)]]
+            stores = [
+                joined.result(20) for joined in [pool.submit(join, r, world, late) for r in range(world)]
+            ]
         stores[0].set("address", f"of life {len(lives)}")
         assert {store.get("address").decode() for store in stores} == {f"of life {len(lives)}"}
         lives.append(stores[-1])
@@ -217,9 +223,33 @@ def test_torchrun_starts_dead_workers_again(tmp_path, agents):
         port = free.getsockname()[1]
     out = tmp_path / "run"
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(agents), "--max-restarts", "1"]
-    agent += ["--nproc-per-node", str(2 // agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    agent += ["--rdzv-id", "x", "--local-addr", "127.0.0.1", str(tmp_path / "worker.py"), str(tmp_path / "dead")]
-    flags = [*SMALL, "--steps", "6", "--checkpoint.every", "2", "--checkpoint.mode", "sync", "--out", str(out)]
+    agent += [
+        "--nproc-per-node",
+        str(2 // agents),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
+    agent += [
+        "--rdzv-id",
+        "x",
+        "--local-addr",
+        "127.0.0.1",
+        str(tmp_path / "worker.py"),
+        str(tmp_path / "dead"),
+    ]
+    flags = [
+        *SMALL,
+        "--steps",
+        "6",
+        "--checkpoint.every",
+        "2",
+        "--checkpoint.mode",
+        "sync",
+        "--out",
+        str(out),
+    ]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -102,7 +102,11 @@ def test_damage_is_named(tmp_path):
         ("rope_parameters", dict(rope_theta=10**400), "0: must be a number"),
         ("rope_parameters", dict(rope_type="linear", factor=[2]), "factor=[2]: must be a number"),
         ("quantization_config", dict(quant_method=["fp8"]), "only None"),
-        ("rope_parameters", dict(rope_type="llama3", factor=2), "low_freq_factor of rope_type llama3: missing"),
+        (
+            "rope_parameters",
+            dict(rope_type="llama3", factor=2),
+            "low_freq_factor of rope_type llama3: missing",
+        ),
         ("quantization_config", "x", "quantization_config='x': only None"),
     ],
 )
@@ -137,14 +141,22 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
         ("num_experts", 5, "num_experts=5 and num_local_experts=6: must be equal"),
         ("num_attention_heads", 10**30, f"num_attention_heads={10**30}: must be"),
         ("head_dim", 10**30, f"head_dim={10**30}: must be at least 1 and at most 1048576"),
-        ("max_position_embeddings", 10**30, f"max_position_embeddings={10**30}: must be at least 1 and at most"),
+        (
+            "max_position_embeddings",
+            10**30,
+            f"max_position_embeddings={10**30}: must be at least 1 and at most",
+        ),
         ("max_position_embeddings", 0, "max_position_embeddings=0: must be at least 1"),
         ("num_nextn_predict_layers", 10**9, f"num_nextn_predict_layers={10**9}: must be at most 4096"),
         ("decoder_sparse_step", 0, "decoder_sparse_step=0: must be at least 1"),
         ("decoder_sparse_step", -1, "decoder_sparse_step=-1: must be at least 1"),
         ("mlp_only_layers", [0, 2], "mlp_only_layers=[0, 2]: must be numbers of the 2 layers, from 0 to 1"),
         ("mlp_only_layers", [-1], "mlp_only_layers=[-1]: must be numbers of the 2 layers, from 0 to 1"),
-        ("quantization_config", dict(quant_method="mxfp4"), "quant_method='mxfp4', but no tensor is packed so"),
+        (
+            "quantization_config",
+            dict(quant_method="mxfp4"),
+            "quant_method='mxfp4', but no tensor is packed so",
+        ),
     ],
 )
 def test_a_number_that_cannot_be_is_named(tmp_path, key, value, message):
@@ -222,7 +234,9 @@ def test_weights_that_float16_does_not_hold_are_not_written_as_inf(tmp_path):
     with torch.no_grad():
         model.blocks[0].moe.experts.down[0, 0, 0] = -7e4
     step = train_and_save(tmp_path / "run", model.cfg, model, init=str(tmp_path / "step"))
-    with pytest.raises(CheckpointError, match=r"moe.experts.down has weights up to 7e\+04, float16 holds 65504"):
+    with pytest.raises(
+        CheckpointError, match=r"moe.experts.down has weights up to 7e\+04, float16 holds 65504"
+    ):
         export_hf(step, tmp_path / "back")
     assert not (tmp_path / "back").exists()
     export_hf(step, tmp_path / "back", dtype="bf16")
@@ -356,7 +370,9 @@ def test_train_from_an_import_and_export(gloo, tmp_path):
     """`train.py tiny --init STEP` on two ranks starts from theirs; its checkpoint goes back and computes what the run ended with."""
     cfg = parse([*SMALL, "--out", "x"], "", rank=0, world=1)
     hf_dir = tmp_path / "hf"
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**write_config(cfg.model, "float32"))).eval()
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**write_config(cfg.model, "float32"))
+    ).eval()
     theirs.save_pretrained(hf_dir)
     import_hf(hf_dir, tmp_path / "step")
     flags = [
@@ -399,7 +415,9 @@ def test_one_file_of_weights_goes_before_an_index(tmp_path, newer):
     assert torch.equal(theirs.lm_head.weight, back["lm_head.weight"])
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"]
+)
 def test_an_epsilon_that_is_not_said_is_the_classs_own(tmp_path, name):
     hf_dir = saved(tmp_path / "hf", name)
     config = json.loads((hf_dir / "config.json").read_text())

@@ -107,7 +107,10 @@ def test_fp8_that_does_not_fit_is_listed(tmp_path):
     in_two_files(hf_dir, tensors)
     with pytest.raises(MismatchError, match="2 differences") as error:
         import_hf(hf_dir, tmp_path / "step")
-    for word in (f"{lost}_scale_inv: missing, but {lost} is", f"{bent}_scale_inv: shape (3, 3), must be a factor for"):
+    for word in (
+        f"{lost}_scale_inv: missing, but {lost} is",
+        f"{bent}_scale_inv: shape (3, 3), must be a factor for",
+    ):
         assert word in str(error.value)
     edit_config(hf_dir, quantization_config=dict(quant_method="fp8", weight_block_size=None))
     with pytest.raises(ConfigError, match="weight_block_size=None"):
@@ -126,7 +129,10 @@ def test_layers_that_predict_further_tokens_are_carried(tmp_path, capsys):
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
     tensors = tensors_of(hf_dir)
     extra = {n.replace("layers.2.", "layers.3."): t.clone() for n, t in tensors.items() if "layers.2." in n}
-    extra |= {f"model.layers.3.{n}": torch.randn(16, 2).half() for n in ("eh_proj.weight", "shared_head.head.weight")}
+    extra |= {
+        f"model.layers.3.{n}": torch.randn(16, 2).half()
+        for n in ("eh_proj.weight", "shared_head.head.weight")
+    }
     in_two_files(hf_dir, tensors | extra)
     edit_config(hf_dir, num_nextn_predict_layers=1)
     import_hf(hf_dir, tmp_path / "step", world=2)
@@ -143,8 +149,9 @@ def test_layers_that_predict_further_tokens_are_carried(tmp_path, capsys):
     assert len(lines) == 20 and sum(".experts." in line for line in lines) == 3  # kinds of 6 each
     single = [name for name in extra if ".experts." not in name]
     assert all(f"{name}: deepseek_v3 has no such tensor" in str(error.value) for name in single)
-    assert "  model.layers.*.mlp.experts.*.up_proj.weight: deepseek_v3 has no such tensor (6, one is layers.3 " in str(
-        error.value
+    assert (
+        "  model.layers.*.mlp.experts.*.up_proj.weight: deepseek_v3 has no such tensor (6, one is layers.3 "
+        in str(error.value)
     )
 
 
@@ -184,27 +191,42 @@ def test_a_start_without_the_choice_bias_is_refused(tmp_path):
     model = Transformer(read_config(Folder(hf_dir).config))
     with pytest.raises(MismatchError, match="2 differences") as error:
         load_hf(hf_dir, model.named_parameters(), model.cfg)
-    assert "blocks.1.moe.router.choice_bias: not among the tensors to fill; give the model's state_dict()" in str(
-        error.value
+    assert (
+        "blocks.1.moe.router.choice_bias: not among the tensors to fill; give the model's state_dict()"
+        in str(error.value)
     )
 
 
 # ---- settings ----
 
-HUB = dict(hidden_act="silu", attention_bias=False, attention_dropout=0.0, rms_norm_eps=1e-6, rope_theta=10000)
-HUB |= dict(tie_word_embeddings=False, initializer_range=0.02, max_position_embeddings=163840, moe_layer_freq=1)
-HUB |= dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, pretraining_tp=1, ep_size=1)
+HUB = dict(
+    hidden_act="silu", attention_bias=False, attention_dropout=0.0, rms_norm_eps=1e-6, rope_theta=10000
+)
+HUB |= dict(
+    tie_word_embeddings=False, initializer_range=0.02, max_position_embeddings=163840, moe_layer_freq=1
+)
+HUB |= dict(
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, pretraining_tp=1, ep_size=1
+)
 STRETCH = dict(type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
-V2_LITE = HUB | dict(model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
+V2_LITE = HUB | dict(
+    model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408
+)
 V2_LITE |= dict(num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, vocab_size=102400)
 V2_LITE |= dict(n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1)
 V2_LITE |= dict(q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax")
 V2_LITE |= dict(norm_topk_prob=False, routed_scaling_factor=1.0, aux_loss_alpha=0.001, seq_aux=True)
 V2_LITE |= dict(rope_scaling=STRETCH | dict(mscale=0.707, mscale_all_dim=0.707))
-V2 = V2_LITE | dict(hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=60)
-V2 |= dict(num_attention_heads=128, num_key_value_heads=128, n_routed_experts=160, q_lora_rank=1536, n_group=8)
+V2 = V2_LITE | dict(
+    hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=60
+)
+V2 |= dict(
+    num_attention_heads=128, num_key_value_heads=128, n_routed_experts=160, q_lora_rank=1536, n_group=8
+)
 V2 |= dict(topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0)
-V3 = HUB | dict(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048)
+V3 = HUB | dict(
+    model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048
+)
 V3 |= dict(num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, vocab_size=129280)
 V3 |= dict(n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3)
 V3 |= dict(q_lora_rank=1536, n_group=8, topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid")
@@ -216,7 +238,13 @@ def test_config_of_the_hub():
     assert differences(presets()["deepseek-v2-lite"].model, read_config(V2_LITE)) == []
     assert differences(presets()["deepseek-v3"].model, read_config(V3)) == []
     moe = read_config(V2).moe
-    assert (moe.groups, moe.top_groups, moe.group_score, moe.renormalize, moe.scaling) == (8, 3, "max", False, 16.0)
+    assert (moe.groups, moe.top_groups, moe.group_score, moe.renormalize, moe.scaling) == (
+        8,
+        3,
+        "max",
+        False,
+        16.0,
+    )
     every_second = read_config(V3 | dict(moe_layer_freq=2))  # among the layers from 3 on, the even ones
     assert [i for i in range(9) if every_second.is_moe(i)] == [4, 6, 8]
 
@@ -238,8 +266,12 @@ def test_every_wrong_setting_is_listed(config, wrong):
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
 def test_trained_here_gets_a_config(tmp_path, kind):
     """And the choice bias stays fp32 in an export to bf16, as transformers keeps it."""
-    moe = MoEConfig(experts=8, top_k=3, ffn_dim=12, shared_dim=24, groups=4, top_groups=3, renormalize=False, z_coeff=0)
-    base = dict(vocab=31, dim=16, layers=3, heads=4, attention="mla", dense_layers=1, ffn_dim=12, norm_eps=1e-4)
+    moe = MoEConfig(
+        experts=8, top_k=3, ffn_dim=12, shared_dim=24, groups=4, top_groups=3, renormalize=False, z_coeff=0
+    )
+    base = dict(
+        vocab=31, dim=16, layers=3, heads=4, attention="mla", dense_layers=1, ffn_dim=12, norm_eps=1e-4
+    )
     mla = MLAConfig(kv_rank=6, nope_dim=4, rope_dim=4, v_dim=3)
     rope = RopeConfig(max_seq=128)
     if kind == "deepseek_v3":
@@ -285,5 +317,6 @@ def test_trained_from_theirs_and_back(gloo, tmp_path):
     assert set((tuned[bias] - tensors[bias]).tolist()) <= {-0.125, 0.0, 0.125}
     assert (tuned[bias] != tensors[bias]).any()
     assert (
-        make("deepseek_v3").config.model_type == json.loads((tmp_path / "back/config.json").read_text())["model_type"]
+        make("deepseek_v3").config.model_type
+        == json.loads((tmp_path / "back/config.json").read_text())["model_type"]
     )

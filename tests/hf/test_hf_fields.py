@@ -39,10 +39,26 @@ from tmoe.model.transformer import Transformer
 
 ABSENT = object()
 VALUES = [None, ABSENT, False, True, 0, 2, 0.5, "x", [], {}]
-ROPE = ["rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "truncate"]
+ROPE = [
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "truncate",
+]
 ROPE += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]
 ROPE += ["partial_rotary_factor"]
-MORE = ["head_dim", "rope_theta", "partial_rotary_factor", "per_layer_config", "mlp_bias", "attention_bias", "clip_qkv"]
+MORE = [
+    "head_dim",
+    "rope_theta",
+    "partial_rotary_factor",
+    "per_layer_config",
+    "mlp_bias",
+    "attention_bias",
+    "clip_qkv",
+]
 # what decides nothing in a forward of tokens without padding, or how transformers computes it
 IDLE = {
     "architectures",
@@ -54,9 +70,22 @@ IDLE = {
     "output_hidden_states",
     "use_cache",
 }
-IDLE |= {"return_dict", "transformers_version", "pad_token_id", "bos_token_id", "eos_token_id", "attention_dropout"}
+IDLE |= {
+    "return_dict",
+    "transformers_version",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "attention_dropout",
+}
 IDLE |= {"output_router_logits", "pretraining_tp", "is_encoder_decoder", "chunk_size_feed_forward"}
-EVERYWHERE = {"sliding_window", "layer_types", "rope_parameters", "original_max_position_embeddings", "head_dim"}
+EVERYWHERE = {
+    "sliding_window",
+    "layer_types",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "head_dim",
+}
 TOKENS = torch.arange(40).view(2, 20) * 7 % 31
 WIDE_ROPE = MLA | dict(qk_rope_head_dim=6)  # no width is another's by chance
 BASES = {a.model_type: MODELS[a.model_type] for a in ARCHITECTURES} | {
@@ -112,7 +141,9 @@ def words_of(cls: type) -> set[str]:
 
 def reading(config) -> str:
     """What the code of transformers finds in a config."""
-    return json.dumps({k: v for k, v in config.to_dict().items() if k in words_of(type(config))}, sort_keys=True)
+    return json.dumps(
+        {k: v for k, v in config.to_dict().items() if k in words_of(type(config))}, sort_keys=True
+    )
 
 
 class Theirs:
@@ -179,10 +210,14 @@ def cases(base: dict, values: list) -> list[tuple[str, dict]]:
         for value in values:
             rest = {k: v for k, v in base["rope_parameters"].items() if k != key}
             rope = rest if value is ABSENT else rest | {key: value}
-            found.append((f"rope {key}={'absent' if value is ABSENT else value!r}", base | dict(rope_parameters=rope)))
+            found.append(
+                (f"rope {key}={'absent' if value is ABSENT else value!r}", base | dict(rope_parameters=rope))
+            )
     whole = [None, {}, dict(rope_theta=5.0), dict(type="linear", factor=2.0)]
     whole += [dict(rope_type="yarn", factor=2.0), dict(rope_type="linear")]
-    found += [(f"{key}={rope}", base | {key: rope}) for rope in whole for key in ("rope_parameters", "rope_scaling")]
+    found += [
+        (f"{key}={rope}", base | {key: rope}) for rope in whole for key in ("rope_parameters", "rope_scaling")
+    ]
     bare = {key: value for key, value in base.items() if key != "rope_parameters"}
     return [*found, ("no rope_parameters", bare), ("rope_scaling={} alone", bare | dict(rope_scaling={}))]
 
@@ -243,7 +278,9 @@ def test_what_null_and_absence_mean(case, means):
     (name, key, value), (setting, want) = case, means
     base = said_in_full(name)
     rest = {k: v for k, v in base.items() if k != key}
-    found = read_config(rest if value is ABSENT else rest | {key: dict(value) if isinstance(value, tuple) else value})
+    found = read_config(
+        rest if value is ABSENT else rest | {key: dict(value) if isinstance(value, tuple) else value}
+    )
     for part in setting.split("."):
         found = getattr(found, part)
     assert found == want
@@ -252,8 +289,14 @@ def test_what_null_and_absence_mean(case, means):
 def test_a_null_that_is_refused_is_named():
     base = said_in_full("mixtral")
     with pytest.raises(ConfigError) as error:
-        read_config(base | dict(num_key_value_heads=None, hidden_size=None, hidden_act=None, router_jitter_noise=None))
-    for line in ("num_key_value_heads=null: must have a value", "hidden_size: missing", "hidden_act=None: only 'silu'"):
+        read_config(
+            base | dict(num_key_value_heads=None, hidden_size=None, hidden_act=None, router_jitter_noise=None)
+        )
+    for line in (
+        "num_key_value_heads=null: must have a value",
+        "hidden_size: missing",
+        "hidden_act=None: only 'silu'",
+    ):
         assert line in str(error.value)
     assert "4 problems" in str(error.value)
 

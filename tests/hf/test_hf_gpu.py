@@ -53,7 +53,9 @@ def test_swapped_model_is_the_same_function(name, size, monkeypatch):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"])
 def test_swapped_in_16_bits_is_no_further_from_fp32(name, dtype, monkeypatch):
     exact = wide(name, monkeypatch)
-    exact.model.layers = exact.model.layers[:1]  # a second block's router would choose otherwise for a rounding
+    exact.model.layers = exact.model.layers[
+        :1
+    ]  # a second block's router would choose otherwise for a rounding
     with torch.no_grad():
         for p in exact.parameters():
             p.copy_(p.to(dtype))
@@ -120,7 +122,9 @@ def test_imported_model_is_the_same_function_on_a_gpu(name, size, tmp_path, monk
     got = gradients_by_their_names(ours, json.loads((hf_dir / "config.json").read_text()))
     assert got.keys() == want.keys()
     for key, gradient in want.items():
-        assert far(got[key], gradient) < GRADIENTS[size] or (gradient.norm() == 0 and got[key].norm() == 0), key
+        assert far(got[key], gradient) < GRADIENTS[size] or (gradient.norm() == 0 and got[key].norm() == 0), (
+            key
+        )
     with torch.autocast("cuda", torch.bfloat16):
         loss = ours(x, targets)
     loss.backward()

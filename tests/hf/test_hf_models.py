@@ -51,7 +51,9 @@ def test_types_and_files_come_back(tmp_path, name, dtype):
     if "tied" in name:
         added["lm_head.weight"] = tensors_of(hf_dir)["model.embed_tokens.weight"]
     norm = next(key for key in index["weight_map"] if key.endswith("input_layernorm.weight"))
-    added[norm] = tensors_of(hf_dir)[norm].float() + 1e-6  # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
+    added[norm] = (
+        tensors_of(hf_dir)[norm].float() + 1e-6
+    )  # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
     owner = hf_dir / index["weight_map"][norm]
     save_file(load_file(owner) | added, owner, {"format": "pt"})
     index["weight_map"] |= dict.fromkeys(added, owner.name)
@@ -65,24 +67,44 @@ def test_types_and_files_come_back(tmp_path, name, dtype):
 def test_hub_spelling_of_older_transformers():
     """config.json as published: Mixtral 8x7B (4.36), Qwen3-30B-A3B (4.51), OLMoE (4.43), Llama 3.1 8B (4.43)."""
     shared = dict(hidden_act="silu", tie_word_embeddings=False, attention_dropout=0.0, initializer_range=0.02)
-    mixtral = shared | dict(model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+    mixtral = shared | dict(
+        model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32
+    )
     mixtral |= dict(num_attention_heads=32, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2)
     mixtral |= dict(
-        vocab_size=32000, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, max_position_embeddings=32768
+        vocab_size=32000,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        sliding_window=None,
+        max_position_embeddings=32768,
     )
-    qwen = shared | dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768)
-    qwen |= dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128)
-    qwen |= dict(num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6)
+    qwen = shared | dict(
+        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768
+    )
+    qwen |= dict(
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128
+    )
+    qwen |= dict(
+        num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6
+    )
     qwen |= dict(max_position_embeddings=40960, mlp_only_layers=[], decoder_sparse_step=1, rope_scaling=None)
     qwen |= dict(use_sliding_window=False, sliding_window=None, max_window_layers=48)
     olmoe = shared | dict(model_type="olmoe", hidden_size=2048, intermediate_size=1024, num_hidden_layers=16)
-    olmoe |= dict(num_attention_heads=16, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, clip_qkv=None)
     olmoe |= dict(
-        vocab_size=50304, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=4096, norm_topk_prob=False
+        num_attention_heads=16, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, clip_qkv=None
+    )
+    olmoe |= dict(
+        vocab_size=50304,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=4096,
+        norm_topk_prob=False,
     )
     for name, hf in {"mixtral-8x7b": mixtral, "qwen3-30b-a3b": qwen, "olmoe-1b-7b": olmoe}.items():
         assert differences(presets()[name].model, read_config(hf)) == []
-        found, _ = divide(next(a for a in ARCHITECTURES if a.model_type == hf["model_type"]), read_config(hf), ())
+        found, _ = divide(
+            next(a for a in ARCHITECTURES if a.model_type == hf["model_type"]), read_config(hf), ()
+        )
         assert (
             sum(torch.Size(s).numel() for s in their_shapes(found).values())
             == {
@@ -95,10 +117,18 @@ def test_hub_spelling_of_older_transformers():
     llama = shared | dict(
         model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, mlp_bias=False
     )
-    llama |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-5, rope_theta=5e5)
-    llama |= dict(max_position_embeddings=131072, rope_scaling=scaling | dict(original_max_position_embeddings=8192))
+    llama |= dict(
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-5, rope_theta=5e5
+    )
+    llama |= dict(
+        max_position_embeddings=131072, rope_scaling=scaling | dict(original_max_position_embeddings=8192)
+    )
     cfg = read_config(llama)
-    assert cfg.rope == RopeConfig(5e5, 131072, "llama3", 8.0, 8192) and cfg.head_dim == 128 and cfg.dense_layers == 32
+    assert (
+        cfg.rope == RopeConfig(5e5, 131072, "llama3", 8.0, 8192)
+        and cfg.head_dim == 128
+        and cfg.dense_layers == 32
+    )
 
 
 def test_every_wrong_setting_is_listed(tmp_path):
@@ -129,7 +159,9 @@ def test_every_wrong_setting_is_listed(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        dict(rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40),  # beside it, and first
+        dict(
+            rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40
+        ),  # beside it, and first
         dict(rope_scaling=dict(LLAMA3, factor=3.0), rope_parameters=dict(LLAMA3, factor=2.0)),
         dict(rope_scaling=None, rope_theta=3e4, rope_parameters=dict(LLAMA3, rope_theta=2e4)),
         dict(rope_scaling=dict(type="linear", factor=3.0), rope_theta=3e4),
@@ -148,7 +180,9 @@ def test_rope_in_any_spelling_is_what_transformers_computes(tmp_path, rope):
     assert far(load_step(tmp_path / "step")(x), theirs(x).logits) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "llama, tied, llama3, narrow heads", "qwen3, tied, yarn"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mixtral", "llama, tied, llama3, narrow heads", "qwen3, tied, yarn"]
+)
 def test_far_into_a_sequence_it_is_still_the_same_function(tmp_path, name):
     """Angles are rounded there as theirs are; exact ones gave logits up to 3e-5 apart at 6,000 tokens."""
     hf_dir = saved(tmp_path / "hf", name)
@@ -167,7 +201,9 @@ KINDS = {  # settings of each architecture beside the common ones
     "mixtral": dict(window=20, moe=dict(softmax="after")),
     "qwen3_moe": dict(dense_layers=1, qk_norm="head"),
     "olmoe": dict(qk_norm="full", moe=dict(renormalize=False)),
-    "qwen2_moe": dict(dense_layers=1, qkv_bias=True, moe=dict(renormalize=False, shared_dim=6, shared_gate=True)),
+    "qwen2_moe": dict(
+        dense_layers=1, qkv_bias=True, moe=dict(renormalize=False, shared_dim=6, shared_gate=True)
+    ),
     "granitemoe": dict(residual_multiplier=0.5, logits_scaling=4.0, moe=dict(softmax="after")),
     "gpt_oss": dict(
         **dict(qkv_bias=True, o_bias=True, sinks=True, window=9, windowed=(1, 0)),
@@ -205,7 +241,10 @@ def test_trained_here_gets_a_config(tmp_path, monkeypatch, kind, scaling):
 def test_a_model_that_no_architecture_computes():
     cfg = presets()["tiny"].model
     assert write_config(cfg, "float32")["model_type"] == "qwen3_moe"
-    for odd in (replace(cfg, moe=replace(cfg.moe, shared_dim=8)), replace(cfg, moe=replace(cfg.moe, scaling=2.0))):
+    for odd in (
+        replace(cfg, moe=replace(cfg.moe, shared_dim=8)),
+        replace(cfg, moe=replace(cfg.moe, scaling=2.0)),
+    ):
         with pytest.raises(ConfigError, match=r"none of llama, .*, gpt_oss.* computes"):
             write_config(odd, "float32")
 
@@ -213,29 +252,50 @@ def test_a_model_that_no_architecture_computes():
 def test_hub_spelling_of_the_presets():
     """config.json as published: gpt-oss-20b (4.55), Granite 3.0 3B-A800M (4.45), Qwen2-57B-A14B (4.40)."""
     scaling = dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096)
-    gpt_oss = dict(model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64)
+    gpt_oss = dict(
+        model_type="gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=64
+    )
     gpt_oss |= dict(hidden_act="silu", hidden_size=2880, initial_context_length=4096, intermediate_size=2880)
     gpt_oss |= dict(layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072)
-    gpt_oss |= dict(num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8)
+    gpt_oss |= dict(
+        num_attention_heads=64, num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8
+    )
     gpt_oss |= dict(
         num_local_experts=32, rms_norm_eps=1e-5, rope_scaling=scaling | dict(rope_type="yarn", truncate=False)
     )
     gpt_oss |= dict(
         rope_theta=150000, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, vocab_size=201088
     )
-    granite = dict(model_type="granitemoe", attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625)
-    granite |= dict(embedding_multiplier=12.0, hidden_act="silu", hidden_size=1536, intermediate_size=512)
-    granite |= dict(logits_scaling=6.0, max_position_embeddings=4096, num_attention_heads=24, num_experts_per_tok=8)
-    granite |= dict(num_hidden_layers=32, num_key_value_heads=8, num_local_experts=40, residual_multiplier=0.22)
-    granite |= dict(rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000, tie_word_embeddings=True, vocab_size=49155)
-    qwen = dict(
-        model_type="qwen2_moe", attention_dropout=0.0, decoder_sparse_step=1, hidden_act="silu", hidden_size=3584
+    granite = dict(
+        model_type="granitemoe", attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625
     )
-    qwen |= dict(intermediate_size=18944, max_position_embeddings=32768, max_window_layers=28, num_experts_per_tok=8)
+    granite |= dict(embedding_multiplier=12.0, hidden_act="silu", hidden_size=1536, intermediate_size=512)
+    granite |= dict(
+        logits_scaling=6.0, max_position_embeddings=4096, num_attention_heads=24, num_experts_per_tok=8
+    )
+    granite |= dict(
+        num_hidden_layers=32, num_key_value_heads=8, num_local_experts=40, residual_multiplier=0.22
+    )
+    granite |= dict(
+        rms_norm_eps=1e-6, rope_scaling=None, rope_theta=10000, tie_word_embeddings=True, vocab_size=49155
+    )
+    qwen = dict(
+        model_type="qwen2_moe",
+        attention_dropout=0.0,
+        decoder_sparse_step=1,
+        hidden_act="silu",
+        hidden_size=3584,
+    )
+    qwen |= dict(
+        intermediate_size=18944, max_position_embeddings=32768, max_window_layers=28, num_experts_per_tok=8
+    )
     qwen |= dict(moe_intermediate_size=2560, norm_topk_prob=False, num_attention_heads=28, num_experts=64)
     qwen |= dict(num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1000000.0)
     qwen |= dict(
-        shared_expert_intermediate_size=20480, sliding_window=65536, use_sliding_window=False, vocab_size=151936
+        shared_expert_intermediate_size=20480,
+        sliding_window=65536,
+        use_sliding_window=False,
+        vocab_size=151936,
     )
     qwen |= dict(tie_word_embeddings=False)
     for name, hf in {"gpt-oss-20b": gpt_oss, "granite-3b-a800m": granite, "qwen2-57b-a14b": qwen}.items():
@@ -262,6 +322,10 @@ def test_every_wrong_tensor_is_listed(tmp_path, name, missing, bent, extra):
         import_hf(tmp_path / "hf", tmp_path / "step")
     lines = str(error.value).splitlines()
     assert len(lines) == 4 and "3 differences" in lines[0]
-    for words in ((gone, "missing"), (short, f"shape {tuple(tensors[short].shape)}"), (extra, "no such tensor")):
+    for words in (
+        (gone, "missing"),
+        (short, f"shape {tuple(tensors[short].shape)}"),
+        (extra, "no such tensor"),
+    ):
         assert sum(all(word in line for word in words) for line in lines) == 1, (words, lines)
     assert {p.name for p in tmp_path.iterdir()} == {"hf"}

@@ -40,11 +40,17 @@ def published(tmp_path, monkeypatch) -> Path:
     file.unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         rows, width = tensors.pop(name).mT.shape[1:]
-        tensors[f"{name}_blocks"] = torch.randint(256, (E, rows, width // 32, 16), generator=draw, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(115, 127, (E, rows, width // 32), generator=draw, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (E, rows, width // 32, 16), generator=draw, dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            115, 127, (E, rows, width // 32), generator=draw, dtype=torch.uint8
+        )
     where = {name: f"model-0000{1 + ('blocks' in name)}-of-00002.safetensors" for name in tensors}
     for file in {*where.values()}:
-        save_file({n: t for n, t in tensors.items() if where[n] == file}, tmp_path / "hf" / file, {"format": "pt"})
+        save_file(
+            {n: t for n, t in tensors.items() if where[n] == file}, tmp_path / "hf" / file, {"format": "pt"}
+        )
     index = dict(metadata={}, weight_map=where)
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     edit_config(tmp_path / "hf", quantization_config=METHOD)
@@ -78,7 +84,9 @@ def test_the_values_are_those_of_transformers(published, tmp_path, capsys):
     assert (tmp_path / "back" / "generation_config.json").read_bytes() == (
         published / "generation_config.json"
     ).read_bytes()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32, attn_implementation="eager"
+    )
     x = torch.randint(31, (2, 20))
     assert far(load_step(tmp_path / "step")(x), theirs(x).logits) < 1e-5
     export_hf(tmp_path / "step", tmp_path / "like", like=published, dtype="fp32")
@@ -108,7 +116,9 @@ def test_a_part_of_another_type_is_refused(published, tmp_path, dtype, end):
     """Each type holds the same numbers, or bits that mean something else: no shape tells."""
     file = published / "model-00001-of-00002.safetensors"
     file = (
-        file if any(name.endswith(end) for name in load_file(file)) else published / "model-00002-of-00002.safetensors"
+        file
+        if any(name.endswith(end) for name in load_file(file))
+        else published / "model-00002-of-00002.safetensors"
     )
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith(end))

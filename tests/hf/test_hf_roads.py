@@ -146,12 +146,19 @@ def test_a_tied_head(tmp_path, name, head):
     tensors = {n: t for n, t in tensors_of(hf_dir).items() if n != HEAD}
     embedding = tensors[EMBEDDING].bfloat16() if head == "equal, wider" else tensors[EMBEDDING]
     tensors[EMBEDDING] = embedding
-    heads = {"equal": embedding, "alone": embedding, "equal, wider": embedding.float(), "other": torch.randn(31, 16)}
+    heads = {
+        "equal": embedding,
+        "alone": embedding,
+        "equal, wider": embedding.float(),
+        "other": torch.randn(31, 16),
+    }
     tensors |= {HEAD: heads[head]} if head in heads else {}
     if head == "alone":
         del tensors[EMBEDDING]
     rewritten(hf_dir, tensors, tie_word_embeddings=True)
-    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, experts_implementation="eager", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        hf_dir, experts_implementation="eager", dtype=torch.float32
+    ).eval()
     cfg = read_config(Folder(hf_dir).config)
     assert cfg.tied == (head != "other")
     started = Transformer(cfg)
@@ -174,7 +181,9 @@ def test_another_head_is_not_a_tied_models(tmp_path, capsys):
     tied = read_config(Folder(hf_dir).config)
     rewritten(hf_dir, tensors_of(hf_dir) | {HEAD: torch.randn(31, 16)})
     model = Transformer(tied)
-    with pytest.raises(MismatchError, match=r"files hold another lm_head(.|\n)*model.tied: True here, False there"):
+    with pytest.raises(
+        MismatchError, match=r"files hold another lm_head(.|\n)*model.tied: True here, False there"
+    ):
         load_hf(hf_dir, model.state_dict(), tied)
     with pytest.raises(
         MismatchError, match=r"model.head.weight: not in the step(.|\n)*model.tied: True here, False there"
@@ -182,7 +191,10 @@ def test_another_head_is_not_a_tied_models(tmp_path, capsys):
         export_hf(tmp_path / "tied", tmp_path / "back", like=hf_dir)
     capsys.readouterr()
     import_hf(hf_dir, tmp_path / "step")
-    assert "but the files hold another lm_head.weight: read as tie_word_embeddings false" in capsys.readouterr().out
+    assert (
+        "but the files hold another lm_head.weight: read as tie_word_embeddings false"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path, originals):
@@ -195,7 +207,9 @@ def test_a_tensor_in_two_files_is_named(tmp_path, originals):
         save_file(held, tmp_path / "hf" / file, {"format": "pt"})
     index = dict.fromkeys(tensors, "a.safetensors")
     for place, word in (("b.safetensors", f"{NORM}: both in"), ("c.safetensors", "c.safetensors: missing")):
-        (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(dict(weight_map=index | {NORM: place})))
+        (tmp_path / "hf/model.safetensors.index.json").write_text(
+            json.dumps(dict(weight_map=index | {NORM: place}))
+        )
         found = roads(tmp_path / "hf", step)
         assert found["imported"] == found["exported"] and word in found["imported"][0]
         with pytest.raises(CheckpointError, match=word):

@@ -27,7 +27,9 @@ EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
     sizes = SIZES | dict(hidden_size=32, intermediate_size=32)
-    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    config = Qwen3MoeConfig(
+        **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(make.__globals__["MODELS"], "fp8", lambda: config)
         make("fp8").save_pretrained(tmp_path_factory.mktemp("plain") / "hf")
@@ -71,7 +73,10 @@ FP32, BF16, FP16, U8, E8M0 = torch.float32, torch.bfloat16, torch.float16, torch
 def test_factors_are_read_as_transformers_reads_them(plain, tmp_path, kind, scale_fmt):
     said = {} if scale_fmt is None else dict(scale_fmt=scale_fmt)
     hf_dir = write(tmp_path / "hf", plain, packed(plain, kind), **said)
-    how = dict(dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(M, W)))
+    how = dict(
+        dtype=torch.float32,
+        quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=(M, W)),
+    )
     theirs = AutoModelForCausalLM.from_pretrained(hf_dir, **how)
     import_hf(hf_dir, tmp_path / "step", world=3)
     export_hf(tmp_path / "step", tmp_path / "back", dtype="fp32")
@@ -119,16 +124,27 @@ def refused(hf_dir: Path, plain: Path, tmp_path: Path, kind: type[Exception], *w
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.int8, torch.int32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool], ids=str
+    "kind",
+    [torch.int8, torch.int32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool],
+    ids=str,
 )
 def test_factors_of_another_type_are_refused(plain, tmp_path, kind):
     tensors = packed(plain, FP32)
     tensors[f"{WEIGHT}_scale_inv"] = torch.ones(8, 2).to(kind)
     hf_dir = write(tmp_path / "hf", plain, tensors)
-    refused(hf_dir, plain, tmp_path, MismatchError, f"{WEIGHT}_scale_inv: ", "; valid are F32, BF16, F16, U8, F8_E8M0")
+    refused(
+        hf_dir,
+        plain,
+        tmp_path,
+        MismatchError,
+        f"{WEIGHT}_scale_inv: ",
+        "; valid are F32, BF16, F16, U8, F8_E8M0",
+    )
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8, BF16, FP32, U8], ids=str)
+@pytest.mark.parametrize(
+    "kind", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8, BF16, FP32, U8], ids=str
+)
 def test_weights_of_another_type_are_refused(plain, tmp_path, kind):
     """transformers multiplies what comes, and takes int8 for pairs of four bits."""
     tensors = packed(plain, U8)
@@ -155,7 +171,11 @@ def renamed(tensors, name):
         (lost, f"{WEIGHT}_scale_inv", (f"{WEIGHT}_scale_inv: missing, but {WEIGHT} is there",)),
         (lost, WEIGHT, (f"{WEIGHT}: missing, but {WEIGHT}_scale_inv is there",)),
         (renamed, f"{WEIGHT}_scale_inv", (f"{WEIGHT}_scale_inv: missing",)),
-        (shaped(2, 8), f"{WEIGHT}_scale_inv", (f"{WEIGHT}_scale_inv: shape (2, 8), must be a factor for each block",)),
+        (
+            shaped(2, 8),
+            f"{WEIGHT}_scale_inv",
+            (f"{WEIGHT}_scale_inv: shape (2, 8), must be a factor for each block",),
+        ),
         (shaped(16), f"{WEIGHT}_scale_inv", ("shape (16,), must be a factor for each block of 4 x 16",)),
         (shaped(), f"{WEIGHT}_scale_inv", ("shape (), must be a factor for each block of 4 x 16",)),
         (shaped(2, 4, 32), WEIGHT, (f"{WEIGHT}: shape (2, 4, 32), must be [M, W]",)),

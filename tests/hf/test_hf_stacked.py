@@ -19,7 +19,16 @@ from tmoe.hf.files import Folder
 from tmoe.model.transformer import Transformer
 
 SPARSE = [name for name in MODELS if not name.startswith(("llama", "qwen3,")) and name != "qwen3"]
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+FAMILIES = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+]
 
 
 def stacked(path: Path, name: str, dtype: torch.dtype = torch.float32, size: str = "1GB") -> Path:
@@ -38,7 +47,9 @@ def started(hf_dir: Path) -> Transformer:
 def test_the_same_model_and_every_byte_back(tmp_path, name):
     hf_dir = stacked(tmp_path / "hf", name)
     names = tensors_of(hf_dir).keys()
-    assert any(n.endswith("experts.gate_up_proj") for n in names) and not any(".experts.0." in n for n in names)
+    assert any(n.endswith("experts.gate_up_proj") for n in names) and not any(
+        ".experts.0." in n for n in names
+    )
     import_hf(hf_dir, tmp_path / "step")
     x = torch.randint(31, (2, 40))
     model = load_step(tmp_path / "step")
@@ -56,7 +67,9 @@ def test_both_spellings_are_one_model(tmp_path, name):
     assert len(list(held.glob("*.safetensors"))) > 2
     for folder in (usual, held):
         import_hf(folder, tmp_path / f"{folder.name}-step", world=6, ep=3 if "deepseek" not in name else 2)
-    assert_bits(load_step(tmp_path / "held-step").state_dict(), load_step(tmp_path / "usual-step").state_dict())
+    assert_bits(
+        load_step(tmp_path / "held-step").state_dict(), load_step(tmp_path / "usual-step").state_dict()
+    )
     for step, like in (("held-step", usual), ("usual-step", held)):
         export_hf(tmp_path / step, tmp_path / f"like-{like.name}", like=like)
         assert files_of(tmp_path / f"like-{like.name}") == files_of(like)
@@ -65,7 +78,9 @@ def test_both_spellings_are_one_model(tmp_path, name):
 def in_one_file(path: Path, original: Path, tensors: dict[str, torch.Tensor]) -> Path:
     path.mkdir()
     shutil.copy(original / "config.json", path)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors", {"format": "pt"}
+    )
     return path
 
 
@@ -76,15 +91,21 @@ def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
     each = {n: t for n, t in usual.items() if tail not in n} | {n: t for n, t in held.items() if tail in n}
     hf_dir = in_one_file(tmp_path / "each", tmp_path / "usual", each)
     import_hf(hf_dir, tmp_path / "step")
-    assert_bits(AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict())  # read there too
+    assert_bits(
+        AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict()
+    )  # read there too
     assert_bits(load_step(tmp_path / "step").state_dict(), started(tmp_path / "usual").state_dict())
     export_hf(tmp_path / "step", tmp_path / "back")
     assert files_of(tmp_path / "back") == files_of(hf_dir)
 
     down = next(
-        n for n in held if n.endswith("layers.1.mlp.experts.down_proj") or "1.block_sparse_moe.experts.down" in n
+        n
+        for n in held
+        if n.endswith("layers.1.mlp.experts.down_proj") or "1.block_sparse_moe.experts.down" in n
     )
-    others = [n for n in usual if tail in n and n not in held and ("w2" in n or "down_proj" in n or "output" in n)]
+    others = [
+        n for n in usual if tail in n and n not in held and ("w2" in n or "down_proj" in n or "output" in n)
+    ]
     half = {n: t for n, t in each.items() if n != down} | {n: usual[n] for n in others}
     last = str(read_config(Folder(hf_dir).config).layers - 1)
     for kind, tensors, layer in (("both", usual | held, last), ("half", half, "1")):
@@ -99,7 +120,9 @@ def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
             with pytest.raises(MismatchError, match="spelled in two ways") as error:
                 road()
             lines = str(error.value).splitlines()
-            assert any(f"model.layers.{layer}." in line and ": beside model." in line for line in lines[1:]), lines
+            assert any(
+                f"model.layers.{layer}." in line and ": beside model." in line for line in lines[1:]
+            ), lines
             assert len(lines) <= 20
     assert not (tmp_path / "other").exists()
 

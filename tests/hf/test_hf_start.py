@@ -32,7 +32,9 @@ def start(rank: int, world: int, ep: int, folders: dict[Path, ModelConfig]):
         load_hf(hf_dir, model.named_parameters(), cfg)
         info = dict(config=dict(model=asdict(cfg), init=str(hf_dir)))
         checkpoints = Checkpoints(hf_dir.with_name(f"{hf_dir.name}-run"), keep=1, mode="sync", info=info)
-        checkpoints.save(1, {f"model.{n}": p for n, p in model.named_parameters()}, dict(step=1, tokens=1), {})
+        checkpoints.save(
+            1, {f"model.{n}": p for n, p in model.named_parameters()}, dict(step=1, tokens=1), {}
+        )
         found.append({name: p.full_tensor() for name, p in model.named_parameters()})
     return found
 
@@ -72,8 +74,15 @@ def test_direct_start_is_refused_on_every_rank(gloo, tmp_path):
     names = broken(tmp_path / "broken")
     for message, untouched in gloo(2, refused, hf_dir, cfg):
         assert all(name in message for name in names) and untouched
-    other = replace(cfg, qk_norm="none", moe=replace(cfg.moe, top_k=3, renormalize=False), rope=RopeConfig(theta=7.0))
+    other = replace(
+        cfg, qk_norm="none", moe=replace(cfg.moe, top_k=3, renormalize=False), rope=RopeConfig(theta=7.0)
+    )
     with pytest.raises(MismatchError, match="4 differences") as error:
         load_hf(hf_dir, Transformer(other).named_parameters(), other)
-    for word in ("model.qk_norm: 'none' here", "moe.top_k: 3 here, 2 there", "moe.renormalize", "rope.theta: 7.0"):
+    for word in (
+        "model.qk_norm: 'none' here",
+        "moe.top_k: 3 here, 2 there",
+        "moe.renormalize",
+        "rope.theta: 7.0",
+    ):
         assert word in str(error.value)

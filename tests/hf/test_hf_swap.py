@@ -107,7 +107,11 @@ def test_trainer_trains_it_alike(tmp_path):
 
     want = losses(make("qwen3_moe"), tmp_path / "theirs")
     ours = swap_experts(make("qwen3_moe"))
-    assert losses(ours, tmp_path / "ours") == pytest.approx(want, rel=1e-5) and len(want) == 4 and want[-1] < want[0]
+    assert (
+        losses(ours, tmp_path / "ours") == pytest.approx(want, rel=1e-5)
+        and len(want) == 4
+        and want[-1] < want[0]
+    )
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "checkpoint-4")
     assert_bits(again.state_dict(), ours.state_dict())
 
@@ -183,18 +187,24 @@ def test_their_gradient_checkpointing_works_in_a_spread_model(gloo, world):
 
 def test_swap_refuses_what_it_does_not_compute():
     model = AutoModelForCausalLM.from_config(MODELS["llama"]())
-    with pytest.raises(ConfigError, match="model_type 'llama'; there are table entries for mixtral, qwen2_moe"):
+    with pytest.raises(
+        ConfigError, match="model_type 'llama'; there are table entries for mixtral, qwen2_moe"
+    ):
         swap_experts(model)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4, hidden_act="gelu"))
     with pytest.raises(ConfigError, match="hidden_act='gelu'"):
         swap_experts(model)
     model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4))
-    model.model.layers[0].mlp.experts.limit = 6.0  # transformers 5.23 reads it from the configuration, 5.17 does not
+    model.model.layers[
+        0
+    ].mlp.experts.limit = 6.0  # transformers 5.23 reads it from the configuration, 5.17 does not
     with pytest.raises(ConfigError, match=r"swiglu_alpha=1.702, swiglu_limit=6.0; computed: \(1.702, 7.0\)"):
         swap_experts(model)
     model = swap_experts(make("mixtral"))
     before = dict(model.named_parameters())
-    with pytest.raises(ConfigError, match="2 blocks of this mixtral have tmoe's experts already; swap a model once"):
+    with pytest.raises(
+        ConfigError, match="2 blocks of this mixtral have tmoe's experts already; swap a model once"
+    ):
         swap_experts(model)
     assert all(before[name] is p for name, p in model.named_parameters())
 
@@ -219,10 +229,19 @@ def out_of_order(rank: int, world: int) -> list[str]:
 def test_another_order_or_mesh_is_refused(gloo):
     """Sharded experts computed as if they were whole, or never summed over the ranks that share them, are wrong in silence."""
     for said in gloo(2, out_of_order):
-        assert all("mlp.experts is sharded already; swap before parallelize or fully_shard" in s for s in said[:2])
+        assert all(
+            "mlp.experts is sharded already; swap before parallelize or fully_shard" in s for s in said[:2]
+        )
         assert "swap_experts: mesh=2; must be a Mesh" in said[2]
         assert (
-            "mlp.experts: got whole, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2" in said[3]
+            "mlp.experts: got whole, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2"
+            in said[3]
         )
-        assert "got spread over ep=1, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2" in said[4]
-        assert "got spread over ep=2, valid is spread by swap_experts(model, mesh) with the same mesh, ep=1" in said[5]
+        assert (
+            "got spread over ep=1, valid is spread by swap_experts(model, mesh) with the same mesh, ep=2"
+            in said[4]
+        )
+        assert (
+            "got spread over ep=2, valid is spread by swap_experts(model, mesh) with the same mesh, ep=1"
+            in said[5]
+        )

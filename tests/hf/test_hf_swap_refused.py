@@ -81,7 +81,9 @@ def test_swapped_models_are_copied_and_pickled():
 
 
 def tiny_mixtral(act: str):
-    return AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4, hidden_act=act)).eval()
+    return AutoModelForCausalLM.from_config(
+        MixtralConfig(**SIZES, num_local_experts=4, hidden_act=act)
+    ).eval()
 
 
 @pytest.mark.parametrize("act", ["silu", "swish"])
@@ -93,14 +95,19 @@ def test_silu_by_either_name(act):
 
 def test_an_activation_that_the_experts_do_not_read():
     """gpt-oss's experts have a gate of their own; what its configuration says of hidden_act they never see."""
-    theirs = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4, hidden_act="gelu")).eval()
+    theirs = AutoModelForCausalLM.from_config(
+        GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4, hidden_act="gelu")
+    ).eval()
     ours = swap_experts(copy.deepcopy(theirs))
     assert far(ours(TOKENS).logits, theirs(TOKENS).logits) < 1e-5
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu", "gelu_pytorch_tanh", "mish"])
 def test_another_activation_is_refused(act):
-    refused(tiny_mixtral(act), rf"model\.layers\.0\.mlp\.experts computes \w+ \(hidden_act='{act}'\); the fused op")
+    refused(
+        tiny_mixtral(act),
+        rf"model\.layers\.0\.mlp\.experts computes \w+ \(hidden_act='{act}'\); the fused op",
+    )
 
 
 def test_the_experts_activation_counts_not_the_configurations():
@@ -149,11 +156,15 @@ def test_marks_of_other_mathematics_are_refused(name, mark, says):
 def test_a_line_for_a_class_with_its_own_gate_is_refused_by_name(monkeypatch):
     """DeepSeek-V4 clamps both sides of its SiLU: a line in the table that does not say so would be wrong on large weights only."""
     v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    sizes = dict(num_local_experts=4, hidden_size=16, intermediate_size=24, hidden_act="silu", swiglu_limit=10.0)
+    sizes = dict(
+        num_local_experts=4, hidden_size=16, intermediate_size=24, hidden_act="silu", swiglu_limit=10.0
+    )
     experts = v4.DeepseekV4Experts(SimpleNamespace(**sizes, _experts_implementation="eager"))
     model = make("qwen3_moe")
     model.model.layers[0].mlp.experts = experts
-    refused(model, r"model\.layers\.0\.mlp\.experts computes a gate of its own, DeepseekV4Experts\._apply_gate")
+    refused(
+        model, r"model\.layers\.0\.mlp\.experts computes a gate of its own, DeepseekV4Experts\._apply_gate"
+    )
     assert not hf_swap._is_experts(experts, Swap())
     assert hf_swap._is_experts(make("qwen3_moe").model.layers[0].mlp.experts, Swap())
 
@@ -172,7 +183,9 @@ def placed(tmp_path, **elsewhere: str):
     parts = ("embed_tokens", "layers.0", "norm", "rotary_emb")
     kinds = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp.gate", "mlp.experts")
     names = [f"model.{part}" for part in parts] + [f"model.layers.1.{kind}" for kind in kinds] + ["lm_head"]
-    where = dict.fromkeys(names, "cpu") | {name.replace("__", "."): place for name, place in elsewhere.items()}
+    where = dict.fromkeys(names, "cpu") | {
+        name.replace("__", "."): place for name, place in elsewhere.items()
+    }
     options = dict(device_map=where, offload_folder=tmp_path / "off", experts_implementation="eager")
     return AutoModelForCausalLM.from_pretrained(folder(tmp_path), **options).eval()
 
@@ -223,7 +236,9 @@ def test_a_hook_on_a_parent_that_loads_the_experts_is_refused():
 def test_never_materialised_is_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS["mixtral"]())
-    refused(model, r"model\.layers\.0\.mlp\.experts has its weights on meta: .* or never loaded; load the model")
+    refused(
+        model, r"model\.layers\.0\.mlp\.experts has its weights on meta: .* or never loaded; load the model"
+    )
 
 
 def test_a_forward_put_in_place_is_refused():
@@ -322,7 +337,9 @@ def test_peft_before_is_refused_and_behind_trains_alike(name):
         return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
 
     theirs, ours = adapted(make(name)), adapted(swap_experts(make(name)))
-    refused(theirs, r"model\.layers\.0\.mlp\.experts is ParamWrapper around experts or their weights; swap first")
+    refused(
+        theirs, r"model\.layers\.0\.mlp\.experts is ParamWrapper around experts or their weights; swap first"
+    )
     ours.load_state_dict(theirs.state_dict())
     found = []
     for model in (theirs, ours):

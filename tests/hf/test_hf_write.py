@@ -55,7 +55,11 @@ def killed_everywhere(dst: Path, stride: int, words: list) -> int:
     for count in range(1, 10_000, stride):
         killed = die_at(count, lambda: run(*words))
         if not dst.exists():
-            kept = {p: p.stat().st_ino for p in work_folder(dst).rglob("*") if p.suffix in (".safetensors", ".distcp")}
+            kept = {
+                p: p.stat().st_ino
+                for p in work_folder(dst).rglob("*")
+                if p.suffix in (".safetensors", ".distcp")
+            }
             finished = {p.name for p in kept if whole(p.with_name(f"{p.name}.done")) or not verify(p.parent)}
             run(*words)
             again = {p.name: p.stat().st_ino for p in dst.iterdir()}
@@ -95,7 +99,9 @@ def test_what_another_export_left_is_not_used(step, tmp_path):
     assert files_of(tmp_path / "back") == files_of(tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors.index.json/", "group-0/manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "config.json", "model.safetensors.index.json/", "group-0/manifest.json"]
+)
 def test_nobody_elses_file_is_removed(step, tmp_path, name):
     """Also what bears the name of one of the small files, where those that would be written first are missing."""
     path = tmp_path / "back.partial" / name
@@ -105,7 +111,9 @@ def test_nobody_elses_file_is_removed(step, tmp_path, name):
     before = sorted(tmp_path.rglob("*"))
     for more in ([], ["--dry-run"]):
         said = refused("export", step, tmp_path / "back", *more)
-        assert f"back.partial: holds {name.split('/')[0]}" in said and said.endswith("or name another folder"), said
+        assert f"back.partial: holds {name.split('/')[0]}" in said and said.endswith(
+            "or name another folder"
+        ), said
     if name != "group-0/manifest.json":  # a group is what an import leaves, and goes on from
         (tmp_path / "back.partial").rename(tmp_path / "new.partial")
         before = sorted(tmp_path.rglob("*"))
@@ -123,7 +131,9 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_write, "_read_back", lying_disk)
     message = refused("export", step, tmp_path / "back")
-    assert "00002-of-" in message and "does not read back" in message and "the same command goes on" in message
+    assert (
+        "00002-of-" in message and "does not read back" in message and "the same command goes on" in message
+    )
     assert not (tmp_path / "back").exists()
     monkeypatch.undo()
     run("export", step, tmp_path / "back")
@@ -131,7 +141,9 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
 
 
 def full_disk(rank: int, world: int, step: Path, dst: Path) -> str:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))  # python ignores SIGXFSZ: writes fail
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY)
+    )  # python ignores SIGXFSZ: writes fail
     return refused("export", step, dst)
 
 
@@ -184,7 +196,9 @@ def test_hostile_folders_run_nothing(tmp_path, name):
     hf_dir = saved(tmp_path / "hf", NAME)
     if name.endswith(".bin"):
         (hf_dir / "model.safetensors").unlink()
-        (hf_dir / "pytorch_model.bin.index.json").write_text(json.dumps(dict(weight_map={"model.norm.weight": name})))
+        (hf_dir / "pytorch_model.bin.index.json").write_text(
+            json.dumps(dict(weight_map={"model.norm.weight": name}))
+        )
     (hf_dir / name).write_bytes(pickle.dumps(Hostile()))
     message = refused("import", hf_dir, tmp_path / "step")
     assert "model.safetensors" in message or "config.json" in message

@@ -56,7 +56,9 @@ def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, 
 def flags(tmp_path) -> list[str]:
     (tmp_path / "text").mkdir()
     for name in ("train", "val"):
-        (tmp_path / f"text/{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(2000)))
+        (tmp_path / f"text/{name}.txt").write_text(
+            "".join(chr(97 + i * i * (i >> 3) % 26) for i in range(2000))
+        )
     return [*FLAGS, "--data.path", str(tmp_path / "text"), "--data.val-fraction", "0.5"]
 
 
@@ -66,7 +68,16 @@ OTHER = {  # the shapes are the same
     "model.norm-eps": ("1e-3", "model.norm_eps: 0.001 here, 1e-06 there"),
     "model.rope.theta": ("500", "rope.theta: 500.0 here, 10000.0 there"),
 }
-SAME = ["--model.dropout", "0.1", "--model.moe.balance-coeff", "0.5", "--model.rope.max-seq", "77", "--train.seq", "16"]
+SAME = [
+    "--model.dropout",
+    "0.1",
+    "--model.moe.balance-coeff",
+    "0.5",
+    "--model.rope.max-seq",
+    "77",
+    "--train.seq",
+    "16",
+]
 
 
 def test_a_step_of_another_model_is_refused(gloo, tmp_path, flags):
@@ -80,7 +91,9 @@ def test_a_step_of_another_model_is_refused(gloo, tmp_path, flags):
     for rank, results in enumerate(gloo(2, begin, runs)):
         for (code, said, changed), (_, words) in zip(results, [*OTHER.values()] * 2, strict=False):
             assert code == 2 and not changed
-            assert not said if rank else (f"error: {step} is not this model's" in said and words in said), said
+            assert not said if rank else (f"error: {step} is not this model's" in said and words in said), (
+                said
+            )
             assert rank or "1 differences" in said
         assert [(code, changed) for code, _, changed in results[-2:]] == [(0, True)] * 2
 
@@ -114,7 +127,13 @@ def test_folders_that_cannot_be_started_from(gloo, tmp_path, flags):
     runs = [[*flags, "--out", str(tmp_path / "b"), "--parallel.ep", "2", *more] for more in cases]
     first, second = gloo(2, begin, runs)
     for (code, said, changed), words in zip(first, cases.values(), strict=True):
-        assert code == 2 and not changed and said.startswith("error: ") and words in said and "Traceback" not in said
+        assert (
+            code == 2
+            and not changed
+            and said.startswith("error: ")
+            and words in said
+            and "Traceback" not in said
+        )
     assert [(code, said) for code, said, _ in second] == [(2, "")] * len(cases)
 
 
@@ -143,14 +162,29 @@ def tune(rank: int, world: int, argv: list[str], hf_dir: Path) -> tuple[torch.Te
 
 @pytest.mark.parametrize(
     ("name", "world", "ep"),
-    [("qwen3_moe", 1, 1), ("qwen3_moe", 4, 2), ("mixtral, tied, wide heads", 2, 2), ("olmoe", 3, 3), ("qwen3", 2, 1)],
+    [
+        ("qwen3_moe", 1, 1),
+        ("qwen3_moe", 4, 2),
+        ("mixtral, tied, wide heads", 2, 2),
+        ("olmoe", 3, 3),
+        ("qwen3", 2, 1),
+    ],
 )
 def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, monkeypatch, name, world, ep):
     """Steps from --init HF_DIR on any number of ranks; the export has the original's files, and transformers computes from it what
     the run computed."""
     monkeypatch.setitem(SIZES, "vocab_size", 257)
     hf_dir = saved(tmp_path / "hf", name, files=2)
-    flags += ["--train.batch", "2", "--model.moe.experts", "6", "--parallel.ep", str(ep), "--optim.lr", "0.01"]
+    flags += [
+        "--train.batch",
+        "2",
+        "--model.moe.experts",
+        "6",
+        "--parallel.ep",
+        str(ep),
+        "--optim.lr",
+        "0.01",
+    ]
     flags += ["--out", str(tmp_path / "run")]
     before, after = gloo(world, tune, flags, hf_dir)[0]
     step = tmp_path / "run/checkpoints/step-2"
@@ -158,7 +192,9 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
     offline.main(["reshard", str(step), str(tmp_path / "weights"), "--world", "3", "--only", "model"])
     hf.export_hf(tmp_path / "weights", tmp_path / "again", like=hf_dir)
     theirs, back, again = (tensors_of(tmp_path / folder) for folder in ("hf", "back", "again"))
-    assert {n: (t.shape, t.dtype) for n, t in back.items()} == {n: (t.shape, t.dtype) for n, t in theirs.items()}
+    assert {n: (t.shape, t.dtype) for n, t in back.items()} == {
+        n: (t.shape, t.dtype) for n, t in theirs.items()
+    }
     assert others_of(tmp_path / "back") == others_of(hf_dir) == others_of(tmp_path / "again")
     assert all(torch.equal(tensor, again[key]) for key, tensor in back.items())
     tokens = torch.arange(24).view(2, 12) % 29
@@ -226,7 +262,9 @@ def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
     found = []
     if rank == 0:
         (out / "checkpoints").rename(out / "saving")
-        child = subprocess.Popen([sys.executable, "-c", HOLD, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-c", HOLD, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         child.stdout.readline()
     dist.barrier()
     before = {path.name: path.read_bytes() for path in out.glob("*.json*")}
@@ -257,7 +295,16 @@ def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
     """Steps of another size, other data behind the same path; not what is the same under another layout."""
     text = tmp_path / "words.txt"
     text.write_text("".join(f"line {i} of some text\n" for i in range(2000)))
-    flags = [*FLAGS, "--out", str(tmp_path / "run"), "--data.path", str(text), "--optim.warmup", "1", "--steps"]
+    flags = [
+        *FLAGS,
+        "--out",
+        str(tmp_path / "run"),
+        "--data.path",
+        str(text),
+        "--optim.warmup",
+        "1",
+        "--steps",
+    ]
     gloo(1, train_two_steps, [*flags, "2", "--train.batch", "2"])
     assert gloo(2, changes, [*flags, "4", "--train.batch", "1"]) == [["--steps=4 (was 2)"]] * 2
     larger = gloo(1, changes, [*flags, "4", "--train.batch", "3"])[0]

@@ -29,7 +29,15 @@ from tmoe.parallel import build_mesh, parallelize
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ModelConfig(
-    vocab=31, dim=16, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_dim=24, dense_layers=3, rope=RopeConfig(max_seq=64)
+    vocab=31,
+    dim=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_dim=24,
+    dense_layers=3,
+    rope=RopeConfig(max_seq=64),
 )
 MODELS = {
     "llama": LLAMA,
@@ -58,7 +66,9 @@ def save(folder: Path, cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> 
             p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
     model.to(dtype)
     tensors = {f"model.{n}": p for n, p in model.named_parameters()}
-    tensors |= {f"optim.exp_avg.{n}": p * 2 for n, p in model.named_parameters()} | {"optim.step": torch.ones(())}
+    tensors |= {f"optim.exp_avg.{n}": p * 2 for n, p in model.named_parameters()} | {
+        "optim.step": torch.ones(())
+    }
     info = dict(config=dict(model=asdict(cfg), init="elsewhere"))
     Checkpoints(folder, keep=0, mode="sync", info=info).save(5, tensors, dict(step=5, tokens=7), {})
     return model.float()
@@ -90,7 +100,10 @@ def test_logits_are_the_dense_models(tmp_path, name, experts, granularity, top_k
     run(tmp_path / "step-5", tmp_path / "moe", *flags)
     assert verify(tmp_path / "moe") == []
     model = load_step(tmp_path / "moe")
-    assert any(block.moe for block in model.blocks) and model.cfg.moe.ffn_dim * granularity == MODELS[name].ffn_dim
+    assert (
+        any(block.moe for block in model.blocks)
+        and model.cfg.moe.ffn_dim * granularity == MODELS[name].ffn_dim
+    )
     assert far(logits(model), dense) < 1e-5
     for block in model.blocks:
         if block.moe:
@@ -114,7 +127,18 @@ def test_routers_are_drawn_from_the_seed_and_the_layer(tmp_path):
     save(tmp_path, replace(LLAMA, dim=64, init_std=0.07))
     found = {}
     for folder, seed, world in (("a", 0, 1), ("b", 0, 6), ("c", 1, 1)):
-        run(tmp_path / "step-5", tmp_path / folder, "--experts", 64, "--top-k", 2, "--seed", seed, "--world", world)
+        run(
+            tmp_path / "step-5",
+            tmp_path / folder,
+            "--experts",
+            64,
+            "--top-k",
+            2,
+            "--seed",
+            seed,
+            "--world",
+            world,
+        )
         found[folder] = [block.moe.router.weight.detach() for block in load_step(tmp_path / folder).blocks]
     assert all(torch.equal(a, b) for a, b in zip(found["a"], found["b"], strict=True))
     assert not any(torch.equal(a, c) for a, c in zip(found["a"], found["c"], strict=True))
@@ -141,11 +165,16 @@ def test_half_precision_is_widened_and_the_weights_alone_are_taken(tmp_path):
     dense = save(tmp_path, LLAMA, torch.bfloat16)
     run(tmp_path / "step-5", tmp_path / "moe", "--experts", 4, "--top-k", 2)
     manifest = read_manifest(tmp_path / "moe")
-    assert all(name.startswith("model.") and entry.dtype == "float32" for name, entry in manifest.tensors.items())
+    assert all(
+        name.startswith("model.") and entry.dtype == "float32" for name, entry in manifest.tensors.items()
+    )
     assert (manifest.step, manifest.tokens, manifest.state) == (0, 0, dict(step=0, tokens=0))
     assert "init" not in manifest.info["config"] and manifest.info["history"][-1]["granularity"] == 1
     model = load_step(tmp_path / "moe")
-    assert torch.equal(model.embedding.weight, dense.embedding.weight) and far(logits(model), logits(dense)) < 1e-5
+    assert (
+        torch.equal(model.embedding.weight, dense.embedding.weight)
+        and far(logits(model), logits(dense)) < 1e-5
+    )
 
 
 # ---- from and to Hugging Face, and into training ----
@@ -183,7 +212,18 @@ def start(rank: int, world: int, step: Path, ep: int) -> torch.Tensor:
 def test_any_layout_starts_from_it(gloo, tmp_path):
     dense = logits(save(tmp_path, MODELS["qwen3"]))
     run(
-        tmp_path / "step-5", tmp_path / "moe", "--experts", 8, "--granularity", 2, "--top-k", 4, "--world", 2, "--ep", 2
+        tmp_path / "step-5",
+        tmp_path / "moe",
+        "--experts",
+        8,
+        "--granularity",
+        2,
+        "--top-k",
+        4,
+        "--world",
+        2,
+        "--ep",
+        2,
     )
     for world, ep in ((2, 2), (4, 2), (3, 1)):
         for found in gloo(world, start, tmp_path / "moe", ep):
@@ -197,8 +237,14 @@ def test_any_layout_starts_from_it(gloo, tmp_path):
     ("flags", "words"),
     [
         ("--experts 0 --top-k 1", "--experts=0: must be a positive multiple of --granularity=1"),
-        ("--experts 6 --granularity 4 --top-k 4", "--experts=6: must be a positive multiple of --granularity=4"),
-        ("--experts 8 --granularity 4 --top-k 2", "--top-k=2: must be a positive multiple of --granularity=4"),
+        (
+            "--experts 6 --granularity 4 --top-k 4",
+            "--experts=6: must be a positive multiple of --granularity=4",
+        ),
+        (
+            "--experts 8 --granularity 4 --top-k 2",
+            "--top-k=2: must be a positive multiple of --granularity=4",
+        ),
         ("--experts 8 --granularity 0 --top-k 2", "--granularity=0: must be at least 1"),
         (
             "--experts 10 --granularity 5 --top-k 5",
@@ -208,7 +254,10 @@ def test_any_layout_starts_from_it(gloo, tmp_path):
         ("--experts 4 --top-k 0", "--top-k=0: must be a positive multiple"),
         ("--experts 4 --top-k 2 --dense-layers 3", "--dense-layers=3: none of the 3 blocks would be an MoE"),
         ("--experts 4 --top-k 2 --moe-every 0", "--model.moe-every=0: must be at least 1"),
-        ("--experts 4 --top-k 2 --world 4 --ep 3", "--world=4 --ep=3: both at least 1, and ep must divide the world"),
+        (
+            "--experts 4 --top-k 2 --world 4 --ep 3",
+            "--world=4 --ep=3: both at least 1, and ep must divide the world",
+        ),
         ("--experts 6 --top-k 2 --world 4 --ep 4", "--ep=4: must divide the 6 experts of"),
     ],
 )
@@ -234,7 +283,9 @@ def lie(step: Path, **changes) -> None:
 def test_sources_that_are_no_dense_model(tmp_path):
     flags = ["--experts", 4, "--top-k", 2]
     save(tmp_path / "sparse", replace(LLAMA, dense_layers=1, moe=MoEConfig(experts=2, ffn_dim=4)))
-    assert "blocks [1, 2] are MoE blocks already" in refused(tmp_path / "sparse/step-5", tmp_path / "moe", *flags)
+    assert "blocks [1, 2] are MoE blocks already" in refused(
+        tmp_path / "sparse/step-5", tmp_path / "moe", *flags
+    )
     save(tmp_path, LLAMA)
     step = tmp_path / "step-5"
     shutil.copytree(step, tmp_path / "bare")
@@ -306,6 +357,8 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     memory = 64 << 20
     malloc = {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RSS, tmp_path / "step-5", str(memory)]
-    told = subprocess.run(command, cwd=ROOT, env=os.environ | malloc, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        command, cwd=ROOT, env=os.environ | malloc, capture_output=True, text=True, check=True
+    ).stdout
     written = sum(entry.size for entry in read_manifest(tmp_path / "step-5moe").files.values())
     assert int(re.findall(r"\d+", told)[-1]) < memory + (16 << 20) < written / 2

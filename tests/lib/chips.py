@@ -50,18 +50,30 @@ def measure(arch, name, compile, reports):
         registers = math.ceil(field("vgpr_count") / 8) * 8
         spilled = field("vgpr_spill_count")  # scalar registers spill into lanes of vector registers
         return Binary(
-            name, programs, 64 * compiled.metadata.num_warps, compiled.metadata.shared, registers, spilled, False
+            name,
+            programs,
+            64 * compiled.metadata.num_warps,
+            compiled.metadata.shared,
+            registers,
+            spilled,
+            False,
         )
     threads = math.prod(
         map(int, re.search(r"\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", compiled.asm["ptx"]).groups("1"))
     )
     spilled = sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()))
-    registers = math.ceil(int(re.search(r"Used (\d+) registers", report).group(1)) / 8) * 8  # dealt out in eights
-    return Binary(name, programs, threads, compiled.metadata.shared, registers, spilled, "serialized" in report)
+    registers = (
+        math.ceil(int(re.search(r"Used (\d+) registers", report).group(1)) / 8) * 8
+    )  # dealt out in eights
+    return Binary(
+        name, programs, threads, compiled.metadata.shared, registers, spilled, "serialized" in report
+    )
 
 
 def assert_fits(binary, chip):
     assert binary.spilled == 0 and not binary.serialised, binary
     assert binary.shared <= chip.shared, binary
     assert binary.programs * (binary.shared + chip.reserved) <= chip.shared_all, binary
-    assert binary.registers <= 256 and binary.programs * binary.threads * binary.registers <= chip.registers, binary
+    assert (
+        binary.registers <= 256 and binary.programs * binary.threads * binary.registers <= chip.registers
+    ), binary

@@ -33,7 +33,9 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
     path = tmp_path / "lines.jsonl"
-    path.write_text("\n".join(json.dumps({"text": prose(100 + n, 30) + "z" * (n == 17)}) for n in range(40)) + "\n\n")
+    path.write_text(
+        "\n".join(json.dumps({"text": prose(100 + n, 30) + "z" * (n == 17)}) for n in range(40)) + "\n\n"
+    )
     return path
 
 
@@ -56,7 +58,9 @@ def bpe(tmp_path: Path) -> Path:
     return path
 
 
-def data(*paths: Path | str, seq: int = 16, vocab: int = 256, split: str = "train", **settings: object) -> Dataset:
+def data(
+    *paths: Path | str, seq: int = 16, vocab: int = 256, split: str = "train", **settings: object
+) -> Dataset:
     return open_data(DataConfig(path=tuple(map(str, paths)), **settings), seq, vocab, split)
 
 

@@ -55,7 +55,9 @@ PRELOAD = (
     "tyro",
     "tmoe",
 )
-COLLECTIVE_TIMEOUT_S = 30  # shorter than a call's, so that a stuck collective names its line before the call ends
+COLLECTIVE_TIMEOUT_S = (
+    30  # shorter than a call's, so that a stuck collective names its line before the call ends
+)
 SETTLE_S = 0.3  # after the first failure, how long reports already on their way may take
 SEED = 1234
 

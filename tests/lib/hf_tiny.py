@@ -67,9 +67,13 @@ MODELS = {
         **SIZES | dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=2, num_key_value_heads=4)
     ),
     "llama, biases": lambda: LlamaConfig(**SIZES | dict(num_hidden_layers=1), attention_bias=True),
-    "llama, linear": lambda: LlamaConfig(**SIZES, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=3e4)),
+    "llama, linear": lambda: LlamaConfig(
+        **SIZES, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=3e4)
+    ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
-    "qwen3, tied, yarn": lambda: Qwen3Config(**SIZES, head_dim=6, tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen3, tied, yarn": lambda: Qwen3Config(
+        **SIZES, head_dim=6, tie_word_embeddings=True, rope_parameters=YARN
+    ),
     "qwen3, late window": lambda: Qwen3Config(
         **SIZES | dict(num_hidden_layers=3), use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
@@ -78,12 +82,19 @@ MODELS = {
         **SIZES, num_local_experts=4, tie_word_embeddings=True, head_dim=10
     ),
     "mixtral, window": lambda: MixtralConfig(**SIZES, num_local_experts=4, sliding_window=6),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE, moe_intermediate_size=10, head_dim=8, norm_topk_prob=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, **MOE, moe_intermediate_size=10, head_dim=8, norm_topk_prob=True
+    ),
     "qwen3_moe, every second": lambda: Qwen3MoeConfig(
         **SIZES | dict(num_hidden_layers=4), **MOE, moe_intermediate_size=10, decoder_sparse_step=2
     ),
     "qwen3_moe, window, biases": lambda: Qwen3MoeConfig(
-        **SIZES, **MOE, moe_intermediate_size=10, use_sliding_window=True, sliding_window=5, attention_bias=True
+        **SIZES,
+        **MOE,
+        moe_intermediate_size=10,
+        use_sliding_window=True,
+        sliding_window=5,
+        attention_bias=True,
     ),
     "qwen3_moe, leading dense": lambda: Qwen3MoeConfig(
         **SIZES | dict(num_hidden_layers=3), **MOE, moe_intermediate_size=10, mlp_only_layers=[0]
@@ -116,7 +127,8 @@ MODELS = {
         **SIZES | dict(num_hidden_layers=3), **LOCAL_MOE, head_dim=6, sliding_window=7, rope_parameters=LONG
     ),
     "gpt_oss, one key head, other windows, no attention bias": lambda: GptOssConfig(
-        **SIZES | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True, intermediate_size=7),
+        **SIZES
+        | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True, intermediate_size=7),
         **LOCAL_MOE | dict(num_experts_per_tok=3),
         head_dim=10,
         sliding_window=3,
@@ -128,9 +140,21 @@ MODELS = {
         **SIZES | dict(num_key_value_heads=4), **LOCAL_MOE, head_dim=8, layer_types=["full_attention"] * 2
     ),
 }
-MLA = dict(q_lora_rank=6, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6, n_group=2, topk_group=1)
+MLA = dict(
+    q_lora_rank=6,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    n_group=2,
+    topk_group=1,
+)
 MLA |= dict(
-    moe_intermediate_size=10, first_k_dense_replace=1, num_experts_per_tok=2, num_key_value_heads=4, num_hidden_layers=3
+    moe_intermediate_size=10,
+    first_k_dense_replace=1,
+    num_experts_per_tok=2,
+    num_key_value_heads=4,
+    num_hidden_layers=3,
 )
 MSCALE = YARN | dict(mscale=0.707, mscale_all_dim=0.707)
 MODELS |= {
@@ -138,7 +162,9 @@ MODELS |= {
         **SIZES | MLA, n_routed_experts=6, n_shared_experts=2, topk_method="group_limited_greedy"
     ),
     "deepseek_v2, lite: no query latent, greedy, mscale": lambda: DeepseekV2Config(
-        **SIZES | MLA | dict(q_lora_rank=None, n_group=1, rms_norm_eps=1e-3, v_head_dim=10, rope_parameters=MSCALE),
+        **SIZES
+        | MLA
+        | dict(q_lora_rank=None, n_group=1, rms_norm_eps=1e-3, v_head_dim=10, rope_parameters=MSCALE),
         n_routed_experts=5,
         n_shared_experts=1,
         routed_scaling_factor=1.0,
@@ -153,7 +179,9 @@ MODELS |= {
     ),
     "deepseek_v3": lambda: DeepseekV3Config(**SIZES | MLA, n_routed_experts=6, n_shared_experts=1),
     "deepseek_v3, halves, no query latent, mscale, weights as they are": lambda: DeepseekV3Config(
-        **SIZES | MLA | dict(q_lora_rank=None, n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False),
+        **SIZES
+        | MLA
+        | dict(q_lora_rank=None, n_group=4, topk_group=2, num_experts_per_tok=3, norm_topk_prob=False),
         n_routed_experts=12,
         n_shared_experts=2,
         rope_interleave=False,
@@ -262,9 +290,13 @@ def assert_same_function(folder: Path, name: str):
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model(x, targets).backward()
     for p in theirs.parameters():
-        p.data = p.grad  # their own way from parameters to names of files: save the gradients as if they were weights
+        p.data = (
+            p.grad
+        )  # their own way from parameters to names of files: save the gradients as if they were weights
     theirs.save_pretrained(folder / "gradients")
-    want = {n: g for n, g in tensors_of(folder / "gradients").items() if "e_score_correction_bias" not in n}  # has none
+    want = {
+        n: g for n, g in tensors_of(folder / "gradients").items() if "e_score_correction_bias" not in n
+    }  # has none
     got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))
     assert got.keys() == want.keys()
     for key, gradient in want.items():

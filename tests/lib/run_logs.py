@@ -15,7 +15,10 @@ def config(path, steps=10, eval_every=0, **log) -> Config:
     model = ModelConfig(layers=3, moe=MoEConfig(experts=6, top_k=2))
     quiet = {"progress": False} | log
     parts = dict(
-        model=model, parallel=ParallelConfig(ep=2), train=TrainConfig(eval_every=eval_every), log=LogConfig(**quiet)
+        model=model,
+        parallel=ParallelConfig(ep=2),
+        train=TrainConfig(eval_every=eval_every),
+        log=LogConfig(**quiet),
     )
     return Config(out=str(path), steps=steps, **parts)
 

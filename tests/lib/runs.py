@@ -44,7 +44,9 @@ def load(rank: int, world: int, argv: list[str]) -> dict[str, torch.Tensor]:
 
 
 def whole(trainer) -> dict[str, torch.Tensor]:
-    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()}
+    return {
+        n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()
+    }
 
 
 def lines(out: Path) -> list[dict]:
@@ -53,7 +55,9 @@ def lines(out: Path) -> list[dict]:
 
 def numbers(out: Path, first: int) -> list[tuple]:
     return [
-        (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"]) for r in lines(out) if r["step"] >= first
+        (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"])
+        for r in lines(out)
+        if r["step"] >= first
     ]
 
 

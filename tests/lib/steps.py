@@ -57,7 +57,9 @@ def sharded(world: int, ep: int, seed: int) -> dict[str, Tensor]:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {n: (t.detach().full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+    return {
+        n: (t.detach().full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()
+    }
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -135,7 +137,13 @@ def load_layout(rank, world, folder, ep):
     state, rng = store.load(path, tensors)
     stock = sharded(world, ep, seed=0)
     dcp.load(stock, checkpoint_id=path)  # PyTorch's own reader understands the folder
-    return whole(tensors), state, rng, whole(stock), {n: t.placements for n, t in tensors.items() if "gate" in n}
+    return (
+        whole(tensors),
+        state,
+        rng,
+        whole(stock),
+        {n: t.placements for n, t in tensors.items() if "gate" in n},
+    )
 
 
 def run(*words: object) -> None:

@@ -54,7 +54,9 @@ class Ranks:
                      side=(1, exchange.STATE, torch.int32))  # fmt: skip
         sizes = {name: -(-rows * width * t.itemsize // 256) * 256 for name, (rows, width, t) in kinds.items()}
         self.starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-        self.memory = [torch.zeros(sum(sizes.values()), dtype=torch.uint8).share_memory_() for _ in range(world)]
+        self.memory = [
+            torch.zeros(sum(sizes.values()), dtype=torch.uint8).share_memory_() for _ in range(world)
+        ]
         self.of = {}
         for name, (rows, width, t) in kinds.items():
             cut = slice(self.starts[name], self.starts[name] + rows * width * t.itemsize)
@@ -80,11 +82,17 @@ def fork(world, work, *arguments):
     """work(rank, *arguments) as processes, forked so that addresses hold in all of them."""
     import torch.multiprocessing as mp
 
-    processes = [mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)]
+    processes = [
+        mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     end = time.monotonic() + 120
-    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < end:
+    while (
+        any(p.is_alive() for p in processes)
+        and not any(p.exitcode for p in processes)
+        and time.monotonic() < end
+    ):
         time.sleep(0.05)
     failed = [p.exitcode for p in processes]  # None: it still waits for others
     for process in processes:

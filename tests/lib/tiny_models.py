@@ -14,5 +14,7 @@ MODEL = ModelConfig(
     dense_layers=1,
     ffn_dim=48,
     rope=RopeConfig(max_seq=SEQ),
-    moe=MoEConfig(experts=8, top_k=3, ffn_dim=16, shared_dim=16, shared_gate=True, balance_coeff=0.1, z_coeff=0.01),
+    moe=MoEConfig(
+        experts=8, top_k=3, ffn_dim=16, shared_dim=16, shared_gate=True, balance_coeff=0.1, z_coeff=0.01
+    ),
 )

@@ -44,12 +44,16 @@ def obstacle() -> str | None:
     """Why this machine cannot play two hosts; None if it can."""
     if missing := [tool for tool in ("ip", "unshare") if not shutil.which(tool)]:
         return f"needs {' and '.join(missing)}"
-    probe = subprocess.run([*SANDBOX, "sh", "-c", "mount -t tmpfs none /run && ip netns add x"], capture_output=True)
+    probe = subprocess.run(
+        [*SANDBOX, "sh", "-c", "mount -t tmpfs none /run && ip netns add x"], capture_output=True
+    )
     return f"namespaces are not permitted: {probe.stderr.decode().strip()}" if probe.returncode else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().inside:
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +65,9 @@ def main() -> None:
 
 def play(folder: Path) -> None:
     lay_cable(folder)
-    shutil.copytree(ROOT / "tmoe", folder / "text", ignore=shutil.ignore_patterns("__pycache__"))  # to train on
+    shutil.copytree(
+        ROOT / "tmoe", folder / "text", ignore=shutil.ignore_patterns("__pycache__")
+    )  # to train on
     reference, out = folder / "one-host", folder / "two-hosts"
     one = torchrun("--standalone", "--nproc-per-node", "4", out=reference)
     ended(one, 0)
@@ -83,12 +89,17 @@ def play(folder: Path) -> None:
     hosts = start_hosts(out)
     for host in HOSTS:
         said = ended(hosts[host], 0)
-        check(host == "host1" or f"resumed after step {EVERY}" in said, f"not resumed from the checkpoint:\n{said}")
+        check(
+            host == "host1" or f"resumed after step {EVERY}" in said,
+            f"not resumed from the checkpoint:\n{said}",
+        )
     mesh = json.loads((out / "config.json").read_text())["mesh"]
     check(mesh == {"dp": 2, "ep": 2}, f"mesh {mesh}")
     want, got = losses(reference), losses(out)
     worst = max(abs(got[step] / want[step] - 1) for step in want)
-    print(f"two hosts, dp 2 across, ep 2 inside: {len(got)} steps, losses {got[0]:.5f} to {got[STEPS - 1]:.5f}")
+    print(
+        f"two hosts, dp 2 across, ep 2 inside: {len(got)} steps, losses {got[0]:.5f} to {got[STEPS - 1]:.5f}"
+    )
     print(f"largest relative difference to one host: {worst:.1e}", flush=True)
     check(set(got) == set(want) == set(range(STEPS)) and worst < 1e-5, "losses differ")
     check(not math.isclose(got[0], got[STEPS - 1], rel_tol=1e-3), "nothing was learnt")
@@ -118,7 +129,9 @@ def lay_cable(folder: Path) -> None:
 def torchrun(*flags: str, out: Path, host: str | None = None) -> subprocess.Popen:
     """A torchrun agent on this host, or inside a host's namespace and under its name."""
     call = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execvp(sys.argv[2], sys.argv[2:])"
-    enter = ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, "-c", call, host] if host else []
+    enter = (
+        ["ip", "netns", "exec", host, "unshare", "--uts", sys.executable, "-c", call, host] if host else []
+    )
     agent = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", *TRAIN, "--out", str(out)]
     agent += ["--data.path", str(out.parent / "text")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -129,14 +142,18 @@ def torchrun(*flags: str, out: Path, host: str | None = None) -> subprocess.Pope
 
 
 def start_hosts(out: Path) -> dict[str, subprocess.Popen]:
-    flags = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id tmoe".split()
+    flags = (
+        "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id tmoe".split()
+    )
     return {host: torchrun(*flags, out=out, host=host) for host in HOSTS}
 
 
 def await_checkpoint(out: Path, hosts: dict[str, subprocess.Popen]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not (out / "checkpoints" / f"step-{EVERY}").exists():
-        dead = {host: process.log.read_text() for host, process in hosts.items() if process.poll() is not None}
+        dead = {
+            host: process.log.read_text() for host, process in hosts.items() if process.poll() is not None
+        }
         check(not dead and time.monotonic() < deadline, f"no checkpoint of step {EVERY}: {dead}")
         time.sleep(0.005)
 

@@ -78,7 +78,9 @@ ROPES = [
     RopeConfig(scaling="llama3", theta=5e5, factor=8, original_max_seq=8192, max_seq=131072),  # Llama 3.1
     RopeConfig(scaling="llama3", theta=5e5, factor=32, original_max_seq=8192, max_seq=131072),  # Llama 3.2
     RopeConfig(scaling="llama3", factor=4, original_max_seq=512, low_freq_factor=2, high_freq_factor=16),
-    RopeConfig(scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072),  # Qwen3's long range
+    RopeConfig(
+        scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072
+    ),  # Qwen3's long range
     RopeConfig(scaling="yarn", factor=40, original_max_seq=4096, max_seq=163840),
     RopeConfig(scaling="yarn", factor=16, original_max_seq=2048, beta_fast=20, beta_slow=3),
     RopeConfig(scaling="yarn", factor=8, original_max_seq=4096, attention_factor=1.3),
@@ -86,13 +88,17 @@ ROPES = [
     RopeConfig(
         scaling="yarn", theta=150000.0, factor=32, original_max_seq=4096, max_seq=131072, truncate=False
     ),  # gpt-oss
-    RopeConfig(scaling="yarn", factor=4, original_max_seq=6, truncate=False),  # a ramp that ends before it begins
+    RopeConfig(
+        scaling="yarn", factor=4, original_max_seq=6, truncate=False
+    ),  # a ramp that ends before it begins
     RopeConfig(scaling="yarn", factor=4, original_max_seq=5),
 ]
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
-@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}")
+@pytest.mark.parametrize(
+    "rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}"
+)
 def test_frequencies_equal_hugging_faces(rope, head_dim):
     freq, factor = rope_frequencies(rope, head_dim)
     theirs, their_factor = hf_rope(rope, head_dim)
@@ -117,7 +123,9 @@ def test_scalings_do_something():
     assert len(seen) == len(kinds)
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}")
+@pytest.mark.parametrize(
+    "rope", ROPES, ids=lambda r: f"{r.scaling}-{r.theta:g}-{r.factor:g}-{r.original_max_seq}"
+)
 def test_table_equals_hugging_faces_far_out(rope):
     """To fp32's last place at 100,000 positions, where one rounding of the angle is 4e-3."""
     cos, sin = rope_table(rope, 16, 100_001, CPU)
@@ -303,7 +311,11 @@ def test_blocks_are_those_that_hold_anything(S, window):
             assert n.is_contiguous() and at.is_contiguous()
             seen, wanted = marked(n, at), marked(want_n, want)
             if ids is rows or ids is None or not ids.any() or side.startswith("full"):
-                assert torch.equal(seen, wanted) and n.dtype == at.dtype == torch.int32 and n.shape == want_n.shape
+                assert (
+                    torch.equal(seen, wanted)
+                    and n.dtype == at.dtype == torch.int32
+                    and n.shape == want_n.shape
+                )
                 assert (at.sort(-1).values == torch.arange(at.shape[-1])).all()
             else:
                 assert not (wanted & ~seen).any()
@@ -334,7 +346,9 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
         assert len(compiled) == n
     q, k, v = (torch.randn(2, 60, heads, 16) for heads in (4, 2, 2))
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        for ids, window in itertools.product((None, torch.randint(4, (2, 60)), torch.zeros(2, 60).int()), (0, 20)):
+        for ids, window in itertools.product(
+            (None, torch.randint(4, (2, 60)), torch.zeros(2, 60).int()), (0, 20)
+        ):
             n += 1
             with mode():
                 attend(q, k, v, block_mask(ids, window, 60, CPU), window=window)
@@ -375,7 +389,9 @@ def test_tiles_fit_into_shared_memory():
     assert kept
     latent, blocks = tiles(torch.bfloat16, 192, 128, True), ("M1", "N1", "M2", "N2")
     assert [latent[f"bwd_BLOCK_{of}"] for of in blocks] == [64, 128, 128, 64]  # as measured
-    assert all("bwd_BLOCK_M1" not in tiles(torch.bfloat16, *of) for of in ((192, 128, False), (128, 128, True)))
+    assert all(
+        "bwd_BLOCK_M1" not in tiles(torch.bfloat16, *of) for of in ((192, 128, False), (128, 128, True))
+    )
     # torch's own for fp32 are of 177 KB where a width lies between two that it lists; an A100 has 163
     assert all(
         "fwd_BLOCK_M" in tiles(torch.float32, width, values, False)

@@ -27,7 +27,9 @@ MODEL = ModelConfig(
 
 
 def build(compile: bool, ep: int, dtype: str = "fp32", model: ModelConfig = MODEL) -> Transformer:
-    cfg = Config(compile=compile, model=model, train=TrainConfig(seq=SEQ, dtype=dtype), parallel=ParallelConfig(ep=ep))
+    cfg = Config(
+        compile=compile, model=model, train=TrainConfig(seq=SEQ, dtype=dtype), parallel=ParallelConfig(ep=ep)
+    )
     mesh = build_mesh(ep=ep)
     with torch.device("meta"):
         net = Transformer(cfg.model)

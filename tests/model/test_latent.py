@@ -23,18 +23,24 @@ from tmoe.run.memory import layer_bytes
 CPU = torch.device("cpu")
 SHAPES = {
     "query latent": dict(mla=MLAConfig(q_rank=7, kv_rank=9, nope_dim=4, rope_dim=6, v_dim=5)),
-    "plain queries, halves": dict(mla=MLAConfig(kv_rank=3, nope_dim=2, rope_dim=4, v_dim=6, interleave=False)),
+    "plain queries, halves": dict(
+        mla=MLAConfig(kv_rank=3, nope_dim=2, rope_dim=4, v_dim=6, interleave=False)
+    ),
     "wide values": dict(mla=MLAConfig(q_rank=5, kv_rank=4, nope_dim=1, rope_dim=2, v_dim=11)),
     "one head": dict(heads=1, mla=MLAConfig(kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16)),
     "yarn": dict(
         mla=MLAConfig(q_rank=7, kv_rank=9, nope_dim=4, rope_dim=8, v_dim=4),
-        rope=RopeConfig(scaling="yarn", factor=40, original_max_seq=16, max_seq=640, mscale=0.707, mscale_all_dim=1.1),
+        rope=RopeConfig(
+            scaling="yarn", factor=40, original_max_seq=16, max_seq=640, mscale=0.707, mscale_all_dim=1.1
+        ),
     ),
 }
 
 
 def config(**kw) -> ModelConfig:
-    return ModelConfig(**dict(vocab=31, dim=20, layers=2, heads=3, attention="mla", ffn_dim=24, dense_layers=9) | kw)
+    return ModelConfig(
+        **dict(vocab=31, dim=20, layers=2, heads=3, attention="mla", ffn_dim=24, dense_layers=9) | kw
+    )
 
 
 def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
@@ -53,7 +59,9 @@ def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
     return angle * (1 - stretched) + angle / rope.factor * stretched
 
 
-def written_out(attention: LatentAttention, cfg: ModelConfig, x: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+def written_out(
+    attention: LatentAttention, cfg: ModelConfig, x: torch.Tensor, documents: torch.Tensor
+) -> torch.Tensor:
     """DeepSeek-V2, eq. 9 to 13, 14 to 19 (2024), head by head and token by token in complex numbers."""
     m, H, eps = cfg.mla, cfg.heads, 1e-6
     w = {n: p.double() for n, p in attention.named_parameters()}
@@ -105,7 +113,9 @@ def test_equals_the_equations(shape, documents):
     grads = torch.autograd.grad(y.square().sum(), [x, *attention.parameters()])
     want = written_out(attention, cfg, x, ids)
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
-    for got, exact in zip(grads, torch.autograd.grad(want.square().sum(), [x, *attention.parameters()]), strict=True):
+    for got, exact in zip(
+        grads, torch.autograd.grad(want.square().sum(), [x, *attention.parameters()]), strict=True
+    ):
         assert (got - exact).norm() < 1e-5 * exact.norm()
 
 
@@ -163,13 +173,17 @@ def test_flops_worked_by_hand():
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(0, 48), (96, 40)])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, q_rank, v_dim):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)  # as on the GPU
+    monkeypatch.setattr(
+        "tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16
+    )  # as on the GPU
     moe = MoEConfig(experts=8, ffn_dim=128, score="sigmoid", choice_bias=True, groups=4, top_groups=2)
     mla = MLAConfig(q_rank=q_rank, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=v_dim)
     model = config(dim=256, heads=4, mla=mla, dense_layers=int(kind == "dense"), ffn_dim=512, moe=moe)
     cfg = Config(model=model, train=TrainConfig(batch=2, seq=256, dtype="bf16", isolate_documents=False))
     torch.manual_seed(0)
     block = Block(model, 0).bfloat16()
-    block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    block.compute = torch.compile(
+        block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
+    )
     x = torch.randn(2, 256, 256, dtype=torch.bfloat16, requires_grad=True)
     assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)

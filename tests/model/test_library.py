@@ -188,13 +188,17 @@ def test_mesh_errors_name_the_axis(axes, says):
 )
 def test_marks_of_another_shape_or_type_are_refused(padding):
     """Transposed, they would flatten in another order; of one element, they would leave every token out."""
-    with pytest.raises(ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\) on cpu, one for each token"):
+    with pytest.raises(
+        ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\) on cpu, one for each token"
+    ):
         tmoe.MoE(D, CFG)(torch.randn(3, 7, D), padding)
     model, tokens = tmoe.Transformer(tmoe.presets()["tiny"].model), torch.zeros(3, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match="padding: got "):
         model(tokens, padding_BS=padding)
     for name in ("documents_BS", "targets_BS"):
-        with pytest.raises(ValueError, match=f"{name[:-3]}: got .*, valid is torch.int64 or torch.int32 .3, 7."):
+        with pytest.raises(
+            ValueError, match=f"{name[:-3]}: got .*, valid is torch.int64 or torch.int32 .3, 7."
+        ):
             model(tokens, **{"targets_BS": tokens} | {name: torch.zeros(7, 3, dtype=torch.int64)})
 
 
@@ -283,7 +287,9 @@ def recomputing(rank: int, world: int, ep: int, dtype: str) -> float:
         if reentrant is not None:
             for part in (model.outputs, *model.layers):
                 inner = functools.partial(checkpoint, part.forward, use_reentrant=reentrant)
-                part.forward = lambda h, f=inner: f(h).clone()  # Theirs adds in place, which CheckpointFunction refuses
+                part.forward = lambda h, f=inner: f(
+                    h
+                ).clone()  # Theirs adds in place, which CheckpointFunction refuses
         x = torch.randn(4, 5).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
         model(x).float().square().sum().backward()
         grads.append([p.grad.full_tensor() for p in model.parameters()])
@@ -291,7 +297,9 @@ def recomputing(rank: int, world: int, ep: int, dtype: str) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-@pytest.mark.parametrize(("world", "dtype", "apart"), [(1, "fp32", 1e-6), (1, "bf16", 1e-2), (2, "fp32", 1e-6)])
+@pytest.mark.parametrize(
+    ("world", "dtype", "apart"), [(1, "fp32", 1e-6), (1, "bf16", 1e-2), (2, "fp32", 1e-6)]
+)
 def test_somebodys_own_checkpointing_changes_no_gradient(gloo, world, dtype, apart):
     assert max(gloo(world, recomputing, world, dtype)) < apart  # sums in another order
 
@@ -393,7 +401,9 @@ def test_a_choice_bias_is_fp32_whatever_the_default_type():
         router.update_bias(torch.tensor([0, 9, 9, 9]))
     torch.testing.assert_close(router.choice_bias, torch.tensor([1.0, -1.0, -1.0, -1.0]), rtol=0, atol=1e-3)
     router.update_bias(torch.tensor([0.5, 1.5, 1.0, 1.0]))  # means over ranks, say
-    torch.testing.assert_close(router.choice_bias, torch.tensor([1.001, -1.001, -1.0, -1.0]), rtol=0, atol=1e-3 / 4)
+    torch.testing.assert_close(
+        router.choice_bias, torch.tensor([1.001, -1.001, -1.0, -1.0]), rtol=0, atol=1e-3 / 4
+    )
     with pytest.raises(ValueError, match=r"counts: got \[1, 2\], valid is a tensor"):
         router.update_bias([1, 2])
     with pytest.raises(ValueError, match=r"counts: got \(1,\), valid is \[E=4\]"):
@@ -412,7 +422,10 @@ def test_experts_that_are_not_whole_or_no_parameters_are_refused(gloo):
     ):
         moe(torch.randn(3, D))
     for said in gloo(2, parametrized):
-        assert "parallelize: 0.experts: got parameters down, valid is gate_up and down (parametrize later)" in said
+        assert (
+            "parallelize: 0.experts: got parameters down, valid is gate_up and down (parametrize later)"
+            in said
+        )
 
 
 def parametrized(rank: int, world: int) -> str:
@@ -440,7 +453,9 @@ def compiled(rank: int, world: int) -> str:
 
 def small_transformer(**router) -> tmoe.Transformer:
     moe = replace(CFG, shared_dim=0, **router)
-    return tmoe.Transformer(tmoe.ModelConfig(vocab=32, dim=D, layers=1, heads=2, kv_heads=1, head_dim=8, moe=moe))
+    return tmoe.Transformer(
+        tmoe.ModelConfig(vocab=32, dim=D, layers=1, heads=2, kv_heads=1, head_dim=8, moe=moe)
+    )
 
 
 def under_another_wrapper(rank: int, world: int) -> list[str]:
@@ -471,4 +486,8 @@ def gathered(t: torch.Tensor, world: int) -> list[torch.Tensor]:
 
 def test_routers_under_another_wrapper_ask_how_ranks_add_up(gloo):
     for first, equal, second in gloo(2, under_another_wrapper):
-        assert first == second and first.startswith("balancer.all_reduce: not set in a world of 2 ranks") and equal
+        assert (
+            first == second
+            and first.startswith("balancer.all_reduce: not set in a world of 2 ranks")
+            and equal
+        )

@@ -43,7 +43,9 @@ class LargestOutput(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         sizes = [
-            t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, torch.Tensor)
+            t.untyped_storage().nbytes() // t.element_size()
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor)
         ]
         self.numel = max([self.numel, *sizes])
         return out
@@ -118,9 +120,14 @@ def test_nothing_to_predict(T):
 def test_one_side_alone():
     h, weight, targets = batch(T=9, D=4, V=7)
     _, want_h, want_w = reference(h, weight, targets, 1.0)
-    assert far(torch.autograd.grad(cross_entropy_sum(h.requires_grad_(), weight, targets), h)[0], want_h) < 1e-6
+    assert (
+        far(torch.autograd.grad(cross_entropy_sum(h.requires_grad_(), weight, targets), h)[0], want_h) < 1e-6
+    )
     h = h.detach()
-    assert far(torch.autograd.grad(cross_entropy_sum(h, weight.requires_grad_(), targets), weight)[0], want_w) < 1e-6
+    assert (
+        far(torch.autograd.grad(cross_entropy_sum(h, weight.requires_grad_(), targets), weight)[0], want_w)
+        < 1e-6
+    )
     assert not cross_entropy_sum(h, weight.detach(), targets).requires_grad
 
 
@@ -135,7 +142,9 @@ def test_logits_of_all_tokens_never_exist():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(("D", "rows"), [(4, 100), (200, 10)])  # a chunk is more than the head's gradient, and less
+@pytest.mark.parametrize(
+    ("D", "rows"), [(4, 100), (200, 10)]
+)  # a chunk is more than the head's gradient, and less
 def test_one_chunk_of_logits_and_one_gradient_of_the_head_are_held(monkeypatch, grad, D, rows):
     V, T = 1000, 4 * rows
     h, weight, targets = batch(T, D, V, dtype=torch.float32)
@@ -226,7 +235,9 @@ def test_targets_with_strides_and_elsewhere():
     column = torch.stack([targets.roll(3), targets], 1)[:, 1]
     seen = []
     real = loss_module.softmax_and_gradient
-    loss_module.softmax_and_gradient = lambda logits, t, *rest: seen.append(t.stride()) or real(logits, t, *rest)
+    loss_module.softmax_and_gradient = lambda logits, t, *rest: (
+        seen.append(t.stride()) or real(logits, t, *rest)
+    )
     try:
         assert torch.equal(cross_entropy_sum(h, weight, column), cross_entropy_sum(h, weight, targets))
     finally:
@@ -241,7 +252,9 @@ def test_compiled_whole_it_is_one_operator(monkeypatch, frozen):
     """However many chunks there are, and whichever side needs no gradient."""
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * 17)
     h, weight, targets = batch(T=23, D=8, V=17, dtype=torch.float32)
-    wanted = [t.requires_grad_() for name, t in (("h", h), ("weight", weight)) if frozen not in (name, "both")]
+    wanted = [
+        t.requires_grad_() for name, t in (("h", h), ("weight", weight)) if frozen not in (name, "both")
+    ]
     called = []
 
     def counting(graph, args):
@@ -257,7 +270,9 @@ def test_compiled_whole_it_is_one_operator(monkeypatch, frozen):
         assert got.requires_grad == (frozen != "both") and torch.equal(got, want)
         if wanted:
             pairs = zip(
-                torch.autograd.grad(got, wanted), torch.autograd.grad(want, wanted, retain_graph=True), strict=True
+                torch.autograd.grad(got, wanted),
+                torch.autograd.grad(want, wanted, retain_graph=True),
+                strict=True,
             )
             assert all(torch.equal(a, b) for a, b in pairs)
     assert sum("cross_entropy" in name for name in called) == 1 and len(called) < 5
@@ -271,7 +286,9 @@ def test_the_operator_is_registered_as_torch_asks():
 
 
 def test_a_whole_model_with_targets_compiles_to_one_graph():
-    cfg = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, vocab=50, moe=MoEConfig(experts=4, top_k=2, ffn_dim=16))
+    cfg = ModelConfig(
+        layers=2, dim=32, heads=2, kv_heads=1, vocab=50, moe=MoEConfig(experts=4, top_k=2, ffn_dim=16)
+    )
     model = Transformer(cfg)
     model.init_weights(0)
     tokens = torch.randint(50, (2, 9))

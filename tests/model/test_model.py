@@ -146,14 +146,19 @@ MODELS = {
 
 def from_hf(cfg: ModelConfig, theirs: dict) -> dict:
     """Hugging Face's tensors (weights or gradients) under tmoe's names: q, k, v stacked; gate over up."""
-    ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "norm.weight": theirs["model.norm.weight"]}
+    ours = {
+        "embedding.weight": theirs["model.embed_tokens.weight"],
+        "norm.weight": theirs["model.norm.weight"],
+    }
     if not cfg.tied:
         ours["head.weight"] = theirs["lm_head.weight"]
     for i in range(cfg.layers):
         a, b = f"model.layers.{i}", f"blocks.{i}"
         ours[f"{b}.attention_norm.weight"] = theirs[f"{a}.input_layernorm.weight"]
         ours[f"{b}.ffn_norm.weight"] = theirs[f"{a}.post_attention_layernorm.weight"]
-        ours[f"{b}.attention.qkv.weight"] = torch.cat([theirs[f"{a}.self_attn.{n}_proj.weight"] for n in "qkv"])
+        ours[f"{b}.attention.qkv.weight"] = torch.cat(
+            [theirs[f"{a}.self_attn.{n}_proj.weight"] for n in "qkv"]
+        )
         ours[f"{b}.attention.o.weight"] = theirs[f"{a}.self_attn.o_proj.weight"]
         if cfg.qk_norm != "none":
             ours |= {f"{b}.attention.{n}_norm.weight": theirs[f"{a}.self_attn.{n}_norm.weight"] for n in "qk"}
@@ -201,7 +206,9 @@ def test_loss_is_the_cross_entropy_of_the_logits(tied):
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(model.cross_entropy, want.detach())
     assert_same(gradients(loss, model), gradients(want, model), 1e-5)
-    assert len(list(model.parameters())) == len(dict(model.named_parameters())) and (model.head is None) == tied
+    assert (
+        len(list(model.parameters())) == len(dict(model.named_parameters())) and (model.head is None) == tied
+    )
 
 
 def test_no_target_at_all():
@@ -214,7 +221,9 @@ def test_no_target_at_all():
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
 def test_balancing_losses_are_added(scope):
     """Each MoE layer's own, from what its router said."""
-    cfg = small(layers=4, dense_layers=1, moe_every=2, moe=dict(balance=scope, balance_coeff=0.3, z_coeff=0.1))
+    cfg = small(
+        layers=4, dense_layers=1, moe_every=2, moe=dict(balance=scope, balance_coeff=0.3, z_coeff=0.1)
+    )
     model, x = build(cfg), tokens()
     padding = torch.zeros(2, 13, dtype=torch.bool)
     padding[1, 9:] = True
@@ -226,7 +235,9 @@ def test_balancing_losses_are_added(scope):
     assert len(said) == 2
     want = model.cross_entropy.double()
     for routing in said:
-        aux, z = naive_losses(routing.logits_TE.view(2, 13, 5), routing.ids_TK.view(2, 13, 2), ~padding, scope)
+        aux, z = naive_losses(
+            routing.logits_TE.view(2, 13, 5), routing.ids_TK.view(2, 13, 2), ~padding, scope
+        )
         want = want + 0.3 * aux + 0.1 * z
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
 
@@ -422,7 +433,12 @@ def test_spread_of_every_weight():
         assert p.mean().item() == pytest.approx(0, abs=5 * std / math.sqrt(n)), name
         assert p.std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
     writers = {"attention.o.weight", "ffn.down.weight", "moe.experts.down", "moe.shared.down.weight"}
-    readers = {"attention.qkv.weight", "ffn.gate_up.weight", "moe.experts.gate_up", "moe.shared.gate_up.weight"}
+    readers = {
+        "attention.qkv.weight",
+        "ffn.gate_up.weight",
+        "moe.experts.gate_up",
+        "moe.shared.gate_up.weight",
+    }
     readers |= {"moe.router.weight", "moe.shared_gate.weight", "weight"}
     assert {kind for kind, residual in kinds if residual} == writers
     assert {kind for kind, residual in kinds if not residual} >= readers - {"weight"}
@@ -471,7 +487,10 @@ def test_cutting_layers_keeps_the_others_draws():
 
 def test_other_modules_neither_shift_nor_share_the_draws():
     """A tied head, another vocabulary or wider experts leave tensors of the same name and shape alone."""
-    a, b = seeded(INIT, seed=3), seeded(replace(INIT, tied=True, vocab=500, moe=replace(INIT.moe, ffn_dim=72)), seed=3)
+    a, b = (
+        seeded(INIT, seed=3),
+        seeded(replace(INIT, tied=True, vocab=500, moe=replace(INIT.moe, ffn_dim=72)), seed=3),
+    )
     same = [n for n in b if b[n].shape == a[n].shape]
     assert len(same) > 30 and all(torch.equal(a[n], b[n]) for n in same)
 

@@ -46,7 +46,9 @@ def far(a, b):
 def optimise(seed: int, grad_dtype, skip: int | None = None, cfg: OptimConfig = CFG, portable: bool = False):
     draw = torch.Generator().manual_seed(seed)
     shapes = [(1000, 33), (7,), (0, 4), (129, 64, 3)]
-    params = {str(i): torch.nn.Parameter(torch.randn(s, generator=draw).to(CUDA)) for i, s in enumerate(shapes)}
+    params = {
+        str(i): torch.nn.Parameter(torch.randn(s, generator=draw).to(CUDA)) for i, s in enumerate(shapes)
+    }
     optimizer = build_optimizer(params.items(), cfg, CUDA)
     if portable:  # step makes what is missing
         init_state(optimizer)
@@ -99,7 +101,9 @@ def test_one_pass_adamw_takes_any_alignment(offset):
         for i, (got, want) in enumerate(zip(tensors, aligned, strict=True)):
             torch.testing.assert_close(got, want, rtol=1e-6 if i < 4 else 2**-7, atol=1e-7)
         for i in shifted:
-            assert torch.equal(beside[i][:offset], whole[i][:offset]) and torch.equal(beside[i][-7:], whole[i][-7:])
+            assert torch.equal(beside[i][:offset], whole[i][:offset]) and torch.equal(
+                beside[i][-7:], whole[i][-7:]
+            )
 
 
 def test_adamw_is_in_no_graph():
@@ -114,7 +118,9 @@ def test_adamw_is_in_no_graph():
 # ---- loss ----
 
 
-@pytest.mark.parametrize(("T", "D", "V"), [(300, 64, 512), (257, 128, 50304), (33, 64, 1001), (1, 64, 7), (0, 64, 32)])
+@pytest.mark.parametrize(
+    ("T", "D", "V"), [(300, 64, 512), (257, 128, 50304), (33, 64, 1001), (1, 64, 7), (0, 64, 32)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_loss(T, D, V, dtype, monkeypatch):
     monkeypatch.setattr("tmoe.model.loss.CHUNK_LOGITS_GPU", 128 * V)
@@ -154,7 +160,8 @@ def test_a_whole_model_with_targets_compiles_to_one_graph(dtype, top_k, limit):
 
 
 @pytest.mark.parametrize(
-    ("S", "H", "G", "C"), [(256, 4, 2, 64), (300, 6, 2, 40), (129, 2, 2, 8), (1024, 8, 1, 128), (40, 4, 1, 16)]
+    ("S", "H", "G", "C"),
+    [(256, 4, 2, 64), (300, 6, 2, 40), (129, 2, 2, 8), (1024, 8, 1, 128), (40, 4, 1, 16)],
 )
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("sinks", [False, True])
@@ -224,7 +231,12 @@ def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, docum
     wants = torch.autograd.grad(want, inputs, dy)
     compiled = torch.compile(module, fullgraph=True, **COMPILE)
     mask = make_mask(
-        ids if documents else None, window, S, CUDA, 8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16, cfg.sinks
+        ids if documents else None,
+        window,
+        S,
+        CUDA,
+        8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16,
+        cfg.sinks,
     )
     limit = 1e-4 if dtype == torch.float32 else 0.06
     for _ in range(2):
@@ -255,7 +267,9 @@ def train(steps: int, strict: bool = False, **settings):
     """Losses, final parameters and the first step's gradients of a bf16 run on one GPU; with strict, a host sync after the third step
     is an error."""
     parallel = ParallelConfig(checkpoint=settings.pop("checkpoint", "none"))
-    cfg = Config(model=MODEL, train=TrainConfig(seq=SEQ, **settings), parallel=parallel, optim=OptimConfig(lr=1e-3))
+    cfg = Config(
+        model=MODEL, train=TrainConfig(seq=SEQ, **settings), parallel=parallel, optim=OptimConfig(lr=1e-3)
+    )
     with torch.device("meta"):
         model = Transformer(cfg.model)
     parallelize(model, build_mesh(), cfg)

@@ -74,8 +74,12 @@ def test_choice_and_weights(name):
     ):
         want = choose(cfg, logits, bias)
         assert dict(zip(ids, weights, strict=True)) == pytest.approx(want, rel=1e-5)
-        changed += want.keys() != choose(replace(cfg, groups=1, top_groups=1), logits, [0.0] * cfg.experts).keys()
-    assert changed > 20 or name == "sigmoid alone", "neither groups nor bias decided anything: the test lost its point"
+        changed += (
+            want.keys() != choose(replace(cfg, groups=1, top_groups=1), logits, [0.0] * cfg.experts).keys()
+        )
+    assert changed > 20 or name == "sigmoid alone", (
+        "neither groups nor bias decided anything: the test lost its point"
+    )
 
 
 def test_the_bias_has_no_gradient_and_weighs_nothing():
@@ -94,7 +98,10 @@ def test_the_bias_has_no_gradient_and_weighs_nothing():
 @pytest.mark.parametrize(
     ("kw", "word"),
     [
-        (dict(groups=3), r"--model\.moe\.groups=3: must divide --model\.moe\.experts=8; valid: \[1, 2, 4, 8\]"),
+        (
+            dict(groups=3),
+            r"--model\.moe\.groups=3: must divide --model\.moe\.experts=8; valid: \[1, 2, 4, 8\]",
+        ),
         (dict(groups=4, top_groups=5), r"--model\.moe\.top-groups=5: must be 1 to --model\.moe\.groups=4"),
         (dict(groups=4, top_k=3), r"--model\.moe\.top-k=3: 1 groups of 2 experts hold only 2"),
         (
@@ -147,7 +154,9 @@ def test_an_expert_that_is_switched_off_leaves_the_entropy_a_number():
 
 
 def small(**kw) -> ModelConfig:
-    moe = MoEConfig(experts=8, top_k=2, ffn_dim=16, shared_dim=16, groups=4, top_groups=2, bias_speed=0.02, **V3)
+    moe = MoEConfig(
+        experts=8, top_k=2, ffn_dim=16, shared_dim=16, groups=4, top_groups=2, bias_speed=0.02, **V3
+    )
     mla = MLAConfig(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6)
     kw = dict(vocab=64, dim=32, layers=2, heads=2, attention="mla", mla=mla, moe=moe) | kw
     return ModelConfig(**kw)
@@ -188,7 +197,9 @@ def test_the_rule_counts_the_step_and_nothing_else():
     assert torch.equal(biases(model), before), "at the mean load nothing moves"
     model.blocks[0].moe.router.update_bias(torch.tensor([1, 2, 3, 4, 5, 6, 7, 10**9], dtype=torch.int32))
     moved = biases(model)[0] - before[0]
-    assert torch.equal(moved.sign(), torch.tensor([1.0] * 7 + [-1.0])), "E loads of the fullest expert pass int32"
+    assert torch.equal(moved.sign(), torch.tensor([1.0] * 7 + [-1.0])), (
+        "E loads of the fullest expert pass int32"
+    )
 
 
 def test_it_evens_the_load_out():

@@ -17,9 +17,9 @@ D, E, K = 16, 8, 3
 
 def routing(kind: str, tokens: int, draw: torch.Generator) -> torch.Tensor:
     """ids [T, K]: distinct experts of a token, or -1."""
-    ids = torch.stack([torch.randperm(E, generator=draw)[:K] for _ in range(tokens)] or [torch.empty(K).long()])[
-        :tokens
-    ]
+    ids = torch.stack(
+        [torch.randperm(E, generator=draw)[:K] for _ in range(tokens)] or [torch.empty(K).long()]
+    )[:tokens]
     if kind == "one expert":
         ids = torch.full((tokens, K), -1)
         ids[:, 1] = 5
@@ -54,7 +54,9 @@ def layer(rank: int, world: int, kind: str, tokens: list[int]) -> dict[str, torc
 
     y_TD = moe.experts(forward)
     y_TD.backward(dy_TD)
-    grads = {name: p.grad.full_tensor() if world > 1 else p.grad for name, p in moe.experts.named_parameters()}
+    grads = {
+        name: p.grad.full_tensor() if world > 1 else p.grad for name, p in moe.experts.named_parameters()
+    }
     return dict(
         x=x_TD.detach(),
         ids=ids_TK,
@@ -76,7 +78,9 @@ def whole(rank: int, world: int, parts: list[dict]) -> dict[str, torch.Tensor]:
     rows, _ = moe.dispatcher.dispatch(x, Routing(w, ids, torch.empty(0)))
     y = moe.experts(lambda experts: experts(rows))
     y.backward(torch.cat([p["dy"] for p in parts]))
-    return dict(y=y.detach(), dx=x.grad, dw=w.grad, gate_up=moe.experts.gate_up.grad, down=moe.experts.down.grad)
+    return dict(
+        y=y.detach(), dx=x.grad, dw=w.grad, gate_up=moe.experts.gate_up.grad, down=moe.experts.down.grad
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,9 @@ def wire(rank: int, world: int) -> tuple:
         assert plan.splits_2P[0].tolist() == [sum(p in o for o in owners) for p in range(world)]
         sent.append((rows, plan, torch.tensor([len(o) for o in owners])))
     for (rows, plan, copies), x in zip(reversed(sent), reversed(xs), strict=True):
-        y = dispatcher.combine(rows.x_RD.float(), plan)  # each copy of a token comes back: the sum is copies * x
+        y = dispatcher.combine(
+            rows.x_RD.float(), plan
+        )  # each copy of a token comes back: the sum is copies * x
         back.append(torch.equal(y, x.float() * copies[:, None]))
     return back
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 CASES = {
     "qwen3": MoEConfig(experts=64, top_k=8, ffn_dim=256),
     "mixtral": MoEConfig(experts=8, top_k=2, ffn_dim=448, softmax="after"),
-    "shared": MoEConfig(experts=16, top_k=4, ffn_dim=128, shared_dim=256, shared_gate=True, renormalize=False),
+    "shared": MoEConfig(
+        experts=16, top_k=4, ffn_dim=128, shared_dim=256, shared_gate=True, renormalize=False
+    ),
 }
 SIZES = 700, 512  # T, D
 

@@ -60,7 +60,9 @@ def test_fixed_values():
     load = measure(routing, 1, None)
     assert (load.z_B / load.tokens_B).item() == pytest.approx(7.2472, abs=5e-5)
     assert balance_loss(cfg, load).item() == pytest.approx(1.0, abs=5e-5)
-    assert balance_loss(replace(cfg, balance="none", z_coeff=0.5), load).item() == pytest.approx(7.2472 / 2, abs=5e-5)
+    assert balance_loss(replace(cfg, balance="none", z_coeff=0.5), load).item() == pytest.approx(
+        7.2472 / 2, abs=5e-5
+    )
     assert reference_loss(routing.logits_TE, routing.ids_TK).item() == pytest.approx(1.0, abs=5e-5)
 
 
@@ -142,7 +144,9 @@ def test_fp32_under_bf16(autocast):
     assert got.weights_TK.dtype == got.logits_TE.dtype == torch.float32
     torch.testing.assert_close(got.weights_TK, want / want.sum(-1, keepdim=True))
     rounded = F.linear(x, r.weight).float().topk(8).indices
-    assert not torch.equal(rounded, ids)  # a bf16 product would choose otherwise: the test can see the difference
+    assert not torch.equal(
+        rounded, ids
+    )  # a bf16 product would choose otherwise: the test can see the difference
 
 
 def test_jitter_is_bounded_and_only_in_training():
@@ -183,7 +187,9 @@ def test_padding_goes_nowhere_and_changes_nobody():
     for a, b in zip([y, *load, *grads], [y2, *load2, *grads2], strict=True):
         assert torch.equal(a, b)
     y3, load3, grads3 = run(x[keep], None)  # the kept tokens alone, as one sequence
-    for a, b in zip([y, *(v.sum(0) for v in load), *grads], [y3, *(v[0] for v in load3), *grads3], strict=True):
+    for a, b in zip(
+        [y, *(v.sum(0) for v in load), *grads], [y3, *(v[0] for v in load3), *grads3], strict=True
+    ):
         torch.testing.assert_close(a, b)
     routing = moe.router(x.flatten(0, 1), padding.flatten())
     assert (routing.ids_TK[padding.flatten()] == -1).all() and (routing.ids_TK[keep.flatten()] >= 0).all()
@@ -242,10 +248,14 @@ def test_balanced_routing_costs_the_coefficient():
     """The least value, 1, at uniform probabilities; E/K when one set of K experts takes all."""
     cfg = config(experts=4, top_k=2)
     ids = torch.tensor([[0, 1], [2, 3]]).repeat(5, 1)
-    assert balance_loss(cfg, measure(Routing(ids, ids, torch.zeros(10, 4)), 1, None)).item() == pytest.approx(1.0)
+    assert balance_loss(cfg, measure(Routing(ids, ids, torch.zeros(10, 4)), 1, None)).item() == pytest.approx(
+        1.0
+    )
     collapsed = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).repeat(10, 1)
     loss = balance_loss(cfg, measure(Routing(ids, torch.tensor([[0, 1]]).repeat(10, 1), collapsed), 1, None))
-    assert loss.item() == pytest.approx(2.0, rel=1e-5)  # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
+    assert loss.item() == pytest.approx(
+        2.0, rel=1e-5
+    )  # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
@@ -407,7 +417,9 @@ def naive_layer(moe: MoE, x_TD, routing: Routing):
         if moe.shared is not None:
             gate, up = (moe.shared.gate_up.weight @ x).chunk(2)
             shared = moe.shared.down.weight @ (gate * gate.sigmoid() * up)
-            y = y + (shared if moe.shared_gate is None else shared * (moe.shared_gate.weight[0] @ x).sigmoid())
+            y = y + (
+                shared if moe.shared_gate is None else shared * (moe.shared_gate.weight[0] @ x).sigmoid()
+            )
         rows.append(y)
     return torch.stack(rows)
 
@@ -441,7 +453,9 @@ def test_layer_equals_the_loop(kw):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     empty = torch.bincount(routing.ids_TK.flatten(), minlength=cfg.experts) == 0
     moe(x).sum().backward()
-    assert moe.experts.gate_up.grad[empty].count_nonzero() == moe.experts.down.grad[empty].count_nonzero() == 0
+    assert (
+        moe.experts.gate_up.grad[empty].count_nonzero() == moe.experts.down.grad[empty].count_nonzero() == 0
+    )
 
 
 def test_flat_and_batched_inputs_agree():
@@ -476,7 +490,9 @@ def test_gated_shared_expert_equals_qwen2_moe():
             "router.weight": hf.gate.weight,
             "experts.gate_up": hf.experts.gate_up_proj,
             "experts.down": hf.experts.down_proj,
-            "shared.gate_up.weight": torch.cat([hf.shared_expert.gate_proj.weight, hf.shared_expert.up_proj.weight]),
+            "shared.gate_up.weight": torch.cat(
+                [hf.shared_expert.gate_proj.weight, hf.shared_expert.up_proj.weight]
+            ),
             "shared.down.weight": hf.shared_expert.down_proj.weight,
             "shared_gate.weight": hf.shared_expert_gate.weight,
         }

@@ -15,7 +15,9 @@ from tmoe.ops.router_product import beside, router_product, stacked
 
 pytestmark = pytest.mark.gpu
 
-MATRIX_UNITS = 1e-6  # they cut off what they add: more than an fp32 sum's 3e-7 of the norms, and less than this
+MATRIX_UNITS = (
+    1e-6  # they cut off what they add: more than an fp32 sum's 3e-7 of the norms, and less than this
+)
 
 
 @pytest.mark.parametrize("shape", [(1000, 60), (128, 512), (60, 61), (1, 8), (7, 2048)], ids=str)
@@ -142,6 +144,7 @@ def test_a_router_takes_it_and_keeps_no_copy(monkeypatch, dtype):
         assert ((got.logits_TE - want.logits_TE).abs() <= 2 * MATRIX_UNITS * scale).all()
     assert (got.ids_TK != want.ids_TK).float().mean() < 1e-3, "only ties may be chosen otherwise"
     for a, b in zip(
-        *(torch.autograd.grad(r.weights_TK.square().sum(), [x, router.weight]) for r in (got, want)), strict=True
+        *(torch.autograd.grad(r.weights_TK.square().sum(), [x, router.weight]) for r in (got, want)),
+        strict=True,
     ):
         assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()

@@ -35,12 +35,22 @@ def test_compiles(arch):
     if arch.startswith("cuda"):
         for name, kernel in list(found.values())[:wide]:
             ptx = kernel.asm["ptx"]
-            assert name == "meet_kernel" or ("st.global.v4" in ptx and "st.global.b16" not in ptx), "16 bytes at a time"
+            assert name == "meet_kernel" or ("st.global.v4" in ptx and "st.global.b16" not in ptx), (
+                "16 bytes at a time"
+            )
 
 
 @pytest.mark.parametrize(
     ("tokens", "programs", "rows"),
-    [(1, 1, 2), (100, 50, 2), (600, 132, 4), (2112, 132, 16), (2113, 133, 16), (4224, 264, 16), (16384, 264, 16)],
+    [
+        (1, 1, 2),
+        (100, 50, 2),
+        (600, 132, 4),
+        (2112, 132, 16),
+        (2113, 133, 16),
+        (4224, 264, 16),
+        (16384, 264, 16),
+    ],
 )
 def test_programs_for_few_tokens(tokens, programs, rows):
     """One for each of 132 multiprocessors until each has 16 rows, then two."""
@@ -65,7 +75,18 @@ def check_exchange(kind, tokens, D, K, L, dtype):
     at = ranks.at
     for p in range(world):
         exchange.push(
-            xs[p], ids[p], ws[p], at["x"], at["ids"], at["weights"], at["state"], p, capacity, L, 3, meet=False
+            xs[p],
+            ids[p],
+            ws[p],
+            at["x"],
+            at["ids"],
+            at["weights"],
+            at["state"],
+            p,
+            capacity,
+            L,
+            3,
+            meet=False,
         )
     for q in range(world):
         for p in range(world):
@@ -107,7 +128,10 @@ def check_packed(tokens, D, K, L, dtype):
     draw, float8 = torch.Generator().manual_seed(D), torch.float8_e4m3fn
     ranks = Ranks(world, capacity, D, K, dtype)
     at, R = ranks.at, world * capacity
-    packed, scales = [torch.zeros(R, D, dtype=float8) for _ in tokens], [torch.full((R,), float("nan")) for _ in tokens]
+    packed, scales = (
+        [torch.zeros(R, D, dtype=float8) for _ in tokens],
+        [torch.full((R,), float("nan")) for _ in tokens],
+    )
     to, to_scales = (torch.tensor([t.data_ptr() for t in ts]) for ts in (packed, scales))
     xs, ids = [], [routes("holes", n, world * L, K, draw) for n in tokens]
     for p in range(world):
@@ -128,7 +152,10 @@ def check_packed(tokens, D, K, L, dtype):
         scales[q].fill_(float("nan"))
         exchange.pack(ranks.of["x"][q], ranks.of["ids"][q], packed[q], scales[q])
     for p in range(world):
-        y, copies = torch.empty(tokens[p], D, dtype=dtype), sum((ids[p] // L == q).any(1).int() for q in range(world))
+        y, copies = (
+            torch.empty(tokens[p], D, dtype=dtype),
+            sum((ids[p] // L == q).any(1).int() for q in range(world)),
+        )
         exchange.pull(y, None, ids[p], to, at["d_weights"], at["state"], p, capacity, L, 2, False, to_scales)
         assert torch.equal(y, (xs[p].float() * copies[:, None]).to(dtype))
 
@@ -150,7 +177,10 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
         exchange.push(x, ids, torch.rand(T[rank], K, generator=draw), *to, *where)
         here = (ranks["ids"][rank] >= 0).any(1)
         ranks["y"][rank][here] = ranks["x"][rank][here] * (i + 1)  # experts: what arrived, and when
-        y, copies = torch.empty(T[rank], D), torch.stack([(ids // L == q).any(1) for q in range(world)]).sum(0)
+        y, copies = (
+            torch.empty(T[rank], D),
+            torch.stack([(ids // L == q).any(1) for q in range(world)]).sum(0),
+        )
         exchange.pull(y, None, ids, at["y"], at["d_weights"], at["state"], *where)
         failed[rank] |= not torch.allclose(y, x * (i + 1) * copies[:, None])
         if i % 3 == 0:
@@ -187,7 +217,10 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
     ranks = Ranks(world, capacity, D, K, torch.float32)
     at, ex = ranks.at, [ranks.exchange(p) for p in range(world)]
     xs, dys = ([torch.randn(n, D, generator=draw) for n in tokens] for _ in range(2))
-    ws, ids = [torch.rand(n, K, generator=draw) for n in tokens], [routes(kind, n, world * L, K, draw) for n in tokens]
+    ws, ids = (
+        [torch.rand(n, K, generator=draw) for n in tokens],
+        [routes(kind, n, world * L, K, draw) for n in tokens],
+    )
     gate_up, down = (
         torch.randn(world * L, 2 * F, D, generator=draw) / 8,
         torch.randn(world * L, D, F, generator=draw) / 6,
@@ -201,14 +234,27 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
         for p in range(world):
             w = weights and weights[p]
             exchange.push(
-                rows[p], ids[p], w, at[name], at["ids"], at["weights"], at["state"], p, capacity, L, 2, meet=False
+                rows[p],
+                ids[p],
+                w,
+                at[name],
+                at["ids"],
+                at["weights"],
+                at["state"],
+                p,
+                capacity,
+                L,
+                2,
+                meet=False,
             )
 
     def pull(d_weights):
         ys = [torch.full_like(x, float("nan")) for x in xs]
         for p in range(world):
             dw = d_weights and d_weights[p]
-            exchange.pull(ys[p], dw, ids[p], at["y"], at["d_weights"], at["state"], p, capacity, L, 2, meet=False)
+            exchange.pull(
+                ys[p], dw, ids[p], at["y"], at["d_weights"], at["state"], p, capacity, L, 2, meet=False
+            )
         return torch.cat(ys)
 
     push("x", xs, ws)
@@ -226,7 +272,10 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
         else:
             push("x", xs, None)
         grads = [experts(p).backward(hs[p], lambda: None, lambda: None) for p in range(world)]
-        d_ws, dxs = [torch.full_like(w, float("nan")) for w in ws], [torch.full_like(x, float("nan")) for x in xs]
+        d_ws, dxs = (
+            [torch.full_like(w, float("nan")) for w in ws],
+            [torch.full_like(x, float("nan")) for x in xs],
+        )
         wires = [e.wire_y(D, torch.float32, K, False) for e in ex]
         for p in range(world) if copies else ():
             ex[p].copy_y(wires[p])
@@ -241,8 +290,12 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
     ]
     want = reference.moe_mlp(leaves[0], leaves[2], leaves[3], leaves[1], torch.cat(ids))
     want.backward(torch.cat(dys).double())
-    for name, g, t in zip(("y", "dx", "dw", "gate_up", "down"), got[1], (want, *(t.grad for t in leaves)), strict=True):
-        torch.testing.assert_close(g.double(), t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{kind} {name}: {m}")
+    for name, g, t in zip(
+        ("y", "dx", "dw", "gate_up", "down"), got[1], (want, *(t.grad for t in leaves)), strict=True
+    ):
+        torch.testing.assert_close(
+            g.double(), t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{kind} {name}: {m}"
+        )
 
 
 def in_the_interpreter():

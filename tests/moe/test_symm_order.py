@@ -22,7 +22,9 @@ class Streams:
         self.now, self.log = "main", []
 
     def stream(self, name):
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append((name, f"after {other.name}")))
+        return SimpleNamespace(
+            name=name, wait_stream=lambda other: self.log.append((name, f"after {other.name}"))
+        )
 
     @contextlib.contextmanager
     def on(self, stream):
@@ -44,7 +46,9 @@ class Calls(Streams):
         ex.push = lambda name, x, *_, **how: say(f"push {x.shape[1]} columns")(**how)
         for name in ("pull", "meet", "sum", "copy_x", "copy_y", "wire_x", "wire_y"):
             setattr(ex, name, say(name))
-        ex.beside, ex.arrived = (functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived))
+        ex.beside, ex.arrived = (
+            functools.partial(f, ex) for f in (symm.Exchange.beside, symm.Exchange.arrived)
+        )
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
         monkeypatch.setattr(torch.cuda, "stream", self.on)

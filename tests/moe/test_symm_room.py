@@ -133,7 +133,9 @@ def capture_first(rank, world, folder):
     with shared_files(folder):
         ex, said = symm.Exchange(dist.group.WORLD), []
         for capturing, tokens in ((True, 4), (False, 4), (True, 3), (False, 5)):
-            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing):
+            with mock.patch.object(
+                torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
+            ):
                 try:
                     ex.reserve(tokens, D * 4, K)
                     said.append(ex.capacity)
@@ -238,7 +240,9 @@ def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_
     widths = dict.fromkeys(("x", "dy", "y"), dim * dtype.itemsize) | dict.fromkeys(
         ("ids", "weights", "d_weights"), 4 * top_k
     )
-    ex.sections = {name: torch.empty(world * T * w, dtype=torch.uint8, device="meta") for name, w in widths.items()}
+    ex.sections = {
+        name: torch.empty(world * T * w, dtype=torch.uint8, device="meta") for name, w in widths.items()
+    }
     gate_up, down, bias, h = (
         torch.empty(shape, dtype=dtype, device="meta")
         for shape in ((L, 2 * F, dim), (L, dim, F), (L, 2 * F), (pairs, 2 * F))

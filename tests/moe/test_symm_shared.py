@@ -60,7 +60,9 @@ def test_the_rule(preset, ep, hides):
     packed, nccl = (Config(model=cfg.model, parallel=ParallelConfig(ep=ep, **how)) for how in ({"wire": "fp8"}, {"dispatch": "nccl"}))  # fmt: skip
     assert not runs_beside(packed, ep) and not runs_beside(nccl, ep)
     T = cfg.train.batch * cfg.train.seq
-    assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, "activations are made again"
+    assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, (
+        "activations are made again"
+    )
 
 
 def test_who_takes_the_shared_expert(monkeypatch):
@@ -71,7 +73,9 @@ def test_who_takes_the_shared_expert(monkeypatch):
     routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
     for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr(symm, "hides", rule(beside, True))
-        dispatcher = SymmDispatcher(SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8, width=SHARED)  # type: ignore[bad-argument-type]
+        dispatcher = SymmDispatcher(
+            SimpleNamespace(group_name="nobody", size=lambda: 2), 1, fp8=fp8, width=SHARED
+        )  # type: ignore[bad-argument-type]
         y, y_shared = dispatcher.beside(x, routing, local, shared)
         assert torch.equal(y, x * 2) and torch.equal(y_shared, x * 3 if op else shared(x))
         assert torch.equal(dispatcher(x, routing, local), x * 2)
@@ -104,7 +108,11 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
     assert up is shared.gate_up.weight and down is shared.down.weight and shared.plain
     change(shared)
     assert not shared.plain
-    group, routing, local = SimpleNamespace(group_name="g", size=lambda: 2), Routing(x, x.int(), x), LocalExperts(x, x)
+    group, routing, local = (
+        SimpleNamespace(group_name="g", size=lambda: 2),
+        Routing(x, x.int(), x),
+        LocalExperts(x, x),
+    )
     for now in (shared, torch.nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
             SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
@@ -181,7 +189,9 @@ def test_the_warm_up_knows_the_kernels():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symm, "_all", lambda t: 264)
         wanted = launched(layer)
-    assert {name for name, _ in wanted.values()} == {"push_kernel", "meet_kernel", "swiglu_kernel"} and len(wanted) == 5
+    assert {name for name, _ in wanted.values()} == {"push_kernel", "meet_kernel", "swiglu_kernel"} and len(
+        wanted
+    ) == 5
     assert not set(wanted) - set(launched(warm_up))
 
 
@@ -378,7 +388,9 @@ def one_rank(rank, ranks, tokens, L):
         for i, (beside, hidden, waits, call, uses, around, frozen) in enumerate(cases):
             symm.hides = rule(beside, hidden)
             ex.beside, ex.arrived = (
-                (late.beside, late.arrived) if waits else (early, functools.partial(symm.Exchange.arrived, ex))
+                (late.beside, late.arrived)
+                if waits
+                else (early, functools.partial(symm.Exchange.arrived, ex))
             )
             net = Net(tokens, ("random", "first rank", "holes")[i % 3], L, i)
             got, want = net.got(rank, call, uses, around, frozen), net.want(rank, uses)
@@ -387,7 +399,9 @@ def one_rank(rank, ranks, tokens, L):
                     assert g is None
                     continue
                 g = torch.zeros_like(t) if g is None else g  # not used
-                torch.testing.assert_close(g.double(), t, rtol=1e-4, atol=2e-5, msg=lambda m, at=(i, j): f"{at}: {m}")
+                torch.testing.assert_close(
+                    g.double(), t, rtol=1e-4, atol=2e-5, msg=lambda m, at=(i, j): f"{at}: {m}"
+                )
         keeps_nothing(rank, net, dispatcher, tokens)
 
 
@@ -401,13 +415,20 @@ def keeps_nothing(rank, net, dispatcher, tokens):
     assert len(h) == 128 and shared_h.shape == (len(x), 2 * SHARED)
     with torch.inference_mode():
         again = torch.ops.tmoe.symm_moe(x * 1, *tensors[1:], "swiglu", max(tokens), 128, False, False, "g")
-    assert torch.equal(again[0], y) and torch.equal(again[2], shared_y) and again[1].numel() == again[3].numel() == 0
+    assert (
+        torch.equal(again[0], y)
+        and torch.equal(again[2], shared_y)
+        and again[1].numel() == again[3].numel() == 0
+    )
 
 
 def in_the_interpreter():
     from interpreter import repair_interpreter
 
-    for tokens in ([21, 0, 9], [12, 12]):  # forked before autograd has run here, which could not run there again
+    for tokens in (
+        [21, 0, 9],
+        [12, 12],
+    ):  # forked before autograd has run here, which could not run there again
         L, world = 2, len(tokens)
         fork(world, one_rank, Ranks(world, max(tokens) + 3, 64, 2, torch.float32), tokens, L)
     repair_interpreter()

@@ -27,7 +27,11 @@ ROUTERS = [
     (dict(choice_bias=True), "--model.moe.renormalize=True", "set --model.moe.renormalize False, and"),
     (dict(scaling=2.5, groups=2), "--model.moe.renormalize=True", "set --model.moe.renormalize False, and"),
     (dict(softmax="after"), "--model.moe.softmax=after", "False --model.moe.softmax before, and"),
-    (dict(softmax="after", renormalize=False), "--model.moe.softmax=after", "False --model.moe.softmax before, and"),
+    (
+        dict(softmax="after", renormalize=False),
+        "--model.moe.softmax=after",
+        "False --model.moe.softmax before, and",
+    ),
     (dict(renormalize=False), "", ""),
     (dict(renormalize=False, score="sigmoid"), "", ""),
     (dict(top_k=2), "", ""),
@@ -35,7 +39,9 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize(("kw", "cause", "remedy"), ROUTERS, ids=lambda kw: str(kw) if isinstance(kw, dict) else "")
+@pytest.mark.parametrize(
+    ("kw", "cause", "remedy"), ROUTERS, ids=lambda kw: str(kw) if isinstance(kw, dict) else ""
+)
 def test_a_new_layer_is_refused_where_its_router_has_no_gradient(kw, cause, remedy):
     cfg = MoEConfig(**dict(experts=4, top_k=1, ffn_dim=8, balance="none", z_coeff=0.0) | kw)
     moe = MoE(16, cfg, init=False)
@@ -50,7 +56,9 @@ def test_a_new_layer_is_refused_where_its_router_has_no_gradient(kw, cause, reme
         return
     with pytest.raises(ConfigError) as error:
         MoE(16, cfg)
-    assert str(error.value).startswith(f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself")
+    assert str(error.value).startswith(
+        f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself"
+    )
     assert remedy in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
@@ -86,7 +94,9 @@ def test_what_a_killed_save_left_is_no_step_to_go_on_from(tmp_path, capsys, left
 def published(folder):
     """A top-1 model as Hugging Face would publish it, whose weights are renormalised."""
     sizes = SIZES | dict(vocab_size=256, num_hidden_layers=1)
-    options = dict(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=10, head_dim=8, norm_topk_prob=True)
+    options = dict(
+        num_experts=4, num_experts_per_tok=1, moe_intermediate_size=10, head_dim=8, norm_topk_prob=True
+    )
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **options))
     model.save_pretrained(folder)
     return folder
@@ -123,7 +133,9 @@ def test_in_a_loop_of_ones_own_it_is_a_warning(tmp_path):
     with torch.device("meta"):
         model = Transformer(cfg)  # says nothing yet: weights may come
     model.to_empty(device="cpu")
-    with pytest.warns(UserWarning, match="top-k=1 with --model.moe.renormalize=True: .* balancing losses alone"):
+    with pytest.warns(
+        UserWarning, match="top-k=1 with --model.moe.renormalize=True: .* balancing losses alone"
+    ):
         load_hf(hf_dir, model.state_dict(), cfg)
     with pytest.warns(UserWarning, match="top-k=1 with"):
         Transformer(cfg)

@@ -47,21 +47,32 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     key, _ = launch._key(args, launch._fixed(exchange.meet_kernel))
-    monkeypatch.setitem(launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked)))
+    monkeypatch.setitem(
+        launch._binaries, (id(exchange.meet_kernel), 0, *key), lambda *_: ran.append(len(asked))
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: asked.append(1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for _ in range(2):
-        thread = threading.Thread(target=lambda: [launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)])
+        thread = threading.Thread(
+            target=lambda: [launch.launch(exchange.meet_kernel, (1,), *args) for _ in range(3)]
+        )
         thread.start()
         thread.join()
     assert ran == ([0] * 6 if capturing else [1, 1, 1, 2, 2, 2])
 
 
 NEWER = hasattr(nvidia, "wrap_handle_tensordesc_impl")  # triton 3.8
-METADATA = 8 if NEWER else 10  # where a C function's arguments hold the launch's metadata; the hooks stand behind it
+METADATA = (
+    8 if NEWER else 10
+)  # where a C function's arguments hold the launch's metadata; the hooks stand behind it
 SWIZZLED = dict(elem_size=2, elem_type=10, fp4_padded=False)
-META = [dict(swizzle=3, block_size=[64, 64], **SWIZZLED), dict(swizzle=2, block_size=[1, 1, 8, 32], **SWIZZLED)]
-SIGNATURE = dict(a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr")
+META = [
+    dict(swizzle=3, block_size=[64, 64], **SWIZZLED),
+    dict(swizzle=2, block_size=[1, 1, 8, 32], **SWIZZLED),
+]
+SIGNATURE = dict(
+    a="*bf16", b="tensordesc<bf16[64, 64]>", n="i32", c="tensordesc<bf16[1, 1, 8, 32]>", K="constexpr"
+)
 
 
 @pytest.fixture
@@ -84,7 +95,9 @@ def binary(cuda, signature=SIGNATURE, meta=META):
     """A compiled kernel with triton's own launcher, whose C function writes down what it is given."""
     run = object.__new__(nvidia.CudaLauncher)
     run.launch_cooperative_grid, run.launch_pdl, run.num_ctas, run.gsan_enabled = 0, 1, 1, False
-    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = (
+        run.profile_scratch_align
+    ) = 0
     if NEWER:
         run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
 
@@ -110,7 +123,9 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch,
         assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
-        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)  # the second found them
+        assert len(encoded) - before == sum(
+            isinstance(v, launch.Descriptor) for v in values
+        )  # the second found them
         natives = [launch._native(v, None) for v in values]
         compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *natives)
         first, second, own = handed[-3:]
@@ -169,7 +184,9 @@ def no_options(run):
 
 
 def another_encoder(monkeypatch):
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda arg, metadata, device, plan: ["map", *arg.shape])
+    monkeypatch.setattr(
+        nvidia, "make_tensordesc_arg", lambda arg, metadata, device, plan: ["map", *arg.shape]
+    )
 
 
 @pytest.mark.parametrize("change", [more_arguments, another_order, no_options, another_encoder])
@@ -183,7 +200,9 @@ def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change)
         compiled = binary(cuda)
         change(monkeypatch if change is another_encoder else compiled._run)
         monkeypatch.setattr(
-            CompiledKernel, "__getitem__", lambda self, grid: lambda *args, stream: ran.append((grid, stream, *args))
+            CompiledKernel,
+            "__getitem__",
+            lambda self, grid: lambda *args, stream: ran.append((grid, stream, *args)),
         )
         way = launch.launcher(compiled, None, values)
         assert not hasattr(way, "parts")
@@ -252,7 +271,10 @@ def through(*args, how, use):
     ]
     moe_mlp, softmax_topk = how
     weights, ids = softmax_topk(logits, 2, True)
-    return use(moe_mlp(x, gate_up, down, weights, ids, bias), [t for t in leaves if t is not None and t.requires_grad])
+    return use(
+        moe_mlp(x, gate_up, down, weights, ids, bias),
+        [t for t in leaves if t is not None and t.requires_grad],
+    )
 
 
 def grads(y, leaves):
@@ -304,10 +326,18 @@ def counted(y, leaves):
     "frozen, biased, T", [((), True, 7), ((0,), False, 7), ((1,), True, 7), ((2, 4), True, 7), ((), True, 0)]
 )
 def test_the_straight_way_gives_what_the_registered_op_gives(straight, use, frozen, biased, T):
-    args = [torch.randn(T, 16), torch.randn(T, 4), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.randn(4, 24)]
+    args = [
+        torch.randn(T, 16),
+        torch.randn(T, 4),
+        torch.randn(4, 24, 16),
+        torch.randn(4, 16, 12),
+        torch.randn(4, 24),
+    ]
     args = [t.requires_grad_(i not in frozen) for i, t in enumerate(args)]
     args[4] = args[4] if biased else None
-    direct = lambda *a: mlp._Straight.apply(*a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a))  # noqa: E731
+    direct = lambda *a: mlp._Straight.apply(
+        *a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a)
+    )  # noqa: E731
     got = through(*args, how=(direct, topk._Straight.apply), use=use)
     want = through(*args, how=(ops.moe_mlp, ops.softmax_topk), use=use)
     assert len(got) == len(want)
@@ -343,7 +373,10 @@ def test_a_second_derivative_is_refused(straight, way, named, summed):
         of, y = x, ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
     else:
         args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
-        of, y = x, mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
+        of, y = (
+            x,
+            mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args),
+        )
     (first,) = torch.autograd.grad(y.sum() if summed else y.square().sum(), of, create_graph=True)
     loss = first.square().sum() + of.sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -373,6 +406,12 @@ def test_who_watches():
 
 def test_a_gpus_tensors_alone_go_straight(straight):
     """On a CPU the registered op is all there is."""
-    args = torch.randn(7, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.rand(7, 2), torch.zeros(7, 2).int()
+    args = (
+        torch.randn(7, 16),
+        torch.randn(4, 24, 16),
+        torch.randn(4, 16, 12),
+        torch.rand(7, 2),
+        torch.zeros(7, 2).int(),
+    )
     ops.moe_mlp(*args), ops.softmax_topk(torch.randn(7, 4), 2, True)
     assert not straight

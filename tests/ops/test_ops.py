@@ -42,7 +42,9 @@ def assert_near(got, want, tolerance):
 
 @pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
-    "shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (1, 8, 8, 4, 4), (64, 16, 32, 16, 2), (5, 8, 8, 1, 1)], ids=str
+    "shape",
+    [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (1, 8, 8, 4, 4), (64, 16, 32, 16, 2), (5, 8, 8, 1, 1)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_moe_mlp(dtype, shape, absent):
@@ -53,7 +55,11 @@ def test_moe_mlp(dtype, shape, absent):
 @pytest.mark.parametrize("ends", [[3, 3, 10], [0, 0, 0], [12, 12, 12], [1, 5, 12]], ids=str)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_grouped_mm(dtype, ends):
-    args = torch.randn(12, 24).to(dtype), torch.randn(3, 16, 24).to(dtype), torch.tensor(ends, dtype=torch.int32)
+    args = (
+        torch.randn(12, 24).to(dtype),
+        torch.randn(3, 16, 24).to(dtype),
+        torch.tensor(ends, dtype=torch.int32),
+    )
     got = run(ops.grouped_mm, args)
     assert_near(got, run(reference.grouped_mm, args, torch.float64), TOLERANCE[dtype])
     assert (got[0][ends[-1] :] == 0).all()
@@ -63,7 +69,9 @@ def test_weights_in_the_dtype_of_x_and_one_expert_twice():
     x, gate_up, down, weights, ids = layer(9, 16, 8, 4, 3, torch.bfloat16)
     ids[:, 1] = ids[:, 0]
     args = x, gate_up, down, weights.bfloat16(), ids
-    assert_near(run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.bfloat16])
+    assert_near(
+        run(ops.moe_mlp, args), run(reference.moe_mlp, args, torch.float64), TOLERANCE[torch.bfloat16]
+    )
 
 
 ROUTINGS = {  # T, E, K -> ids
@@ -92,7 +100,9 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
     args = layer(37, 24, 16, 5, 3)
     scattered = [strided(t) for t in args]
     assert not any(t.is_contiguous() for t in scattered)
-    assert all(torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
+    )
     a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 5, 12], dtype=torch.int32)
     scattered = strided(a), strided(b), ends
     assert_near(run(ops.grouped_mm, scattered), run(reference.grouped_mm, (a, b, ends), torch.float64), 3e-6)
@@ -127,7 +137,9 @@ def test_a_slot_that_is_not_here_adds_nothing_whatever_its_weight():
 
 def test_gradcheck():
     args = layer(7, 8, 4, 3, 2, torch.float64)
-    assert torch.autograd.gradcheck(lambda *a: ops.moe_mlp(*a, args[4]), [t.requires_grad_() for t in args[:4]])
+    assert torch.autograd.gradcheck(
+        lambda *a: ops.moe_mlp(*a, args[4]), [t.requires_grad_() for t in args[:4]]
+    )
 
 
 def opcheck(op, *args, **kwargs):
@@ -175,7 +187,9 @@ def test_compiled_equals_eager(how):
             rows = torch.arange(
                 x.shape[0]
             )  # a slice of unknown length has a gradient that inductor of torch 2.11 cannot place
-            return 2 * ops.moe_mlp(1.5 * x, gate_up, down, weights.index_select(0, rows), ids.index_select(0, rows))
+            return 2 * ops.moe_mlp(
+                1.5 * x, gate_up, down, weights.index_select(0, rows), ids.index_select(0, rows)
+            )
 
         def static(x, gate_up, down, weights, ids):
             return 2 * ops.moe_mlp(1.5 * x, gate_up, down, weights, ids)
@@ -214,10 +228,14 @@ def test_errors_name_the_argument(argument):
     args = list(layer(5, 8, 8, 4, 2))
     args[position] = spoil(args[position])
     with pytest.raises(ValueError, match=message):
-        ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(*args, None, "swiglu")
+        ops.moe_mlp(*args) if argument != "weights' device" else ops.check.check_moe_mlp(
+            *args, None, "swiglu"
+        )
 
 
-@pytest.mark.parametrize("position, name", list(enumerate(["x", "gate_up", "down", "weights", "ids", "gate_up_bias"])))
+@pytest.mark.parametrize(
+    "position, name", list(enumerate(["x", "gate_up", "down", "weights", "ids", "gate_up_bias"]))
+)
 def test_what_is_no_tensor_is_named(position, name):
     args = [*layer(5, 8, 8, 4, 2), torch.randn(4, 16)]
     args[position] = [1.0]
@@ -344,7 +362,9 @@ def test_unknown_activation_and_bound_are_named():
     with pytest.raises(ValueError, match="activation: got None, valid is 'swiglu' or 'clamped'"):
         ops.moe_mlp(*args, activation=None)
     for pairs in (0, 1.5, "3", True):
-        with pytest.raises(ValueError, match=f"pairs: got {pairs!r}, valid is a positive whole number or None"):
+        with pytest.raises(
+            ValueError, match=f"pairs: got {pairs!r}, valid is a positive whole number or None"
+        ):
             ops.moe_mlp(*args, pairs=pairs)
 
 
@@ -358,7 +378,9 @@ def test_softmax_topk(shape, renormalize):
     assert torch.equal(ids, want_ids) and ids.dtype == torch.int32 and not ids.requires_grad
     dw = torch.randn(T, K, dtype=torch.float64)
     assert_near(
-        [weights, *torch.autograd.grad(weights, logits, dw)], [want, *torch.autograd.grad(want, logits, dw)], 1e-12
+        [weights, *torch.autograd.grad(weights, logits, dw)],
+        [want, *torch.autograd.grad(want, logits, dw)],
+        1e-12,
     )
 
 
@@ -379,6 +401,8 @@ def test_softmax_topk_compiles_and_names_bad_input():
 
 def test_one_launch_for_few_rows_is_for_few_rows():
     assert (
-        table.few("cuda:90", 64, True) and not table.few("cuda:90", 193, True) and not table.few("cuda:90", 64, False)
+        table.few("cuda:90", 64, True)
+        and not table.few("cuda:90", 193, True)
+        and not table.few("cuda:90", 64, False)
     )
     assert table.few("cuda:80", 64, True) is None is table.few("hip:gfx942", 64, True)

@@ -40,7 +40,11 @@ def layer(T, D, F, E, K, mode="random", dtype=torch.bfloat16):
     ids = routing(T, E, K, mode)
     weights = torch.rand(T, K) + 0.1
     dy = torch.randn(T, D)
-    return [t.cuda().to(dtype) for t in (x, gate_up, down)] + [weights.cuda(), ids.cuda(), dy.cuda().to(dtype)]
+    return [t.cuda().to(dtype) for t in (x, gate_up, down)] + [
+        weights.cuda(),
+        ids.cuda(),
+        dy.cuda().to(dtype),
+    ]
 
 
 def run(fn, args, dtype=None):
@@ -52,7 +56,9 @@ def run(fn, args, dtype=None):
 
 
 def errors(got, want):
-    return [float((g.double() - w).norm() / w.norm().clamp(min=1e-30)) for g, w in zip(got, want, strict=True)]
+    return [
+        float((g.double() - w).norm() / w.norm().clamp(min=1e-30)) for g, w in zip(got, want, strict=True)
+    ]
 
 
 SHAPES = [  # every D, F, T of KERNELS' list at least once; T over 128-row tiles and 64-row tiles
@@ -95,7 +101,9 @@ def test_nan_stays_with_its_experts():
     assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
 
 
-@pytest.mark.parametrize("E", [16, 64])  # 64: one launch for both products; each replay must find its counters cleared
+@pytest.mark.parametrize(
+    "E", [16, 64]
+)  # 64: one launch for both products; each replay must find its counters cleared
 def test_graph_replays_with_new_routing(E):
     args = layer(2000, 512, 256, E, 4)
     x, gate_up, down, weights, ids, dy = args
@@ -114,12 +122,15 @@ def test_graph_replays_with_new_routing(E):
         x.normal_()
         graph.replay()
         assert all(
-            torch.equal(a, b) for a, b in zip(out, run(ops.moe_mlp, [x, gate_up, down, weights, ids, dy]), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(out, run(ops.moe_mlp, [x, gate_up, down, weights, ids, dy]), strict=True)
         )
 
 
 @pytest.mark.parametrize(
-    "shape", [(500, 512, 256, 64, 4), (257, 576, 192, 16, 4), (1000, 512, 704, 8, 2), (700, 200, 72, 5, 3)], ids=str
+    "shape",
+    [(500, 512, 256, 64, 4), (257, 576, 192, 16, 4), (1000, 512, 704, 8, 2), (700, 200, 72, 5, 3)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("share", [1, 3])
@@ -164,7 +175,9 @@ def test_what_one_gpu_remembers_runs_on_no_other():
     there = [t.to("cuda:1") for t in args]
     for _ in range(3):
         got = run(ops.moe_mlp, there)
-        assert all(a.device.index == 1 and torch.equal(a.to(b.device), b) for a, b in zip(got, want, strict=True))
+        assert all(
+            a.device.index == 1 and torch.equal(a.to(b.device), b) for a, b in zip(got, want, strict=True)
+        )
 
 
 def test_launches_from_a_thread_that_never_called_cuda():
@@ -214,7 +227,9 @@ def test_grouped_mm(dtype, D, F):
 
     want = grads(reference.grouped_mm, torch.float64)
     for ours, theirs in zip(
-        errors(grads(ops.grouped_mm, dtype), want), errors(grads(reference.grouped_mm, dtype), want), strict=True
+        errors(grads(ops.grouped_mm, dtype), want),
+        errors(grads(reference.grouped_mm, dtype), want),
+        strict=True,
     ):
         assert ours <= max(1.5 * theirs, 3e-6)
 
@@ -226,7 +241,9 @@ def test_more_than_2_to_the_31_elements():
     args = layer(T, D, F, E, K)
     y = ops.moe_mlp(*args[:5])
     tail = [t[-256:] if i in (0, 3, 4) else t for i, t in enumerate(args[:5])]
-    assert errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3  # other tiles may be chosen for 256 rows
+    assert (
+        errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3
+    )  # other tiles may be chosen for 256 rows
 
 
 def opcheck(op, *args, **kwargs):
@@ -261,7 +278,9 @@ def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
     y = torch.full_like(x, float("nan"))
     for i, window in enumerate(gpu.windows(route(ids, 16, pairs), ids.numel())):
         part = gpu.Layer(x, down.shape, 8, window, weights, (gate_up, down))
-        part.combine(part.rows("down", part.up(gate_up, None, None), down, True), weights, y, add=i > 0, fill=False)
+        part.combine(
+            part.rows("down", part.up(gate_up, None, None), down, True), weights, y, add=i > 0, fill=False
+        )
     assert y[~here].isnan().all()
     if pairs is None:
         assert torch.equal(y[here], want[here])
@@ -330,7 +349,9 @@ def test_bias_and_activation(shape, activation):
     args = [x, gate_up * (1 if activation == "swiglu" else 4), down, weights, bias, ids, dy]
 
     def call(fn):
-        return lambda x, gate_up, down, weights, bias, ids: fn(x, gate_up, down, weights, ids, bias, activation)
+        return lambda x, gate_up, down, weights, bias, ids: fn(
+            x, gate_up, down, weights, ids, bias, activation
+        )
 
     want = run(call(reference.moe_mlp), args, torch.float64)
     got, plain = (errors(run(call(fn), args), want) for fn in (ops.moe_mlp, reference.moe_mlp))
@@ -369,9 +390,13 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
     args = layer(300, 512, 128, 8, 2)
     scattered = [t.mT.contiguous().mT for t in args]
     assert not any(t.is_contiguous() for t in scattered)
-    assert all(torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
+    )
     x = args[0].requires_grad_()
-    (got,) = torch.autograd.grad(ops.moe_mlp(*args[:5]).sum(), x)  # the gradient of a sum has no strides at all
+    (got,) = torch.autograd.grad(
+        ops.moe_mlp(*args[:5]).sum(), x
+    )  # the gradient of a sum has no strides at all
     y = ops.moe_mlp(*args[:5])
     assert torch.equal(got, *torch.autograd.grad(y, x, torch.ones_like(y)))
 
@@ -414,7 +439,9 @@ def test_compiled_with_changing_routing_equals_eager_and_never_recompiles():
     with torch._dynamo.config.patch(error_on_recompile=True):
         for mode in ("zipf", "absent", "one", "none"):
             args[4] = routing(300, 8, 2, mode).cuda().contiguous()
-            assert all(torch.equal(a, b) for a, b in zip(run(compiled, args), run(ops.moe_mlp, args), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(run(compiled, args), run(ops.moe_mlp, args), strict=True)
+            )
 
 
 def test_of_equal_logits_the_lower_experts_are_chosen():

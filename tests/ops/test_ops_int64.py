@@ -109,7 +109,11 @@ def main():
     near("dx", layer.rows("dx", dh_N2F, gate_up, False), rows.grad)
     # the interpreter has no time for half a million experts
     layer = gpu.Layer(layer.x, (1, D, F), 1, metadata(1), layer.weights)
-    near("d_down", layer.dw("dw_down", dy_ND, scaled_NF, "a")[0], (dy.double().flip(0) * w.detach()).T @ act.detach())
+    near(
+        "d_down",
+        layer.dw("dw_down", dy_ND, scaled_NF, "a")[0],
+        (dy.double().flip(0) * w.detach()).T @ act.detach(),
+    )
     near("d_gate_up", layer.dw("dw_up", dh_N2F, layer.x, "b")[0], h.grad.T @ rows.detach())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
     print("all right")

@@ -38,7 +38,9 @@ def check_metadata(routing):
         (0, 4, 2, 0),
     ]:
         ids = torch.randint(low, E, (T, K))
-        torch.use_deterministic_algorithms(True)  # what is allocated holds the largest integers, no zeros by luck
+        torch.use_deterministic_algorithms(
+            True
+        )  # what is allocated holds the largest integers, no zeros by luck
         flat = ids.flatten()
         ids = torch.where(ids == low, E + 7, ids) if low < 0 else ids  # absent in either way
         meta = routing.route(ids, E)
@@ -51,7 +53,9 @@ def check_metadata(routing):
         counts = torch.bincount(flat[flat >= 0], minlength=E)
         n = int(counts.sum())
         assert torch.equal(meta.order[:n].long(), want)
-        assert torch.equal(meta.offsets.long(), torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)]))
+        assert torch.equal(
+            meta.offsets.long(), torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        )
         assert torch.equal(meta.row_of[want].long(), torch.arange(n)) and (meta.row_of[flat < 0] == -1).all()
         assert torch.equal(counts[meta.by_size.long()], counts.sort(descending=True).values)
         for bm, table in meta.tiles.items():
@@ -61,7 +65,9 @@ def check_metadata(routing):
             expert = table[4 : 4 + m].long()
             assert torch.equal(expert, torch.repeat_interleave(torch.arange(E), tiles))
             nth = torch.arange(m) - (tiles.cumsum(0) - tiles)[expert]
-            assert torch.equal(table[4 + capacity : 4 + capacity + m].long(), meta.offsets[expert].long() + nth * bm)
+            assert torch.equal(
+                table[4 + capacity : 4 + capacity + m].long(), meta.offsets[expert].long() + nth * bm
+            )
 
 
 def compare(names, got, want, tolerance):
@@ -71,7 +77,18 @@ def compare(names, got, want, tolerance):
 
 
 def check_layer(
-    gpu, reference, T, D, F, E, K, mode="random", dtype=torch.float32, pairs=None, biased=False, activation="swiglu"
+    gpu,
+    reference,
+    T,
+    D,
+    F,
+    E,
+    K,
+    mode="random",
+    dtype=torch.float32,
+    pairs=None,
+    biased=False,
+    activation="swiglu",
 ):
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
     gate_up, down = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype), (torch.randn(E, D, F) * F**-0.5).to(dtype)
@@ -122,7 +139,11 @@ def check_topk(topk, T, E, K, renormalize, hard=False):
 
 
 def check_grouped(gpu, reference, ends, dtype=torch.float32):
-    a, b, dc = torch.randn(130, 40).to(dtype), torch.randn(3, 72, 40).to(dtype), torch.randn(130, 72).to(dtype)
+    a, b, dc = (
+        torch.randn(130, 40).to(dtype),
+        torch.randn(3, 72, 40).to(dtype),
+        torch.randn(130, 72).to(dtype),
+    )
     ends = torch.tensor(ends, dtype=torch.int32)
     got = gpu.grouped_mm(a, b, ends), *gpu.grouped_mm_backward(dc, a, b, ends)
     leaves = [t.double().requires_grad_() for t in (a, b)]
@@ -141,7 +162,13 @@ def main():
     check_metadata(routing)
     routing.FEW = 0  # three launches instead of the one for few slots
     check_metadata(routing)
-    for T, E, K in [(70, 8, 2), (33, 60, 7), (5, 1, 1), (9, 16, 16), (2050, 40, 3)]:  # the last in two tiles a row
+    for T, E, K in [
+        (70, 8, 2),
+        (33, 60, 7),
+        (5, 1, 1),
+        (9, 16, 16),
+        (2050, 40, 3),
+    ]:  # the last in two tiles a row
         for renormalize in (True, False):
             check_topk(topk, T, E, K, renormalize)
     check_topk(topk, 40, 16, 5, True, hard=True)
@@ -155,7 +182,20 @@ def main():
         (False, True, 1, 33, 40, 24, 3, 3, "random", torch.bfloat16),
         (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, None, True, "clamped"),
         (False, True, 1, 70, 40, 24, 5, 3, "empty", torch.float32, None, True, "clamped"),
-        (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, 64, True),  # windows of 64 of up to 140 rows
+        (
+            True,
+            True,
+            2,
+            70,
+            64,
+            64,
+            4,
+            2,
+            "random",
+            torch.float32,
+            64,
+            True,
+        ),  # windows of 64 of up to 140 rows
         (False, True, 1, 70, 40, 24, 5, 3, "one", torch.float32, 64),
         (True, False, 1, 40, 64, 64, 4, 2, "empty", torch.float32, 256),
     ]:

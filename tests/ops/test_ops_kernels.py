@@ -42,7 +42,9 @@ def test_a_dimension_of_one_element_may_have_any_stride():
     assert row.is_contiguous() and one.is_contiguous() and row.stride(0) == one.stride(0) == 1
     with compile_only("cuda:90", lambda name, key, compile: compile()):
         gpu.grouped_mm(
-            row, torch.empty(2, 64, 64, dtype=bf16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+            row,
+            torch.empty(2, 64, 64, dtype=bf16, device="meta"),
+            torch.empty(2, dtype=torch.int32, device="meta"),
         )
         gpu.grouped_mm(row, one, torch.empty(1, dtype=torch.int32, device="meta"))
 
@@ -95,7 +97,9 @@ def everything(visit):
     pick = gpu.pick
     for name, (kernel, cfg) in TUNED.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu, "pick", lambda k, *a, kernel=kernel, cfg=cfg: cfg if k == kernel else pick(k, *a))
+            patch.setattr(
+                gpu, "pick", lambda k, *a, kernel=kernel, cfg=cfg: cfg if k == kernel else pick(k, *a)
+            )
             main_path("cuda:90", 2048, 768, bf16, visit(name, "cuda:90"))
             variants("cuda:90", 2048, 768, bf16, visit(f"{name} variants", "cuda:90"))
 

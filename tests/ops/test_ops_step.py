@@ -31,7 +31,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_th
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=340)
+    ran = subprocess.run(
+        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=340
+    )
     assert ran.returncode == 0 and "36 passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 
@@ -55,19 +57,31 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
     def step():
         one, copy = torch.ones(()), None if dtype == torch.float32 else dtype
         tensors = [
-            parameter(n, grad, low, 1) for n in (64, 100, 7) for grad in (torch.float32, dtype) for low in (None, copy)
+            parameter(n, grad, low, 1)
+            for n in (64, 100, 7)
+            for grad in (torch.float32, dtype)
+            for low in (None, copy)
         ]
         for lr in (1e-2, 1e-3):
             adamw.adamw_(tensors, one, one, lr, (0.9, 0.95), 1e-8, 0.1)
         for rows, grad in ((8, True), (6, False)):
             logits = torch.empty(rows, cross_entropy.aligned(V, dtype.itemsize), dtype=dtype, device="meta")
-            cross_entropy.cross_entropy_(logits, torch.empty(rows, dtype=torch.int64, device="meta"), V, -100, grad)
+            cross_entropy.cross_entropy_(
+                logits, torch.empty(rows, dtype=torch.int64, device="meta"), V, -100, grad
+            )
         for grad in (dtype, torch.float32):
-            cross_entropy.scaled(torch.empty(V, D, dtype=grad, device="meta"), torch.empty((), device="meta"), dtype)
+            cross_entropy.scaled(
+                torch.empty(V, D, dtype=grad, device="meta"), torch.empty((), device="meta"), dtype
+            )
             parts.sum_parts(torch.empty(4, 8, 128, D, dtype=grad, device="meta"))
 
     wanted = launched(step)
-    assert set(wanted.values()) == {"adamw_kernel", "cross_entropy_kernel", "scale_kernel", "sum_parts_kernel"}
+    assert set(wanted.values()) == {
+        "adamw_kernel",
+        "cross_entropy_kernel",
+        "scale_kernel",
+        "sum_parts_kernel",
+    }
     assert len(wanted) == (8 if dtype == torch.bfloat16 else 2) + 2 + (4 if dtype == torch.bfloat16 else 2)
     assert not set(wanted) - set(launched(lambda: [trace(*args) for trace, *args in traces(cfg)]))
 
@@ -91,7 +105,8 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 def parameter(n: int, dtype, copy, step: float, offset: int = 0):
     """weight, grad, mean, square, copy and step; offset: elements by which all miss what is 16-byte aligned."""
     grad, weight, mean, square, low = (
-        torch.empty(n + offset, dtype=t)[offset:] for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
+        torch.empty(n + offset, dtype=t)[offset:]
+        for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
     )
     for t in (grad, weight, mean):
         t.normal_()
@@ -230,18 +245,24 @@ def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype
     inside[outside] = 3
     logits = torch.randn(len(targets), V).to(dtype)
     same = logits.clone()
-    got, want = (cross_entropy.cross_entropy_(x, t, V, -100, grad) for x, t in ((logits, targets), (same, inside)))
+    got, want = (
+        cross_entropy.cross_entropy_(x, t, V, -100, grad) for x, t in ((logits, targets), (same, inside))
+    )
     want[outside] = float("nan")
     if grad:
         same[outside] = float("nan")
-    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and torch.equal(logits.nan_to_num(7), same.nan_to_num(7))
+    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7)) and torch.equal(
+        logits.nan_to_num(7), same.nan_to_num(7)
+    )
 
 
 @interpreted
 def test_scaled():
     x = torch.randn(3, 1000)
     got = cross_entropy.scaled(x, torch.tensor(0.3), torch.bfloat16)
-    torch.testing.assert_close(got.float(), x * 0.3, rtol=2**-7, atol=0)  # the interpreter cuts where a GPU rounds
+    torch.testing.assert_close(
+        got.float(), x * 0.3, rtol=2**-7, atol=0
+    )  # the interpreter cuts where a GPU rounds
 
 
 @interpreted

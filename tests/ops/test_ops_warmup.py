@@ -120,7 +120,11 @@ def test_a_cache_without_room_for_locks_is_read(tmp_path):
     asks = "import torch; from tmoe.ops import adamw, precompile; print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     first, second = (
-        eval(subprocess.run([sys.executable, "-c", asks], env=env, capture_output=True, text=True, check=True).stdout)
+        eval(
+            subprocess.run(
+                [sys.executable, "-c", asks], env=env, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for _ in range(2)
     )
     assert first[0] == first[1] > 0 and second == (0, first[1])
@@ -198,7 +202,9 @@ def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch)
     (library,) = tmp_path.rglob("*.main.so")
     warmup.drop_torn_objects()
     os.truncate(library, library.stat().st_size - 1)
-    with FileLock(tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"):  # somebody is just writing it
+    with FileLock(
+        tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"
+    ):  # somebody is just writing it
         warmup.drop_torn_objects()
         assert library.exists()
     warmup.drop_torn_objects()
@@ -208,7 +214,10 @@ def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch)
 def test_a_cache_that_is_a_file_is_one_error(tmp_path):
     (tmp_path / "file").touch()
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
-    for words in (["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90"], [ROOT / "train.py", "--out", tmp_path / "run"]):
+    for words in (
+        ["-m", "tmoe.warmup", "tiny", "--arch", "cuda:90"],
+        [ROOT / "train.py", "--out", tmp_path / "run"],
+    ):
         ended = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr
         assert f"error: TRITON_CACHE_DIR={tmp_path}/file: must be a folder" in ended.stderr
@@ -216,7 +225,21 @@ def test_a_cache_that_is_a_file_is_one_error(tmp_path):
 
 def test_architectures_are_those_that_the_assembler_knows():
     known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
-    assert known == [70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121]  # of the ptxas that triton 3.6 brings
+    assert known == [
+        70,
+        72,
+        75,
+        80,
+        86,
+        87,
+        89,
+        90,
+        100,
+        101,
+        103,
+        120,
+        121,
+    ]  # of the ptxas that triton 3.6 brings
 
 
 if __name__ == "__main__":

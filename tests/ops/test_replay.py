@@ -88,7 +88,13 @@ def inputs(T, D, F, E, K, dtype, biased, gap=0):
     def new(*shape, dtype=dtype):
         return torch.zeros(torch.Size(shape).numel() + gap, dtype=dtype)[gap:].view(shape)
 
-    tensors = new(T, D), new(E, 2 * F, D), new(E, D, F), new(T, K, dtype=torch.float32), new(T, K, dtype=torch.int32)
+    tensors = (
+        new(T, D),
+        new(E, 2 * F, D),
+        new(E, D, F),
+        new(T, K, dtype=torch.float32),
+        new(T, K, dtype=torch.int32),
+    )
     return *tensors, new(E, 2 * F) if biased else None
 
 
@@ -96,8 +102,13 @@ def step(tensors, pairs, run):
     """forward without and with what backward keeps, and backward; the shapes of all results."""
     x, gate_up, down, weights, _, bias = tensors
     how = "swiglu", pairs
-    (alone, *_), (y, h, packed) = run(gpu.forward, tensors, *how, False), run(gpu.forward, tensors, *how, True)
-    grads = run(gpu.backward, (torch.empty(x.shape, dtype=x.dtype), x, gate_up, down, weights, h, packed, bias), *how)
+    (alone, *_), (y, h, packed) = (
+        run(gpu.forward, tensors, *how, False),
+        run(gpu.forward, tensors, *how, True),
+    )
+    grads = run(
+        gpu.backward, (torch.empty(x.shape, dtype=x.dtype), x, gate_up, down, weights, h, packed, bias), *how
+    )
     return [None if t is None else (t.shape, t.dtype) for t in (alone, y, h, packed, *grads)]
 
 
@@ -124,7 +135,9 @@ def test_the_third_call_launches_what_the_first_did(calls, monkeypatch, case):
         logs.append([[memory.name(v) for v in call] for call in calls])
     assert len(logs[0]) > 8 and all(log == logs[0] for log in logs[1:])
     assert all(shapes == found[0] for shapes in found[1:])
-    assert len(replay._programs) == 3 and all(isinstance(p, replay.Program) for p in replay._programs.values())
+    assert len(replay._programs) == 3 and all(
+        isinstance(p, replay.Program) for p in replay._programs.values()
+    )
 
 
 def test_another_kind_of_call_is_not_taken_for_it(calls):
@@ -238,7 +251,9 @@ def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
     assert list(replay._programs.values()) == [False, False]
     replay._programs.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+        patch.setattr(
+            gpu, "empty", lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
+        )
         for _ in range(3):
             replay.remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), "swiglu", 1024, True)
     assert list(replay._programs.values()) == [False]

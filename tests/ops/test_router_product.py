@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from router_operands import ORDERS, TYPES, assert_right, bf16, every_exponent, fp32, fp64, operands, step, truth
+from router_operands import (
+    ORDERS,
+    TYPES,
+    assert_right,
+    bf16,
+    every_exponent,
+    fp32,
+    fp64,
+    operands,
+    step,
+    truth,
+)
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
@@ -59,14 +70,19 @@ def test_where_pieces_lie(shape):
     pieces = three_pieces(a)
     for order in ORDERS:
         columns, rows = (C + 7) // 8 * 8, (R + 7) // 8 * 8
-        wide, tall = beside(a, order).view(R, len(order), columns), stacked(a, order).view(len(order), rows, C)
+        wide, tall = (
+            beside(a, order).view(R, len(order), columns),
+            stacked(a, order).view(len(order), rows, C),
+        )
         assert not wide[:, :, C:].any() and not tall[:, R:].any()
         for i, piece in enumerate(order):
             assert torch.equal(wide[:, i, :C], pieces[piece]) and torch.equal(tall[i, :R], pieces[piece])
 
 
 @TYPES
-@pytest.mark.parametrize("shape", [(512, 1024, 128), (1, 16, 60), (33, 7, 5), (300, 40, 8), (64, 128, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(512, 1024, 128), (1, 16, 60), (33, 7, 5), (300, 40, 8), (64, 128, 256)], ids=str
+)
 def test_numbers(shape, dtype):
     x, w, g = operands(*shape, dtype)
     assert_right(step(x, w, g), x, w, g)
@@ -120,15 +136,23 @@ def test_what_is_not_finite_stays_so():
 def test_no_tokens(dtype):
     x, w, g = operands(0, 16, 4, dtype)
     y, dx, dw = step(x, w, g)
-    assert y.shape == (0, 4) and y.dtype == fp32 and dx.shape == (0, 16) and not dw.any() and dw.shape == (4, 16)
+    assert (
+        y.shape == (0, 4) and y.dtype == fp32 and dx.shape == (0, 16) and not dw.any() and dw.shape == (4, 16)
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((torch.zeros(2, 3, 4, dtype=bf16), torch.zeros(5, 4)), r"x: got shape \(2, 3, 4\), valid is \[T, D\]"),
+        (
+            (torch.zeros(2, 3, 4, dtype=bf16), torch.zeros(5, 4)),
+            r"x: got shape \(2, 3, 4\), valid is \[T, D\]",
+        ),
         ((torch.zeros(2, 4), torch.zeros(5, 4)), "x: got torch.float32, valid is torch.bfloat16"),
-        ((torch.zeros(2, 4, dtype=bf16), torch.zeros(5, 6)), r"weight: got shape \(5, 6\), valid is \[E, D=4\]"),
+        (
+            (torch.zeros(2, 4, dtype=bf16), torch.zeros(5, 6)),
+            r"weight: got shape \(5, 6\), valid is \[E, D=4\]",
+        ),
         ((torch.zeros(2, 4, dtype=bf16), torch.zeros(5, 4, dtype=torch.int8)), "weight: got torch.int8"),
     ],
 )
@@ -141,7 +165,9 @@ def test_bad_input_is_named(args, message):
 def test_the_op_is_well_formed(dtype):
     x, w, _ = operands(9, 16, 6, dtype)
     torch.library.opcheck(torch.ops.tmoe.router_product.default, (x, w))
-    torch.library.opcheck(torch.ops.tmoe.router_product_backward.default, (torch.randn(9, 6), x.detach(), w.detach()))
+    torch.library.opcheck(
+        torch.ops.tmoe.router_product_backward.default, (torch.randn(9, 6), x.detach(), w.detach())
+    )
 
 
 def test_compiled_equals_eager_for_every_T():
@@ -193,7 +219,9 @@ def every_layout(T=40, D=16, E=6):
 def test_any_strides_and_either_gradient_alone(x, w):
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     g = torch.randn(len(x), 1).expand(-1, len(w))
-    want = step(x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_(), g.contiguous())
+    want = step(
+        x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_(), g.contiguous()
+    )
     for got, same in zip(step(x, w, g), want, strict=True):
         torch.testing.assert_close(got, same)
     for one, other, same in ((x, w, want[1]), (w, x, want[2])):
@@ -215,7 +243,9 @@ def test_it_keeps_its_inputs_and_nothing_else(dtype):
 # ---- in the router ----
 
 
-@pytest.mark.parametrize("kw", [{}, {"router_bias": True}, {"score": "sigmoid", "choice_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "kw", [{}, {"router_bias": True}, {"score": "sigmoid", "choice_bias": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=["bf16", "fp32"])
 def test_a_router_gives_the_same_either_way(monkeypatch, dtype, kw):
     router = Router(64, MoEConfig(experts=32, top_k=4, **kw)).to(dtype)
@@ -267,7 +297,9 @@ def test_the_kernel_compiles(monkeypatch, tmp_path, arch):
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     for dtype, binaries in ((bf16, 2), (fp32, 3)):
         wanted = {}
-        with compile_only(arch, lambda name, key, compile, wanted=wanted: wanted.setdefault((name, key), compile)):
+        with compile_only(
+            arch, lambda name, key, compile, wanted=wanted: wanted.setdefault((name, key), compile)
+        ):
             module.trace(4096, 2048, 60, dtype)
             module.trace(512, 2048, 60, dtype)
             assert len(wanted) == binaries and {name for name, _ in wanted} == {"split_kernel"}
@@ -300,11 +332,17 @@ def main():
             if len(last) == 3:
                 assert torch.equal(last[HI] + last[MID] + last[LO], source.double())
             elif set(last) == {HI, MID}:
-                assert ((last[HI] + last[MID] - source.double()).abs() <= 2.0**-14 * source.double().abs()).all()
+                assert (
+                    (last[HI] + last[MID] - source.double()).abs() <= 2.0**-14 * source.double().abs()
+                ).all()
     odd = torch.tensor([[float("inf"), -float("inf"), float("nan"), torch.finfo(fp32).max]])
     out = torch.empty(3, 8, 4, dtype=bf16)
     split_gpu(odd, (HI, MID, LO), out)
-    assert out[0, 0, :2].tolist() == [float("inf"), -float("inf")] and out[0, 0, 2].isnan() and not out[1:, 0, :3].any()
+    assert (
+        out[0, 0, :2].tolist() == [float("inf"), -float("inf")]
+        and out[0, 0, 2].isnan()
+        and not out[1:, 0, :3].any()
+    )
     assert out[:, 0, 3].double().sum() == torch.finfo(fp32).max
     half = torch.randn(8, 16).bfloat16()
     out = torch.empty(2, 8, 16, dtype=bf16)

@@ -43,9 +43,15 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_gradients_on_their_way_are_no_exchange_of_tokens(tmp_path, gradients):
     """The same kernel carries both; what names a stream's work is a range around anything in it."""
-    events = [("nvjet_sm90", 7, 0, 100), ("ncclDevKernel_SendRecv", 22, 80, 50), ("sum_parts_kernel", 22, 130, 10)]
+    events = [
+        ("nvjet_sm90", 7, 0, 100),
+        ("ncclDevKernel_SendRecv", 22, 80, 50),
+        ("sum_parts_kernel", 22, 130, 10),
+    ]
     kernels = [dict(cat="kernel", name=n, tid=t, ts=ts, dur=dur) for n, t, ts, dur in events]
-    named = dict(cat="gpu_user_annotation", name="experts' gradients" if gradients else "other", tid=22, ts=130, dur=10)
+    named = dict(
+        cat="gpu_user_annotation", name="experts' gradients" if gradients else "other", tid=22, ts=130, dur=10
+    )
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [named, *kernels]}))
     shares, _, _ = trace.read(path)
@@ -78,7 +84,9 @@ def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_pa
         ("ProfilerStep#5", 7, 120, 80),
         ("ProfilerStep#5", 9, 190, 60),
     ]
-    marks = [dict(cat="gpu_user_annotation", name=n, tid=t, ts=ts, dur=dur) for n, t, ts, dur in reversed(steps)]
+    marks = [
+        dict(cat="gpu_user_annotation", name=n, tid=t, ts=ts, dur=dur) for n, t, ts, dur in reversed(steps)
+    ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [*marks, *kernels]}))
     shares, names, waits = trace.read(path)
@@ -93,7 +101,17 @@ def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_pa
 
 
 def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
-    of = lambda steps, start: [runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)]  # noqa: E731
-    assert of((2, 3, 5), 0) == ["NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE", "WARMUP", "RECORD_AND_SAVE", "NONE"]
+    of = lambda steps, start: [
+        runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)
+    ]  # noqa: E731
+    assert of((2, 3, 5), 0) == [
+        "NONE",
+        "WARMUP",
+        "RECORD",
+        "RECORD_AND_SAVE",
+        "WARMUP",
+        "RECORD_AND_SAVE",
+        "NONE",
+    ]
     assert of((12,), 10) == ["NONE", "WARMUP", "RECORD_AND_SAVE", *["NONE"] * 4]
     assert of((10,), 10) == ["RECORD_AND_SAVE", *["NONE"] * 6]

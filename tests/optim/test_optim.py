@@ -137,7 +137,9 @@ def resume(rank, world):
                 params = parameters(world, seed=77)
                 optimizer = build_optimizer(params.items(), CFG, CPU)
                 init_state(optimizer)
-                for values, tensors in zip(saved, (params, optimizer_tensors(optimizer, params)), strict=True):
+                for values, tensors in zip(
+                    saved, (params, optimizer_tensors(optimizer, params)), strict=True
+                ):
                     assert values.keys() == tensors.keys()
                     for name, value in values.items():
                         local(tensors[name].detach()).copy_(value)
@@ -175,7 +177,9 @@ def poisoned_step(rank, world, poison):
 
 
 def test_skipped_step_leaves_no_trace(gloo):
-    for (zero, clean), (one, skipped) in zip(gloo(4, poisoned_step, False), gloo(4, poisoned_step, True), strict=True):
+    for (zero, clean), (one, skipped) in zip(
+        gloo(4, poisoned_step, False), gloo(4, poisoned_step, True), strict=True
+    ):
         assert (zero, one) == (0, 1)
         assert_same_bits(clean, skipped)
 
@@ -210,7 +214,9 @@ def test_schedules_at_their_corners(m):
     cosine, linear = (factors(schedule=s, warmup=20, min_lr=m) for s in ("cosine", "linear"))
     wsd = factors(schedule="wsd", warmup=20, min_lr=m, decay_fraction=0.4)
     # quarter, half and end of the 80 steps after the warm-up
-    assert [cosine[i] for i in (40, 60, 100)] == pytest.approx([m + (1 - m) * (2 + 2**0.5) / 4, (1 + m) / 2, m])
+    assert [cosine[i] for i in (40, 60, 100)] == pytest.approx(
+        [m + (1 - m) * (2 + 2**0.5) / 4, (1 + m) / 2, m]
+    )
     assert [linear[i] for i in (40, 60, 100)] == pytest.approx([m + (1 - m) * 0.75, (1 + m) / 2, m])
     assert wsd[20:61] == [1.0] * 41
     assert [wsd[i] for i in (80, 90, 100)] == pytest.approx([(1 + m) / 2, m + (1 - m) / 4, m])
@@ -286,7 +292,9 @@ def test_fused_on_a_gpu_with_explicit_state():
 
 
 def test_a_closure_is_refused():
-    optimizer = build_optimizer([("w", torch.nn.Parameter(torch.ones(2)))], OptimConfig(), torch.device("cpu"))
+    optimizer = build_optimizer(
+        [("w", torch.nn.Parameter(torch.ones(2)))], OptimConfig(), torch.device("cpu")
+    )
     with pytest.raises(ValueError, match="got a closure"):
         optimizer.step(lambda: torch.ones(()))
 
@@ -334,4 +342,6 @@ def test_an_average_takes_the_weights_place_and_gives_it_back(dtype):
     with pytest.raises(KeyError), ema.swapped():
         assert all(torch.equal(weights[n], averages[n].to(dtype)) for n in weights)
         raise KeyError
-    assert all(torch.equal(weights[n], before[n]) and torch.equal(ema.tensors()[n], averages[n]) for n in weights)
+    assert all(
+        torch.equal(weights[n], before[n]) and torch.equal(ema.tensors()[n], averages[n]) for n in weights
+    )

@@ -57,7 +57,9 @@ def test_computes_in_bf16_and_hands_the_gradient_over():
     masters = list(module.parameters())
     backward(module, x), backward(want, x)
     assert module.seen == [torch.bfloat16] * 3 and [p.dtype for p in masters] == [torch.float32] * 3
-    assert all(p is q for p, q in zip(module.parameters(), masters, strict=True)), "masters are back in their places"
+    assert all(p is q for p, q in zip(module.parameters(), masters, strict=True)), (
+        "masters are back in their places"
+    )
     for p, q in zip(masters, want.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None:
@@ -83,7 +85,9 @@ def test_fp32_needs_no_copy():
     module = net(None)
     backward(module, torch.randn(3, 6))
     copy = working_copy(module.a.weight)
-    assert copy.tensor.data_ptr() == module.a.weight.data_ptr() and module.a.weight.grad.dtype == torch.float32
+    assert (
+        copy.tensor.data_ptr() == module.a.weight.data_ptr() and module.a.weight.grad.dtype == torch.float32
+    )
 
 
 def test_two_forwards_before_their_backwards():

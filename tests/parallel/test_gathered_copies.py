@@ -95,7 +95,12 @@ def train(rank: int, world: int, ep: int, dtype: str, whole: float, micro: int, 
 
 @pytest.mark.parametrize(
     ("world", "ep", "dtype", "micro", "checkpoint"),
-    [(2, 1, "bf16", 1, "none"), (2, 1, "bf16", 3, "moe"), (2, 1, "fp32", 2, "none"), (4, 2, "bf16", 2, "block")],
+    [
+        (2, 1, "bf16", 1, "none"),
+        (2, 1, "bf16", 3, "moe"),
+        (2, 1, "fp32", 2, "none"),
+        (4, 2, "bf16", 2, "block"),
+    ],
 )
 def test_to_the_bit_what_fsdp2_gives(gloo, world, ep, dtype, micro, checkpoint):
     """Two ranks' gradients have one sum in fp32, whichever comes first."""
@@ -148,7 +153,9 @@ def disturbed(rank: int, world: int, fresh: bool, event: str):
     norms = []
     for i in range(3):
         if event == "early exit" and i:
-            with torch.no_grad():  # the second MoE layer's experts are on their way when nobody comes for them
+            with (
+                torch.no_grad()
+            ):  # the second MoE layer's experts are on their way when nobody comes for them
                 stop = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     model(tokens(rank, 7))
@@ -213,7 +220,9 @@ def refuse(rank: int, world: int):
     model, _ = build(1, "bf16", 16.0)
     step(model, rank, 0)
     x = tokens(rank, 1)
-    losses = [model(x, x.roll(-1, 1)) for _ in range(2)]  # two forwards, then both backwards: weights are the same
+    losses = [
+        model(x, x.roll(-1, 1)) for _ in range(2)
+    ]  # two forwards, then both backwards: weights are the same
     sum(losses).backward()
     loss = model(x, x.roll(-1, 1))
     with torch.no_grad():
@@ -242,7 +251,8 @@ def test_hooks_on_parameters_are_called(gloo):
     got, want = (gloo(2, heard, whole)[0] for whole in (16.0, 0.0))
     assert len(got) == len(want) == 2
     assert all(
-        torch.equal(a, b) for a, b in zip(*(sorted(x, key=torch.Tensor.numel) for x in (got, want)), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(*(sorted(x, key=torch.Tensor.numel) for x in (got, want)), strict=True)
     )
 
 

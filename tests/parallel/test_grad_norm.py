@@ -22,9 +22,17 @@ def hand_made() -> dict[str, torch.Tensor]:
     """Gradients of very different sizes; experts 2 and 5 received no token; `tiny` leaves most ranks without a row."""
     g = torch.Generator().manual_seed(7)
     shapes = dict(
-        gate_up=(8, 6, 5), down=(8, 5, 3), embedding=(13, 5), tiny=(1, 4), norm=(5,), plain=(3, 3), unused=(4, 4)
+        gate_up=(8, 6, 5),
+        down=(8, 5, 3),
+        embedding=(13, 5),
+        tiny=(1, 4),
+        norm=(5,),
+        plain=(3, 3),
+        unused=(4, 4),
     )
-    grads = {n: torch.randn(shape, generator=g) * 10 ** (i - 2) for i, (n, shape) in enumerate(shapes.items())}
+    grads = {
+        n: torch.randn(shape, generator=g) * 10 ** (i - 2) for i, (n, shape) in enumerate(shapes.items())
+    }
     grads["gate_up"][[2, 5]] = 0
     grads["down"][[2, 5]] = 0
     return grads
@@ -72,7 +80,9 @@ def clip_all(rank, world, ep):
         params = two_meshes(world, ep)
         norm = clip_grad_norm_(params.values(), INF, p)
         again = clip_grad_norm_(params.values(), 0.7 * norm.item(), p, foreach=False if p == 3 else None)
-        assert type(again) is torch.Tensor and again.shape == () and again.equal(norm), "inf must leave gradients alone"
+        assert type(again) is torch.Tensor and again.shape == () and again.equal(norm), (
+            "inf must leave gradients alone"
+        )
         results[p] = norm.item(), {n: whole(t.grad) for n, t in params.items() if t.grad is not None}
     return results
 
@@ -108,7 +118,9 @@ def poisoned(rank, world, name, value, p):
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize(("name", "p"), [("gate_up", 2.0), ("embedding", INF), ("plain", 3.0), ("plain", INF)])
+@pytest.mark.parametrize(
+    ("name", "p"), [("gate_up", 2.0), ("embedding", INF), ("plain", 3.0), ("plain", INF)]
+)
 def test_nonfinite_in_one_shard_reaches_every_rank(gloo, name, value, p):
     for norm, error in gloo(4, poisoned, name, value, p):
         assert norm.isnan() if math.isnan(value) else norm == INF
@@ -218,7 +230,9 @@ def test_what_is_no_number_or_no_tensor_is_named():
     for args in (([p], None), ([p], 1.0, "two")):
         with pytest.raises(ValueError, match=r"max_norm=.*, norm_type=.*: must be numbers"):
             clip_grad_norm_(*args)
-    with pytest.raises(ValueError, match=r"params: got tuple, valid are tensors, as model.parameters\(\) gives"):
+    with pytest.raises(
+        ValueError, match=r"params: got tuple, valid are tensors, as model.parameters\(\) gives"
+    ):
         clip_grad_norm_(torch.nn.Linear(2, 2).named_parameters(), 1.0)
 
 

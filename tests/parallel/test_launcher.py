@@ -81,18 +81,36 @@ def environment(monkeypatch):
         (OPEN_MPI, (1, 2), (1, 2), (None, None), "mpiexec"),
         (MPICH, (1, 2), (1, 2), (None, None), "mpiexec"),
         (SRUN, (5, 9), (1, 4), ("1", 3), "srun"),
-        (SRUN | dict(SLURM_PROCID="8", SLURM_LOCALID="0", SLURM_NODEID="2"), (8, 9), (0, 1), ("2", 3), "srun"),
+        (
+            SRUN | dict(SLURM_PROCID="8", SLURM_LOCALID="0", SLURM_NODEID="2"),
+            (8, 9),
+            (0, 1),
+            ("2", 3),
+            "srun",
+        ),
         (ONE_NODE, (5, 9), (1, 9), ("1", 1), "srun"),
         (SRUN | TORCHRUN, (3, 4), (1, 2), ("1", 2), "torchrun"),
         (OPEN_MPI | TORCHRUN, (3, 4), (1, 2), ("1", 2), "torchrun"),
         (SRUN | OPEN_MPI, (1, 2), (1, 2), (None, None), "mpiexec"),  # whose daemons srun has started
         (SRUN | dict(PMI_RANK="5", PMI_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),  # srun --mpi=pmi2
         (SRUN | dict(PMI_RANK="5"), (5, 9), (1, 4), ("1", 3), "srun"),
-        (SRUN | dict(SLURM_NTASKS="64"), (5, 9), (1, 4), ("1", 3), "srun"),  # the job's, kept by --preserve-env
+        (
+            SRUN | dict(SLURM_NTASKS="64"),
+            (5, 9),
+            (1, 4),
+            ("1", 3),
+            "srun",
+        ),  # the job's, kept by --preserve-env
         (SRUN | dict(WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),
         (SRUN | dict(RANK="5", WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "environment"),
         (BATCH, (0, 1), (None, None), (None, None), ""),
-        (dict(SLURM_NTASKS="4", SLURM_NNODES="2", SLURM_JOB_ID="100"), (0, 1), (None, None), (None, None), ""),
+        (
+            dict(SLURM_NTASKS="4", SLURM_NNODES="2", SLURM_JOB_ID="100"),
+            (0, 1),
+            (None, None),
+            (None, None),
+            "",
+        ),
         (SRUN | dict(SLURM_PROCID="0", SLURM_STEP_ID="4294967290"), (0, 1), (None, None), (None, None), ""),
         (SRUN | dict(SLURM_PROCID="0", SLURM_STEP_ID="4294967291"), (0, 1), (None, None), (None, None), ""),
         (BATCH | TORCHRUN, (3, 4), (1, 2), ("1", 2), "torchrun"),
@@ -109,21 +127,45 @@ def test_the_world_of_an_environment(environment, set_, place, local, nodes, by)
 @pytest.mark.parametrize(
     ("set_", "says"),
     [
-        (dict(OMPI_COMM_WORLD_RANK="0"), "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE= in the environment"),
+        (
+            dict(OMPI_COMM_WORLD_RANK="0"),
+            "OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE= in the environment",
+        ),
         (dict(PMI_SIZE="2"), "PMI_RANK= and PMI_SIZE=2 in the environment: mpiexec sets both"),
-        (OPEN_MPI | dict(OMPI_COMM_WORLD_RANK="2"), "OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=2 in the"),
-        (OPEN_MPI | dict(OMPI_COMM_WORLD_SIZE="two"), "OMPI_COMM_WORLD_SIZE='two' in the environment: must be a whole"),
-        (SRUN | dict(SLURM_PROCID="9"), "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=9 in the environment: the rank must"),
+        (
+            OPEN_MPI | dict(OMPI_COMM_WORLD_RANK="2"),
+            "OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=2 in the",
+        ),
+        (
+            OPEN_MPI | dict(OMPI_COMM_WORLD_SIZE="two"),
+            "OMPI_COMM_WORLD_SIZE='two' in the environment: must be a whole",
+        ),
+        (
+            SRUN | dict(SLURM_PROCID="9"),
+            "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=9 in the environment: the rank must",
+        ),
         (
             SRUN | dict(SLURM_PROCID="-1"),
             "SLURM_PROCID='-1' in the environment: must be a whole number from 0 on, as srun",
         ),
         (BATCH | dict(SLURM_PROCID="1"), "SLURM_PROCID=1 in the environment without SLURM_STEP_ID"),
         (SRUN | dict(RANK="4"), "RANK=4 in the environment, but srun says SLURM_PROCID=5"),
-        (OPEN_MPI | dict(WORLD_SIZE="8"), "WORLD_SIZE=8 in the environment, but mpiexec says OMPI_COMM_WORLD_RANK=1"),
-        (SRUN | dict(PMI_RANK="0", PMI_SIZE="1"), "PMI_RANK=0 and PMI_SIZE=1 in the environment, but srun says"),
-        (MPICH | dict(MPI_LOCALNRANKS="1"), "PMI_RANK=1 and PMI_SIZE=2 in the environment, on more than one node"),
-        (dict(PMI_RANK="0", PMI_SIZE="2"), "PMI_RANK=0 and PMI_SIZE=2 in the environment, on more than one node"),
+        (
+            OPEN_MPI | dict(WORLD_SIZE="8"),
+            "WORLD_SIZE=8 in the environment, but mpiexec says OMPI_COMM_WORLD_RANK=1",
+        ),
+        (
+            SRUN | dict(PMI_RANK="0", PMI_SIZE="1"),
+            "PMI_RANK=0 and PMI_SIZE=1 in the environment, but srun says",
+        ),
+        (
+            MPICH | dict(MPI_LOCALNRANKS="1"),
+            "PMI_RANK=1 and PMI_SIZE=2 in the environment, on more than one node",
+        ),
+        (
+            dict(PMI_RANK="0", PMI_SIZE="2"),
+            "PMI_RANK=0 and PMI_SIZE=2 in the environment, on more than one node",
+        ),
     ],
 )
 def test_what_cannot_be_a_world_is_one_line_for_train_and_build_mesh(environment, capsys, set_, says):
@@ -196,7 +238,9 @@ def test_each_rank_needs_a_gpu_that_it_knows(environment, monkeypatch):
     with pytest.raises(ValueError, match="PMI_SIZE=2 in the environment without LOCAL_RANK: set it"):
         launcher.require_a_gpu_each(launcher_world())
     environment(**ONE_NODE)
-    with pytest.raises(ValueError, match=r"9 processes on this host, which shows 2 GPUs.*srun without --gpus-per-task"):
+    with pytest.raises(
+        ValueError, match=r"9 processes on this host, which shows 2 GPUs.*srun without --gpus-per-task"
+    ):
         launcher.require_a_gpu_each(launcher_world())
 
 
@@ -285,7 +329,11 @@ def test_a_real_mpiexec():
     clean |= dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), OMPI_ALLOW_RUN_AS_ROOT="1")
     clean |= dict(OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1")
     done = subprocess.run(
-        ["mpiexec", "-n", "2", sys.executable, "-c", MESH], env=clean, capture_output=True, text=True, timeout=150
+        ["mpiexec", "-n", "2", sys.executable, "-c", MESH],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} of 2: [0, 1]" in done.stdout for rank in range(2))
@@ -293,7 +341,9 @@ def test_a_real_mpiexec():
 
 def test_a_rank_that_never_comes_is_one_line(environment):
     environment(**announced("torchrun", 0, free_port()))
-    with pytest.raises(ValueError, match=r"rank 0 of 2 found no other at 127.0.0.1:\d+ \(MASTER_ADDR, MASTER_PORT\)"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 of 2 found no other at 127.0.0.1:\d+ \(MASTER_ADDR, MASTER_PORT\)"
+    ):
         launcher.join(timedelta(seconds=1))
     assert not dist.is_initialized()
 
@@ -335,7 +385,9 @@ def test_home_in_every_path_of_a_command_line(monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("tool", ["checkpoint verify {}", "hf import {} /tmp/none", "report {}", "data {} --out=~/y"])
+@pytest.mark.parametrize(
+    "tool", ["checkpoint verify {}", "hf import {} /tmp/none", "report {}", "data {} --out=~/y"]
+)
 def test_home_in_offline_tools(tmp_path, tool):
     words = [sys.executable, "-m", *f"tmoe.{tool.format('~/nothing-here')}".split()]
     env = os.environ | dict(HOME=str(tmp_path), PYTHONPATH=str(ROOT))

@@ -52,13 +52,18 @@ def test_ranks_with_other_data_are_refused(tmp_path):
     assert [end.code for end in ends] == [0, 0], ends
     ends = launch(2, trains, flags, ["--data.path", str(tmp_path / "2")], timeout=30, limit=60)
     assert [end.code for end in ends] == [2, 2], ends
-    assert "--data.path: tokens of the training data: " in ends[0].said and "must be the same on all" in ends[0].said
+    assert (
+        "--data.path: tokens of the training data: " in ends[0].said
+        and "must be the same on all" in ends[0].said
+    )
 
 
 def test_every_flag_is_compared_but_what_nodes_may_have_otherwise(tmp_path):
     cfg = parse(["tiny", "--out", str(tmp_path)], "")
     flags = flags_of(cfg)
-    assert flags["--train.batch"] == repr(cfg.train.batch) and flags["--model.moe.top-k"] == repr(cfg.model.moe.top_k)
+    assert flags["--train.batch"] == repr(cfg.train.batch) and flags["--model.moe.top-k"] == repr(
+        cfg.model.moe.top_k
+    )
     assert {name for name, value in flags.items() if value == "None"} >= {"--out", "--data.path", "--compile"}
     assert all(name.startswith("--") and "_" not in name for name in flags)
 
@@ -83,5 +88,7 @@ def test_a_node_says_what_is_wrong_on_it_alone(tmp_path):
     (tmp_path / "file").touch()
     node = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", TRITON_CACHE_DIR=str(tmp_path / "file"))
     command = [sys.executable, "train.py", *SMALL.split(), "--out", str(tmp_path / "run")]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=os.environ | node, timeout=120)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=HERE, env=os.environ | node, timeout=120
+    )
     assert ran.returncode == 2 and "rank 1: error: TRITON_CACHE_DIR=" in ran.stderr, ran

@@ -18,14 +18,20 @@ LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
 
 
 @pytest.mark.parametrize(
-    "words, says", [("--parallel.dp 3", "error: --parallel.dp=3"), ("--parallel.ep 0", "--parallel.ep=0: must be")]
+    "words, says",
+    [("--parallel.dp 3", "error: --parallel.dp=3"), ("--parallel.ep 0", "--parallel.ep=0: must be")],
 )
 def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
     (tmp_path / "sitecustomize.py").write_text(LATE)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        f"{torchrun} train.py tiny {words}".split(), cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
+        f"{torchrun} train.py tiny {words}".split(),
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert ended.returncode
     assert (ended.stdout + ended.stderr).count(says) == 1
@@ -34,7 +40,10 @@ def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
 @pytest.mark.parametrize(
     ("set_", "says"),
     [
-        (dict(WORLD_SIZE="2"), "RANK= and WORLD_SIZE=2 in the environment: RANK must be from 0 to WORLD_SIZE - 1"),
+        (
+            dict(WORLD_SIZE="2"),
+            "RANK= and WORLD_SIZE=2 in the environment: RANK must be from 0 to WORLD_SIZE - 1",
+        ),
         (dict(RANK="0"), "RANK=0 and WORLD_SIZE= in the environment"),
         (dict(RANK="3", WORLD_SIZE="2"), "RANK=3 and WORLD_SIZE=2 in the environment"),
         (dict(RANK="abc", WORLD_SIZE="2"), "RANK='abc' in the environment: must be a whole number from 0 on"),

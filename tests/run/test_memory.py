@@ -179,7 +179,9 @@ def test_mfu():
 @pytest.mark.parametrize("kind", ["moe", "jitter", "dense"])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)  # as on the GPU
+    monkeypatch.setattr(
+        "tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16
+    )  # as on the GPU
     moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192, jitter=0.1 if kind == "jitter" else 0.0)
     model = ModelConfig(
         dim=256,
@@ -196,7 +198,9 @@ def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype)
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     block = Block(model, 0).to(torch_dtype)
     # inductor's choice of what to keep, without the minutes of its code generation
-    block.compute = torch.compile(block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+    block.compute = torch.compile(
+        block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
+    )
     x = torch.randn(2, 256, 256, dtype=torch_dtype, requires_grad=True)
     assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
 
@@ -222,12 +226,19 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
     with (
         FakeTensorMode(),
         torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes()}) or t, lambda t: t
+            lambda t: kept.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes()}) or t,
+            lambda t: t,
         ),
     ):
         x, gate_up, down, *dense = (
             torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((T, D), (experts // ep, 2 * F, D), (experts // ep, D, F), (2 * shared, D), (D, shared))
+            for shape in (
+                (T, D),
+                (experts // ep, 2 * F, D),
+                (experts // ep, D, F),
+                (2 * shared, D),
+                (D, shared),
+            )
         )
         weights, ids = torch.empty(T, top_k), torch.empty(T, top_k, dtype=torch.int32)
         local = LocalExperts(gate_up, down)
@@ -271,7 +282,9 @@ def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     frees = Config(model=OLMOE, parallel=ParallelConfig(ep=ep, checkpoint=policy))
     layer, sparse, row = layer_bytes(keeps, ep, 0), moe_bytes(keeps, ep), 16384 * 2048 * 2
     norm = 16384 * 4  # the feed-forward's root mean square
-    freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[policy]
+    freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[
+        policy
+    ]
     whole, part = (memory_per_rank(cfg, 8 // ep, ep) for cfg in (keeps, frees))
     assert whole["activations"] - part["activations"] == 16 * freed
     assert part["working"] - whole["working"] == freed, "the block at work has them again"
@@ -326,9 +339,9 @@ def test_the_losss_worst_moment_worked_by_hand():
     odd = dataclasses.replace(OLMOE, vocab=50299)  # and the head once more, with five rows of zeros
     one = dict(batch=1, seq=128)
     assert loss_bytes(Config(model=odd)) == hidden + 4 * 50304 * D + 2 * (16384 * 50304 + 50304 * D)
-    assert loss_bytes(Config(model=odd, train=TrainConfig(**one))) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * (
-        D + 128
-    )
+    assert loss_bytes(
+        Config(model=odd, train=TrainConfig(**one))
+    ) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * (D + 128)
     few = Config(model=OLMOE, train=TrainConfig(**one))
     assert loss_bytes(few) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
 
@@ -336,7 +349,10 @@ def test_the_losss_worst_moment_worked_by_hand():
 def test_offloaded_moments_and_document_masks_take_nothing():
     cfg = Config(model=QWEN3)
     memory = memory_per_rank(cfg, 8, 1)
-    assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), 8, 1) == {**memory, "moments": 0}
+    assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), 8, 1) == {
+        **memory,
+        "moments": 0,
+    }
     plain = dataclasses.replace(cfg, train=TrainConfig(isolate_documents=False))
     assert memory_per_rank(plain, 8, 1) == memory
 
@@ -399,7 +415,9 @@ def test_memory_states_worked_by_hand():
     memory = memory_per_rank(cfg, dp=2, ep=4)
     sharded = memory_per_rank(dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), dp=2, ep=4)
     own = (counts.total - experts) // 8 + experts // 4 // 2
-    assert memory["parameters"] == pytest.approx(4 * own, rel=1e-4)  # the router's 128 rows, norms of 128: all divide
+    assert memory["parameters"] == pytest.approx(
+        4 * own, rel=1e-4
+    )  # the router's 128 rows, norms of 128: all divide
     assert memory["gradients"] == memory["ema"] == memory["parameters"]
     assert memory["moments"] == 2 * memory["parameters"]
     root = 2 * 151936 * 2048 + 2048
@@ -410,7 +428,9 @@ def test_memory_states_worked_by_hand():
     assert memory["accumulated"] == 0
 
 
-@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (2, 2), (5, 2), (4, 3), (2, 6)])
+@pytest.mark.parametrize(
+    ("dp", "ep"), [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (2, 2), (5, 2), (4, 3), (2, 6)]
+)
 def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
     """6 experts: cut evenly over dp, by rows of their matrices where dp divides those alone, else unevenly."""
     cfg = Config(model=ODD, compile=False)
@@ -462,5 +482,8 @@ def test_experts_that_fsdp2_pads_are_told(capsys, words, times, without):
     if times < 1.5:
         assert "note" not in said
     else:
-        assert said.startswith(f"note: --parallel.ep={cfg.parallel.ep}: FSDP2") and f"moves {times} times" in said
+        assert (
+            said.startswith(f"note: --parallel.ep={cfg.parallel.ep}: FSDP2")
+            and f"moves {times} times" in said
+        )
         assert without is None or said.endswith(f"--parallel.ep without that: {without}\n")

@@ -53,7 +53,9 @@ def lines(path) -> list[dict]:
     def refuse(word):
         raise AssertionError(f"{word} is not strict JSON")
 
-    return [json.loads(text, parse_constant=refuse) for text in (path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(text, parse_constant=refuse) for text in (path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_line_holds_every_key_and_the_given_values(tmp_path):
@@ -199,7 +201,9 @@ def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeyp
         before = (tmp_path / "metrics.jsonl").read_bytes()
         if harm == "line failed":
             with monkeypatch.context() as m:
-                m.setattr(module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+                m.setattr(
+                    module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+                )
                 step(log, 1)
             want = before
         else:
@@ -217,7 +221,10 @@ def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeyp
             )
         log.validated(2.5)
         assert (tmp_path / "metrics.jsonl").read_bytes() == want
-    assert capsys.readouterr().out.count("metrics.jsonl: could not be written, training goes on without it: ") == 1
+    assert (
+        capsys.readouterr().out.count("metrics.jsonl: could not be written, training goes on without it: ")
+        == 1
+    )
 
 
 def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
@@ -255,7 +262,9 @@ def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys
             step(log, log.start_step)
     kept = [len((tmp_path / f"metrics.before-{n}.jsonl").read_text().splitlines()) for n in (1, 2, 3)]
     assert kept == [4, 3, 1]
-    assert [json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()] == before
+    assert [
+        json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()
+    ] == before
     with start(dataclasses.replace(config(tmp_path), resume="elsewhere/step-9"), start_step=9):
         assert "metrics.before" not in capsys.readouterr().out and len(list(tmp_path.glob("*before*"))) == 3
 
@@ -309,7 +318,10 @@ def test_a_sink_that_fails_ends_no_training(tmp_path, capsys, monkeypatch):
     with start(config(tmp_path)) as log:
         step(log, 0)
         step(log, 1)
-    assert len(lines(tmp_path)) == 2 and capsys.readouterr().out.count("tensorboard: could not be written, ") == 1
+    assert (
+        len(lines(tmp_path)) == 2
+        and capsys.readouterr().out.count("tensorboard: could not be written, ") == 1
+    )
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictures, monkeypatch):
@@ -324,7 +336,9 @@ def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path, capsys, pictu
     monkeypatch.setattr(report.Figure, "savefig", full)
     with start(config(tmp_path), start_step=1) as log:
         step(log, 1)
-    said = f"{tmp_path}/report.png: could not be written, training goes on without it: No space left on device\n"
+    said = (
+        f"{tmp_path}/report.png: could not be written, training goes on without it: No space left on device\n"
+    )
     assert said in capsys.readouterr().out
     assert (tmp_path / "report.png").read_bytes() == whole and not list(tmp_path.glob("*.tmp"))
     with pytest.raises(OSError, match=r"No space left on device: '.*report\.png'"):

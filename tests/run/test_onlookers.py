@@ -25,9 +25,7 @@ from tmoe.run import metrics, progress, report
 from tmoe.run import profile as runtime
 
 ROOT = Path(train.__file__).parent
-TINY = (
-    "tiny --no-compile --log.no-progress --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()
-)
+TINY = "tiny --no-compile --log.no-progress --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()
 GOES_ON = ", training goes on without it: "
 
 
@@ -115,7 +113,9 @@ def package(tmp_path) -> str:
     return str(tmp_path / "package")
 
 
-@pytest.mark.parametrize(("fails", "error"), [("import", "type"), ("init", "own"), ("init", "exit"), ("define", "own")])
+@pytest.mark.parametrize(
+    ("fails", "error"), [("import", "type"), ("init", "own"), ("init", "exit"), ("define", "own")]
+)
 def test_wandb_that_cannot_start_is_one_line_before_step_0(tmp_path, package, fails, error):
     out = tmp_path / "run"
     out.mkdir()
@@ -125,7 +125,9 @@ def test_wandb_that_cannot_start_is_one_line_before_step_0(tmp_path, package, fa
     assert [end.code for end in ends] == [2, 2], ends
     assert not any("Traceback" in end.said for end in ends)
     (line,) = [line for end in ends for line in end.said.splitlines() if "error: " in line]
-    why = dict(own="MailboxClosedError: wandb-core exited look there", exit="SystemExit: 3", type="TypeError: x")
+    why = dict(
+        own="MailboxClosedError: wandb-core exited look there", exit="SystemExit: 3", type="TypeError: x"
+    )
     assert "--log.wandb=mine: W&B could not be started" in line and line.endswith(f": {why[error]}")
     # nothing of the run that was there has changed
     assert (out / "metrics.jsonl").read_text() == '{"step":0}\n' and not (out / "config.json").exists()
@@ -134,12 +136,16 @@ def test_wandb_that_cannot_start_is_one_line_before_step_0(tmp_path, package, fa
 
 @pytest.mark.parametrize(("fails", "error"), [("log finish", "own"), ("log", "exit"), ("finish", "type")])
 def test_wandb_that_dies_later_is_a_note(tmp_path, package, fails, error):
-    ends = launch(2, with_wandb, [*TINY, "--steps", "5", "--out", str(tmp_path / "run")], package, fails, error)
+    ends = launch(
+        2, with_wandb, [*TINY, "--steps", "5", "--out", str(tmp_path / "run")], package, fails, error
+    )
     assert [end.code for end in ends] == [0, 0], ends
     said = "".join(end.said for end in ends)
     assert "Traceback" not in said and said.count(f"run/wandb: could not be written{GOES_ON}") == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
-    assert (tmp_path / "run" / "report.png").exists() and (tmp_path / "run/checkpoints/step-5/manifest.json").exists()
+    assert (tmp_path / "run" / "report.png").exists() and (
+        tmp_path / "run/checkpoints/step-5/manifest.json"
+    ).exists()
 
 
 # ---- TensorBoard, the picture, readings ----
@@ -169,7 +175,9 @@ def test_tensorboard_may_fail_anywhere(tmp_path, monkeypatch, capsys, when):
     assert said.startswith(f"{tmp_path}/tensorboard: could not be written{GOES_ON}")
 
 
-@pytest.mark.parametrize("error", [AttributeError("a font"), MemoryError(), Panic("x"), RecursionError("deep")])
+@pytest.mark.parametrize(
+    "error", [AttributeError("a font"), MemoryError(), Panic("x"), RecursionError("deep")]
+)
 def test_a_picture_may_raise_anything(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(report, "load", raising(error))
     with start(config(tmp_path)) as log:
@@ -197,7 +205,9 @@ import matplotlib
 print(os.environ["MPLBACKEND"], matplotlib.get_backend(auto_select=False))
 """
     environment = os.environ | {"MPLBACKEND": backend}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "report.png").stat().st_size > 20_000
     assert done.stdout.split() == [backend, "svg" if backend == "svg" else "None"]
@@ -211,7 +221,10 @@ def test_memory_that_cannot_be_read_is_null(tmp_path, monkeypatch, capsys):
         step(log, 1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["peak_gib"] for line in lines] == [None, None]
-    assert capsys.readouterr().out == f"peak_gib: could not be read{GOES_ON}RuntimeError: NVML: driver mismatch\n"
+    assert (
+        capsys.readouterr().out
+        == f"peak_gib: could not be read{GOES_ON}RuntimeError: NVML: driver mismatch\n"
+    )
 
 
 def test_versions_that_cannot_be_read_are_none(monkeypatch):
@@ -219,7 +232,9 @@ def test_versions_that_cannot_be_read_are_none(monkeypatch):
     monkeypatch.setattr(versions, "git_state", raising(UnicodeError("no text")))
     monkeypatch.setattr(metrics.importlib.metadata, "version", raising(KeyError("Version")))
     found = versions.versions(said.append)
-    assert found["torch"] == torch.__version__ and (found["git"], found["triton"], found["tmoe"]) == (None,) * 3
+    assert (
+        found["torch"] == torch.__version__ and (found["git"], found["triton"], found["tmoe"]) == (None,) * 3
+    )
     assert said == [
         f"version of triton: could not be read{GOES_ON}KeyError: 'Version'",
         f"version of tmoe: could not be read{GOES_ON}KeyError: 'Version'",

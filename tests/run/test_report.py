@@ -104,7 +104,11 @@ LINE = '{"step":0,"loss":1.0,"lr":0.1,"max_violation":[0.5],"expert_counts":[[1,
         ("metrics.jsonl", LINE + LINE.replace("1.0", '"x"'), "metrics.jsonl:2: no line of a run: "),
         ("metrics.jsonl", LINE.replace("1.0", "1" * 400), "metrics.jsonl:1: no line of a run: "),
         ("metrics.jsonl", LINE.replace("[0.5]", "7"), "metrics.jsonl:1: no line of a run: "),
-        ("metrics.jsonl", LINE + LINE.replace("[0.5]", "[0.5,1]"), "metrics.jsonl: lines of different models: "),
+        (
+            "metrics.jsonl",
+            LINE + LINE.replace("[0.5]", "[0.5,1]"),
+            "metrics.jsonl: lines of different models: ",
+        ),
         ("metrics.jsonl", "[" * 200_000, "metrics.jsonl: holds no line to draw"),
         ("metrics.jsonl", None, "metrics.jsonl: missing; name a run folder"),
         ("report.png", None, "Is a directory: "),
@@ -133,7 +137,9 @@ def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
         run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
         run.mkdir()
         (run / "metrics.jsonl").write_text(LINE)
-        ended = subprocess.run([sys.executable, "-m", "tmoe.report", run], cwd=ROOT, capture_output=True, text=True)
+        ended = subprocess.run(
+            [sys.executable, "-m", "tmoe.report", run], cwd=ROOT, capture_output=True, text=True
+        )
         assert ended.returncode == 0 and is_picture(run / "report.png"), ended.stderr
         assert ended.stdout == f"{tmp_path}/{name.decode(errors='replace')}/report.png\n"
 

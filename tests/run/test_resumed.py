@@ -45,7 +45,9 @@ def test_tokens_of_another_tokenizer_are_refused(gloo, tmp_path):
             gloo(1, train_two_steps, flags)
             cfg = parse([*flags, "--steps", "4"], "")
             step = Checkpoints(tmp_path / "run/checkpoints", keep=0, mode="sync", info={}).find("auto")
-            assert resume.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)[0] == "--steps=4 (was 2)"
+            assert (
+                resume.require_same_run(step, cfg, facts(source, cfg.train.seq), 1)[0] == "--steps=4 (was 2)"
+            )
         source.rename(tmp_path / tokenizer.fingerprint)
     (tmp_path / "other").rename(source)
     with pytest.raises(
@@ -113,7 +115,18 @@ def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
 def test_an_original_that_is_gone_is_told_and_steps_may_begin_from_each_other(gloo, tmp_path, capfd):
     """A step that retention removed; two runs in one folder that saved over what they began from."""
     first, second = tmp_path / "first", tmp_path / "second"
-    flags = [*FLAGS, "--train.batch", "2", "--steps", "2", "--checkpoint.every", "1", "--optim.warmup", "1", "--out"]
+    flags = [
+        *FLAGS,
+        "--train.batch",
+        "2",
+        "--steps",
+        "2",
+        "--checkpoint.every",
+        "1",
+        "--optim.warmup",
+        "1",
+        "--out",
+    ]
     gloo(1, train_two_steps, [*flags, str(first)])
     begun, step = (run / "checkpoints/step-2" for run in (first, second))
     gloo(1, train_two_steps, [*flags, str(second), "--init", str(begun)])
@@ -121,7 +134,10 @@ def test_an_original_that_is_gone_is_told_and_steps_may_begin_from_each_other(gl
     assert "is gone" not in capfd.readouterr().out
     begun.rename(tmp_path / "away")
     hf.export_hf(step, tmp_path / "gone")
-    assert f"{begun}, from which it was trained, is gone: config.json is made from settings" in capfd.readouterr().out
+    assert (
+        f"{begun}, from which it was trained, is gone: config.json is made from settings"
+        in capfd.readouterr().out
+    )
     assert (tmp_path / "gone/config.json").read_bytes() == (tmp_path / "there/config.json").read_bytes()
     gloo(1, train_two_steps, [*flags, str(first), "--resume", "none", "--init", str(step)])
     assert begun.exists()

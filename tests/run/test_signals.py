@@ -34,7 +34,9 @@ def whole_steps(out: Path) -> list[str]:
     return sorted(manifest.parent.name for manifest in out.glob("checkpoints/step-*/manifest.json"))
 
 
-def signalled(rank: int, world: int, argv: list[str], signum: int, before: signal.Handlers, times: int) -> None:
+def signalled(
+    rank: int, world: int, argv: list[str], signum: int, before: signal.Handlers, times: int
+) -> None:
     """The last rank gets the signal in step 2, so many times, having set it to `before`, whatever this process's parent did."""
     signal.signal(signum, before)
     original = train.Trainer.forward_backward
@@ -105,7 +107,9 @@ def test_a_users_own_handler_stays_but_for_sigterm_and_what_was_named():
 
 def test_signals_that_may_be_named():
     assert parse([*TINY, *ASKED], "").train.also_stop_on == ("SIGUSR1", "SIGUSR2")
-    with pytest.raises(ConfigError, match=r"--train\.also-stop-on=\('SIGKILL',\): must be .* one of SIGUSR1, SIGUSR2"):
+    with pytest.raises(
+        ConfigError, match=r"--train\.also-stop-on=\('SIGKILL',\): must be .* one of SIGUSR1, SIGUSR2"
+    ):
         TrainConfig(also_stop_on=("SIGKILL",))
 
 
@@ -123,7 +127,9 @@ class OnTerminal:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         environment |= {"TERM": "xterm", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | env
         streams = dict(stdin=side, stdout=side, stderr=side)
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=take_terminal, **streams)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, preexec_fn=take_terminal, **streams
+        )
         os.close(side)
         self.said = bytearray()
         self.closing = threading.Event()
@@ -177,7 +183,16 @@ def test_a_closed_terminal_takes_no_step_with_it(tmp_path, flags):
 
 def test_a_closed_terminal_of_torchrun(tmp_path):
     """It hands SIGHUP on and ends with an error of its own; its workers have saved."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", *TINY, *QUIET]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        *TINY,
+        *QUIET,
+    ]
     with OnTerminal([sys.executable, *words, "--steps", "100000", "--out", str(tmp_path)]) as terminal:
         wait_for_lines(tmp_path, terminal, 3)
         terminal.close()

@@ -38,7 +38,11 @@ def again(rank: int, world: int) -> str:
     """Two runs of one process, the second's error caught; then code that takes longer than a step may stand still."""
     watch = runtime.start(0).watch
     steps(watch, 3, lambda _: time.sleep(0.05))
-    steps(watch, 4, lambda step: [(dist.all_reduce(torch.ones(4)), time.sleep(0.4)) for _ in range(5 * (step == 2))])
+    steps(
+        watch,
+        4,
+        lambda step: [(dist.all_reduce(torch.ones(4)), time.sleep(0.4)) for _ in range(5 * (step == 2))],
+    )
 
     def fails(step):
         if step == 3:
@@ -50,7 +54,9 @@ def again(rank: int, world: int) -> str:
     except ValueError as error:
         said = "".join(error.__notes__)
     time.sleep(2.5)
-    other = runtime.start(0).watch  # of the same process group: what the first left in the store is not this one's
+    other = runtime.start(
+        0
+    ).watch  # of the same process group: what the first left in the store is not this one's
     try:
         with other:
             raise RuntimeError(f"anew, of rank {rank}")
@@ -91,7 +97,10 @@ def in_a_thread(rank: int, world: int, argv: list[str], how: str) -> None:
         trainer = start(rank, world, argv)
         before_step(trainer, 3, act)
         take = trainer.optimizer.step
-        trainer.optimizer.step = lambda: (print(f"weights changed in step {trainer.step}", flush=True), take())
+        trainer.optimizer.step = lambda: (
+            print(f"weights changed in step {trainer.step}", flush=True),
+            take(),
+        )
         finish(trainer)
 
     thread = threading.Thread(target=work, name="trainer")
@@ -104,7 +113,9 @@ def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
     flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
     ends = launch(2, in_a_thread, flags, how, timeout=20, limit=50)
     for end in ends:
-        assert "weights changed in step 2" in end.said and "weights changed in step 3" not in end.said, end.said
+        assert "weights changed in step 2" in end.said and "weights changed in step 3" not in end.said, (
+            end.said
+        )
         assert how == "stands" or "DivergenceError: step 3: the ranks' collectives part" in end.said, end.said
     if how == "stands":
         assert [end.code for end in ends] == [1, 1] and "time.sleep(60)" in ends[1].said, ends
@@ -202,9 +213,7 @@ print("not ended")
 def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     """The terminal sends `2>&1 | tee log` the same signal."""
     reads, writes = os.pipe()
-    code = (
-        "import signal, sys, train; signal.signal(signal.SIGINT, signal.default_int_handler); train.main(sys.argv[1:])"
-    )
+    code = "import signal, sys, train; signal.signal(signal.SIGINT, signal.default_int_handler); train.main(sys.argv[1:])"
     command = [sys.executable, "-c", code, *SMALL.split(), "--steps", "100000", "--log.every", "1"]
     run = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=writes, stderr=writes, cwd=HERE)
     os.close(writes)

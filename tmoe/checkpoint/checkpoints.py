@@ -88,7 +88,9 @@ class Checkpoints:
 
         def prepare() -> str:
             if taken := [name for name in tensors if name.startswith(RNG)]:
-                raise ValueError(f"tensors {taken}: names that start with {RNG} belong to the generator states")
+                raise ValueError(
+                    f"tensors {taken}: names that start with {RNG} belong to the generator states"
+                )
             local.update(self._stage(named))
             return json.dumps(state)
 
@@ -121,7 +123,9 @@ class Checkpoints:
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
         """This rank's part of every tensor; async: copied into buffers that are kept, for pinning memory is slow."""
-        local = {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
+        local = {
+            name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()
+        }
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # offloaded moments may be on their way to the host
         if self.mode == "sync":
@@ -141,7 +145,9 @@ class Checkpoints:
         planner = Planner(local)
         writer = Writer(temporary, self._rank, planner, partial(self._publish, final, temporary, step, state))
         try:
-            self._dcp(f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), planner)
+            self._dcp(
+                f"saving {final}", lambda **how: dcp.save(tensors, storage_writer=writer, **how), planner
+            )
         except BaseException:
             if self._rank == 0:
                 folders.remove(temporary)
@@ -160,7 +166,9 @@ class Checkpoints:
         temporary.mkdir()
         return str(temporary)
 
-    def _publish(self, final: Path, temporary: Path, step: int, state: str, tensors: Tensors, entries: Files) -> None:
+    def _publish(
+        self, final: Path, temporary: Path, step: int, state: str, tensors: Tensors, entries: Files
+    ) -> None:
         """Rank 0, when every shard is on the disk: DCP's metadata, the manifest, the rename."""
         fields = json.loads(state)
         manifest = Manifest(
@@ -175,7 +183,9 @@ class Checkpoints:
         )
         files.write_manifest(temporary, manifest)
         if problems := verify(temporary, share=None):
-            raise CheckpointError(f"rank 0 misses what others wrote; is the folder shared? {'; '.join(problems)}")
+            raise CheckpointError(
+                f"rank 0 misses what others wrote; is the folder shared? {'; '.join(problems)}"
+            )
         folders.publish(temporary, final)
 
     def _retain(self) -> None:
@@ -250,15 +260,23 @@ class Checkpoints:
         }
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = Reader(path, manifest)
-        self._dcp(f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner)
-        return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()} if rng else None
+        self._dcp(
+            f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner
+        )
+        return manifest.state, {
+            name.removeprefix(mine): value for name, value in rng.items()
+        } if rng else None
 
     def _compare(
         self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None
     ) -> None:
-        saved = {n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")}
+        saved = {
+            n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")
+        }
         votes = self._together(f"loading {path}", lambda: (list(tensors), _differences(saved, tensors)))
-        asked = {name for names, _ in votes for name in names}  # of all ranks: pipeline stages hold different tensors
+        asked = {
+            name for names, _ in votes for name in names
+        }  # of all ranks: pipeline stages hold different tensors
         found = {line for _, lines in votes for line in lines}
         found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
         if found:
@@ -287,7 +305,9 @@ class Checkpoints:
         votes = self._together(f"verifying {path}", look)
         problems = list(dict.fromkeys(problem for _, _, found in votes for problem in found))
         if not problems and len({digest for _, digest, _ in votes}) > 1:
-            problems = [f"{path / files.NAME}: ranks see different contents; is the folder shared by all of them?"]
+            problems = [
+                f"{path / files.NAME}: ranks see different contents; is the folder shared by all of them?"
+            ]
         if not problems and (stamp := votes[self._rank][0]):
             self._whole[path] = stamp
         return problems
@@ -347,7 +367,9 @@ def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]
         elif entry.shape != tuple(tensor.shape):
             lines.append(f"{name}: shape {entry.shape} in the checkpoint, {tuple(tensor.shape)} asked for")
         elif entry.dtype != dtype:
-            lines.append(f"{name}: {entry.dtype} in the checkpoint, {dtype} asked for; `reshard --dtype` writes it so")
+            lines.append(
+                f"{name}: {entry.dtype} in the checkpoint, {dtype} asked for; `reshard --dtype` writes it so"
+            )
         if tensor.is_meta:  # DCP would fill a copy and leave this one without data
             lines.append(f"{name}: asked for on the meta device, which holds no data")
     return lines

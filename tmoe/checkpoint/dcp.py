@@ -50,7 +50,8 @@ from tmoe.stack import take
 
 # by it stock FileSystemReader finds payloads in .metadata; the one name that DCP does not export
 _StorageInfo: Any = take(
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "stock readers of checkpoints find no data in .metadata"
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "stock readers of checkpoints find no data in .metadata",
 )
 
 WRITERS = 8  # shard files that a rank writes at once, each hashed by its own thread
@@ -206,7 +207,9 @@ class Reader(StorageReader):
     def read_metadata(self) -> Metadata:
         return dcp_metadata(self.manifest.tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -218,7 +221,9 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
-            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(item)
+            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(
+                item
+            )
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(lambda pair: self._read_chunk(pair[0], pair[1], planner), wanted.items()))
         done: torch.futures.Future = torch.futures.Future()
@@ -226,7 +231,9 @@ class Reader(StorageReader):
         return done
 
     @torch.no_grad()
-    def _read_chunk(self, key: tuple[str, tuple[int, ...]], items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_chunk(
+        self, key: tuple[str, tuple[int, ...]], items: list[ReadItem], planner: LoadPlanner
+    ) -> None:
         dtype = files.dtype_of(self.manifest.tensors[key[0]].dtype)
         whole = files.read_chunk(self.folder, self.chunks[key], dtype)
         for item in items:

@@ -37,12 +37,18 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
 
 def entries(folder: Path, published: bool) -> list[Path]:
     """Published step folders (a displaced one too, while its successor is not there), or the others."""
-    if folder.is_symlink() and not folder.exists():  # a disk that is not mounted: no run may start anew beside it
-        raise CheckpointError(f"{folder}: a link to nothing, {os.readlink(folder)}; mount it, or remove the link")
+    if (
+        folder.is_symlink() and not folder.exists()
+    ):  # a disk that is not mounted: no run may start anew beside it
+        raise CheckpointError(
+            f"{folder}: a link to nothing, {os.readlink(folder)}; mount it, or remove the link"
+        )
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     steps = [match for match in map(_STEP.fullmatch, names) if match]
     present = {match[1] for match in steps if not match[2]}
-    is_published = {match[0]: not match[2] or (match[2] == "old" and match[1] not in present) for match in steps}
+    is_published = {
+        match[0]: not match[2] or (match[2] == "old" and match[1] not in present) for match in steps
+    }
     return [folder / name for name, public in is_published.items() if public == published]
 
 

@@ -20,7 +20,14 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import Tensor
 
-from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_chunk, read_manifest
+from tmoe.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    TensorEntry,
+    dtype_of,
+    read_chunk,
+    read_manifest,
+)
 from tmoe.parallel.layout import EXPERTS
 
 BLOCK = 4 << 20  # elements that statistics widen to fp64 at once
@@ -110,7 +117,11 @@ class Node:
     def signature(self) -> tuple:
         """Equal for nodes that look the same: the blocks of a model, the generator states of all ranks."""
         entry = self.entry
-        own = entry and (entry.shape, entry.dtype, None if entry.placement.startswith("rank ") else entry.placement)
+        own = entry and (
+            entry.shape,
+            entry.dtype,
+            None if entry.placement.startswith("rank ") else entry.placement,
+        )
         return own, tuple((name, child.signature()) for name, child in self.children.items())
 
 
@@ -235,7 +246,9 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
 
 
 def show_statistics(name: str, entry: TensorEntry, found: list[Statistics], console: Console) -> None:
-    console.print(Text(f"{name}  {list(entry.shape)} {entry.dtype}  {decimal(nbytes(entry))}  {entry.placement}"))
+    console.print(
+        Text(f"{name}  {list(entry.shape)} {entry.dtype}  {decimal(nbytes(entry))}  {entry.placement}")
+    )
     table = Table("", "min", "max", "mean", "std", "norm", "non-finite", box=None)
     for i, s in enumerate(found):
         numbers = [f"{value:.6g}" for value in (s.min, s.max, s.mean, s.std, s.norm)]

@@ -95,7 +95,10 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and sync `folder/manifest.json`: one line a field, file and tensor, so that grep and diff work on it."""
     fields: dict[str, Any] = {"format": FORMAT, **vars(manifest)}
-    lines = [f'"{key}": ' + (_table(v) if key in ("files", "tensors") else json.dumps(v)) for key, v in fields.items()]
+    lines = [
+        f'"{key}": ' + (_table(v) if key in ("files", "tensors") else json.dumps(v))
+        for key, v in fields.items()
+    ]
     body = b'",\n' + ",\n".join(lines).encode() + b"\n}\n"
     digest = hashlib.sha256(_HEAD + _BLANK + body).hexdigest().encode()
     with HashedFile(folder / NAME) as file:
@@ -138,7 +141,9 @@ def _read_bytes(file: Path) -> bytes:
         _require_regular(file)
         raw = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{file}: missing; {file.parent} is no step folder, or was never finished") from None
+        raise CheckpointError(
+            f"{file}: missing; {file.parent} is no step folder, or was never finished"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: {error}") from error
     digest, body = raw[len(_HEAD) :][:64], raw[len(_HEAD) + 64 :]
@@ -201,7 +206,9 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
     if not isinstance(entry.placement, str):
         raise ValueError(f"tensor {name}: placement {entry.placement!r} is no text")
     if not all(map(_is_count, entry.shape)) or math.prod(n or 1 for n in entry.shape) > _MOST:
-        raise ValueError(f"tensor {name}: shape {entry.shape} is none of a tensor, its lengths must be counts")
+        raise ValueError(
+            f"tensor {name}: shape {entry.shape} is none of a tensor, its lengths must be counts"
+        )
     for chunk in entry.chunks:
         if not all(map(_is_count, (*chunk.offset, *chunk.shape, chunk.at, chunk.size))):
             raise ValueError(f"tensor {name}: shape, offset and position must be counts")
@@ -230,7 +237,9 @@ def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
-def tensor_entry(shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]) -> TensorEntry:
+def tensor_entry(
+    shape: tuple[int, ...], dtype: torch.dtype, placement: str, chunks: list[Chunk]
+) -> TensorEntry:
     """Entry of a tensor from its chunks, in any order."""
     ordered = sorted(chunks, key=lambda chunk: chunk.offset)
     digest = hashlib.sha256("".join(f"{c.offset}{c.shape}{c.sha256}\n" for c in ordered).encode()).hexdigest()
@@ -271,7 +280,9 @@ def verify(
     names = sorted(manifest.files if names is None else names)
     mine = set(names[share[0] :: share[1]]) if share else set()
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(lambda name: _file_problem(path / name, manifest.files[name], name in mine, advance), names)
+        found = pool.map(
+            lambda name: _file_problem(path / name, manifest.files[name], name in mine, advance), names
+        )
         return [problem for problem in found if problem]
 
 

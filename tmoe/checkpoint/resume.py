@@ -39,13 +39,19 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     other = f"; start anew from its weights with --init {step_dir}"
     require("optim" in held, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{other}")
     counts: list[Any] = [manifest.state.get(name) for name in ("step", "tokens")]
-    whole = all(fits(n, int) and 0 <= n < 2**63 for n in counts) and isinstance(manifest.state.get("guard"), dict)
+    whole = all(fits(n, int) and 0 <= n < 2**63 for n in counts) and isinstance(
+        manifest.state.get("guard"), dict
+    )
     require(whole, f"--resume={cfg.resume}: {step_dir} has no state of a run (step, tokens, guard){other}")
     ema = f"--optim.ema={cfg.optim.ema}: {step_dir} holds"
     require(
-        cfg.optim.ema > 0 or "ema" not in held, f"{ema} an average of the weights; keep the setting of its run{other}"
+        cfg.optim.ema > 0 or "ema" not in held,
+        f"{ema} an average of the weights; keep the setting of its run{other}",
     )
-    require(cfg.optim.ema == 0 or "ema" in held, f"{ema} no average of the weights; resume with --optim.ema 0{other}")
+    require(
+        cfg.optim.ema == 0 or "ema" in held,
+        f"{ema} no average of the weights; resume with --optim.ema 0{other}",
+    )
     before = manifest.info.get("data")
     says = isinstance(before, dict) and before.keys() >= data.keys()  # older steps do not
     before = {name: before[name] for name in data} if says else data
@@ -68,7 +74,9 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]
     noted = [f"--{name}={new} (was {old})" for name, old, new in changed]
     sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
-    of_one = math.prod([*sizes, manifest.world]) if all(fits(n, int) for n in sizes) else tokens / max(step, 1)
+    of_one = (
+        math.prod([*sizes, manifest.world]) if all(fits(n, int) for n in sizes) else tokens / max(step, 1)
+    )
     a_step = cfg.train.batch * cfg.train.accumulate * world * cfg.train.seq
     if goes_on and step and a_step != of_one:
         noted.append(f"{a_step:,} tokens a step (were {of_one:,.0f})")

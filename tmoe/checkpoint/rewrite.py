@@ -32,14 +32,29 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from torch import Tensor
 
 from tmoe import disk
 from tmoe.checkpoint import dcp as shards
 from tmoe.checkpoint import folders
 from tmoe.checkpoint import manifest as files
-from tmoe.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, read_chunk, read_manifest, verify
+from tmoe.checkpoint.manifest import (
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorEntry,
+    read_chunk,
+    read_manifest,
+    verify,
+)
 from tmoe.listing import listed
 from tmoe.parallel.layout import Box
 
@@ -47,9 +62,7 @@ Advance = Callable[[int], None]  # told of bytes done since its last call, by an
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
 # What a killed rewrite leaves in its work folder.
 OURS = re.compile(r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/")
-FRAME = (
-    4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
-)
+FRAME = 4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,9 @@ def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
     require_ours(dst, OURS.fullmatch)
     key, work = plan.key, work_folder(dst)
     missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
-    return room_for(sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group), dst)
+    return room_for(
+        sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group), dst
+    )
 
 
 def room_for(needed: int, dst: Path) -> tuple[int, int]:
@@ -133,7 +148,9 @@ def require_absent(dst: Path) -> None:
 def require_outside(dst: Path, sources: Sequence[Path]) -> None:
     """ValueError if dst lies in one of the step folders that it is made from."""
     if inside := [src for src in sources if src.resolve() in Path(os.path.realpath(dst)).parents]:
-        raise ValueError(f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it")
+        raise ValueError(
+            f"{dst}: lies inside {inside[0]}, and would go when that step goes; name a folder beside it"
+        )
 
 
 def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:
@@ -144,7 +161,9 @@ def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:
         raise CheckpointError(f"{work}: is no folder; move it away, or name another folder")
     for folder, folders_inside, files_inside in os.walk(work):
         inside = Path(folder).relative_to(work)
-        for name in [f"{inside / name}/" for name in folders_inside] + [f"{inside / name}" for name in files_inside]:
+        for name in [f"{inside / name}/" for name in folders_inside] + [
+            f"{inside / name}" for name in files_inside
+        ]:
             if not is_ours(name) or (work / name).is_symlink():
                 raise CheckpointError(
                     f"{work}: holds {name}, which this command did not write; move it away, or name another folder"
@@ -195,7 +214,9 @@ def keeping(dst: Path) -> Iterator[None]:
     except (CheckpointError, OSError) as error:
         kept = work_folder(dst)
         raise CheckpointError(
-            f"{error}; {kept} keeps what is finished, the same command goes on" if kept.exists() else f"{error}"
+            f"{error}; {kept} keeps what is finished, the same command goes on"
+            if kept.exists()
+            else f"{error}"
         ) from error
 
 
@@ -253,7 +274,9 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
                     opened[rank] = stack.enter_context(disk.HashedFile(part / f"__{rank}_{number}.distcp"))
                 return opened[rank]
 
-            tensors = {output.name: _write_tensor(output, plan.produce(output), shard, tell) for output in outputs}
+            tensors = {
+                output.name: _write_tensor(output, plan.produce(output), shard, tell) for output in outputs
+            }
         entries = {file.path.name: file.entry() for file in opened.values()}
         done = replace(plan.manifest, info={"plan": plan.key}, state={}, files=entries, tensors=tensors)
         files.write_manifest(part, done)
@@ -288,7 +311,9 @@ def _read_back(parts: list[Path]) -> None:
         shutil.rmtree(part)
     if problems:
         named = [problem for found in problems.values() for problem in found]
-        raise CheckpointError(listed("what was written does not read back (the same command writes it again):", named))
+        raise CheckpointError(
+            listed("what was written does not read back (the same command writes it again):", named)
+        )
 
 
 def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
@@ -316,7 +341,8 @@ def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iter
     start = np.array([chunk.offset for chunk in entry.chunks]).reshape(len(entry.chunks), len(entry.shape))
     end = start + np.array([chunk.shape for chunk in entry.chunks]).reshape(start.shape)
     needed = [
-        np.flatnonzero(((start < np.add(box.offset, box.shape)) & (end > box.offset)).all(1)).tolist() for box in boxes
+        np.flatnonzero(((start < np.add(box.offset, box.shape)) & (end > box.offset)).all(1)).tolist()
+        for box in boxes
     ]
     last = {index: i for i, indices in enumerate(needed) for index in indices}
     held: dict[int, Tensor] = {}

@@ -150,13 +150,19 @@ def reshard(
     carry_out(plan_reshard(src, world, ep, dtype, only), [src], dst, dry_run)
 
 
-def plan_reshard(src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
+def plan_reshard(
+    src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()
+) -> Plan:
     """Plan of `reshard`. ValueError: world and ep do not fit, nothing is left; CheckpointError: src is damaged.
 
     Generator states stay if the world does; another number of ranks draws other numbers.
     """
     manifest = read_manifest(src)
-    kept = {name: entry for name, entry in manifest.tensors.items() if _is_kept(name, only, world == manifest.world)}
+    kept = {
+        name: entry
+        for name, entry in manifest.tensors.items()
+        if _is_kept(name, only, world == manifest.world)
+    }
     if not kept:
         raise ValueError(f"{src}: holds no tensor of {', '.join(only)}")
     check_sizes(src, manifest, kept)
@@ -214,11 +220,17 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     first, prefix = manifests[0], "ema." if ema else "model."
     weights = {name: entry for name, entry in first.tensors.items() if name.startswith("model.")}
     sources = [
-        {f"model.{name.removeprefix(prefix)}": entry for name, entry in m.tensors.items() if name.startswith(prefix)}
+        {
+            f"model.{name.removeprefix(prefix)}": entry
+            for name, entry in m.tensors.items()
+            if name.startswith(prefix)
+        }
         for m in manifests
     ]
     for entries, m in zip(sources, manifests, strict=True):
-        entries |= {name: entry for name, entry in m.tensors.items() if ema and entries and BUFFERS.fullmatch(name)}
+        entries |= {
+            name: entry for name, entry in m.tensors.items() if ema and entries and BUFFERS.fullmatch(name)
+        }
     if ema and not any(sources):
         raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
     if found := _differences(steps, manifests, weights, sources, prefix):
@@ -229,7 +241,9 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     newest = max(manifests, key=lambda manifest: manifest.step)
     origin = origin_of("average", steps, ema=ema)
     described = replace(newest, world=first.world, info=first.info)
-    return with_history(outputs, partial(_averaged, list(zip(steps, sources, strict=True))), described, origin)
+    return with_history(
+        outputs, partial(_averaged, list(zip(steps, sources, strict=True))), described, origin
+    )
 
 
 def _differences(
@@ -241,7 +255,9 @@ def _differences(
 ) -> list[str]:
     """Everything that keeps the steps from being averaged, each line naming the step that differs from the first."""
     found = [] if weights else [f"{steps[0]}: holds no model.* tensors"]
-    found += [f"{n}: {e.dtype} has no mean" for n, e in weights.items() if not dtype_of(e.dtype).is_floating_point]
+    found += [
+        f"{n}: {e.dtype} has no mean" for n, e in weights.items() if not dtype_of(e.dtype).is_floating_point
+    ]
     for step, manifest, entries in zip(steps, manifests, sources, strict=True):
         for name in sorted(weights.keys() | entries.keys()):
             mine, other = weights.get(name), entries.get(name)
@@ -273,7 +289,9 @@ def _layout_of(entry: TensorEntry) -> Layout:
     """The layout that a tensor has already; ranks are in the names of its files."""
     ranks = [re.match(r"__(\d+)_", chunk.file) for chunk in entry.chunks]
     boxes = zip(ranks, entry.chunks, strict=True)
-    return Layout(entry.placement, tuple(Box(int(rank[1]) if rank else 0, c.offset, c.shape) for rank, c in boxes))
+    return Layout(
+        entry.placement, tuple(Box(int(rank[1]) if rank else 0, c.offset, c.shape) for rank, c in boxes)
+    )
 
 
 def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output) -> Iterator[Tensor]:
@@ -298,12 +316,18 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def with_history(
-    outputs: list[Output], produce: Any, manifest: Manifest, origin: dict[str, Any], info: dict[str, Any] | None = None
+    outputs: list[Output],
+    produce: Any,
+    manifest: Manifest,
+    origin: dict[str, Any],
+    info: dict[str, Any] | None = None,
 ) -> Plan:
     """A plan whose result says, after what its source said, where it comes from. info: facts of the result; None: the source's."""
     history = manifest.info.get("history")
     told = {"history": [*(history if isinstance(history, list) else ()), origin]}
-    blank = replace(manifest, saved_ns=0, info=(manifest.info if info is None else info) | told, files={}, tensors={})
+    blank = replace(
+        manifest, saved_ns=0, info=(manifest.info if info is None else info) | told, files={}, tensors={}
+    )
     return Plan(tuple(outputs), produce, blank, tuple(source["sha256"] for source in origin["sources"]))
 
 
@@ -326,7 +350,9 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
     require_outside(dst, sources)
     needed, free = check_space(plan, dst)
-    ranks = {(box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes}
+    ranks = {
+        (box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes
+    }
     size = sum(output.nbytes for output in plan.outputs)
     what = f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of {plan.manifest.world} ranks"
     if dry_run:

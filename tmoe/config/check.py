@@ -30,7 +30,9 @@ def spell(kind: Any) -> str:
         return f"one of {', '.join(map(str, options))}"
     if get_origin(kind) is tuple:
         return f"a list{'' if ... in options else f' of {len(options)}'}, each {spell(options[0])}"
-    return " or ".join(map(spell, options)) or KINDS.get(kind, "none" if kind is type(None) else kind.__name__)
+    return " or ".join(map(spell, options)) or KINDS.get(
+        kind, "none" if kind is type(None) else kind.__name__
+    )
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -44,11 +46,17 @@ def fits(value: Any, kind: Any) -> bool:
     if options:
         return any(fits(value, option) for option in options)
     if kind is float:
-        return value == value if isinstance(value, float) else fits(value, int) and abs(value) <= sys.float_info.max
+        return (
+            value == value
+            if isinstance(value, float)
+            else fits(value, int) and abs(value) <= sys.float_info.max
+        )
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = "") -> None:
+def check(
+    cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = ""
+) -> None:
     """Types of all settings (library users pass them past the command line), and ranges of those named in "batch seq": from 1 or
     0 on to MOST, above 0 and finite, at least 0 and below 1. flags: what their flags start with. None is fine where the type says so."""
     for name, kind in get_type_hints(type(cfg)).items():
@@ -63,7 +71,10 @@ def check(cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str 
             require(ok, f"{flag}={value}: must be at least {low} and {end}")
         ok = value is None or name not in positive.split() or FLOATS[0] <= value <= most
         require(ok, f"{flag}={value}: must be positive and finite in float32")
-        require(name not in share.split() or 0 <= value <= FLOATS[2], f"{flag}={value}: must be at least 0 and below 1")
+        require(
+            name not in share.split() or 0 <= value <= FLOATS[2],
+            f"{flag}={value}: must be at least 0 and below 1",
+        )
 
 
 def divisors(n: int) -> list[int]:

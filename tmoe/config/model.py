@@ -52,7 +52,11 @@ class RopeConfig:
         stretched = self.scaling != "none" or self.factor == 1
         require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
-            a, b, (flag, other) = getattr(self, low), getattr(self, high), (n.replace("_", "-") for n in (low, high))
+            a, b, (flag, other) = (
+                getattr(self, low),
+                getattr(self, high),
+                (n.replace("_", "-") for n in (low, high)),
+            )
             valid = f"above 0 and below --model.rope.{other}={b}"
             require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
 
@@ -76,7 +80,9 @@ class MLAConfig:
 
     def __post_init__(self) -> None:
         check(self, "--model.mla.", one="kv_rank nope_dim rope_dim v_dim", zero="q_rank")
-        require(self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)")
+        require(
+            self.rope_dim % 2 == 0, f"--model.mla.rope-dim={self.rope_dim}: must be even (RoPE turns pairs)"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,10 @@ class MoEConfig:
         held = f"{best} groups of {size} experts hold only {best * size}"
         require(k <= best * size, f"--model.moe.top-k={k}: {held}")
         ok = n == 1 or self.group_score == "max" or size > 1
-        require(ok, f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}")
+        require(
+            ok,
+            f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}",
+        )
         plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
         require(
             plain or self.softmax == "before",
@@ -164,11 +173,16 @@ class MoEConfig:
     def require_trained(self) -> None:
         """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""
         before = " --model.moe.softmax before" if self.softmax == "after" else ""
-        require(not self.untrained, f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does")
+        require(
+            not self.untrained,
+            f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does",
+        )
 
 
 # what grouped-query attention alone computes, and the value that switches it off
-LATENT_LACKS = dict(qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None)
+LATENT_LACKS = dict(
+    qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None
+)
 
 
 @dataclass(frozen=True)
@@ -238,10 +252,16 @@ class ModelConfig:
         require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
         for name, off in LATENT_LACKS.items():
             value, flag = getattr(self, name), name.replace("_", "-")
-            require(self.attention == "gqa" or value == off, f"--model.{flag}={value}: not with --model.attention=mla")
+            require(
+                self.attention == "gqa" or value == off,
+                f"--model.{flag}={value}: not with --model.attention=mla",
+            )
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
         blocks = self.dense_blocks
-        require(all(b >= 0 for b in blocks), f"--model.dense-blocks={blocks}: must be numbers of blocks, from 0 on")
+        require(
+            all(b >= 0 for b in blocks),
+            f"--model.dense-blocks={blocks}: must be numbers of blocks, from 0 on",
+        )
         valid = "one or more of 1 (with the window) and 0 (without)"
         require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
 

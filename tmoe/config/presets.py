@@ -191,7 +191,13 @@ def deepseek_v2_lite() -> ModelConfig:
         mla=MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
         rope=deepseek_rope(mscale=0.707),
         moe=MoEConfig(
-            experts=64, top_k=6, ffn_dim=1408, shared_dim=2 * 1408, renormalize=False, balance_coeff=0.001, z_coeff=0.0
+            experts=64,
+            top_k=6,
+            ffn_dim=1408,
+            shared_dim=2 * 1408,
+            renormalize=False,
+            balance_coeff=0.001,
+            z_coeff=0.0,
         ),
     )
 
@@ -228,5 +234,10 @@ def deepseek_v3() -> ModelConfig:
 def deepseek_rope(mscale: float) -> RopeConfig:
     """As published, after the stretch from 4096 to 163840 tokens."""
     return RopeConfig(
-        max_seq=163840, scaling="yarn", factor=40.0, original_max_seq=4096, mscale=mscale, mscale_all_dim=mscale
+        max_seq=163840,
+        scaling="yarn",
+        factor=40.0,
+        original_max_seq=4096,
+        mscale=mscale,
+        mscale_all_dim=mscale,
     )

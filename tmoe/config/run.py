@@ -77,10 +77,18 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check(self, "--parallel.", one="ep dp", zero="whole_gib")
         alone, dispatch, need = self.ep == 1, self.dispatch, "needs --parallel.ep"
-        require(dispatch != "local" or alone, f"--parallel.dispatch=local: {need}=1, not {self.ep}; use auto or nccl")
-        require(dispatch != "symm" or not alone, f"--parallel.dispatch=symm: {need} above 1, not 1; use auto or local")
+        require(
+            dispatch != "local" or alone,
+            f"--parallel.dispatch=local: {need}=1, not {self.ep}; use auto or nccl",
+        )
+        require(
+            dispatch != "symm" or not alone,
+            f"--parallel.dispatch=symm: {need} above 1, not 1; use auto or local",
+        )
         ok = self.wire != "fp8" or not (alone or dispatch == "nccl")
-        require(ok, f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {dispatch}")
+        require(
+            ok, f"--parallel.wire=fp8: needs --parallel.ep above 1 and symm, not ep={self.ep} and {dispatch}"
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,9 @@ class OptimConfig:
         ok = all(0 <= b <= FLOATS[2] for b in self.betas)
         require(ok, f"--optim.betas={self.betas}: each at least 0 and below 1 in float32")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
-        require(0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1")
+        require(
+            0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1"
+        )
         require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
 
 
@@ -215,10 +225,17 @@ class Config:
     def __post_init__(self) -> None:
         check(self, "--", one="world", zero="steps seed")
         steps = 0 if self.eval_only else self.steps
-        valid = f"must be numbers of steps, from 0 to --steps={steps} - 1" if steps else "a run without steps has none"
+        valid = (
+            f"must be numbers of steps, from 0 to --steps={steps} - 1"
+            if steps
+            else "a run without steps has none"
+        )
         require(all(0 <= step < steps for step in self.profile), f"--profile={self.profile}: {valid}")
         seq, longest = self.train.seq, self.model.rope.max_seq
-        require(seq <= longest, f"--train.seq={seq}: must be at most the RoPE range --model.rope.max-seq={longest}")
+        require(
+            seq <= longest,
+            f"--train.seq={seq}: must be at most the RoPE range --model.rope.max-seq={longest}",
+        )
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")

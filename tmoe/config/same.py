@@ -37,13 +37,20 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
         | ({"ffn_dim"} if len(sparse) == cfg.layers else set())
     )
-    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread} | {"MoE layers": sparse}
-    found |= {"windows": [cfg.window_of(i) for i in range(cfg.layers)], "attention_multiplier": softmax_scale(cfg)}
+    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread} | {
+        "MoE layers": sparse
+    }
+    found |= {
+        "windows": [cfg.window_of(i) for i in range(cfg.layers)],
+        "attention_multiplier": softmax_scale(cfg),
+    }
     if cfg.attention == "mla":
         found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
         found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
     if sparse:
-        found |= {f"moe.{f.name}": getattr(cfg.moe, f.name) for f in fields(cfg.moe) if f.name not in TRAINING}
+        found |= {
+            f"moe.{f.name}": getattr(cfg.moe, f.name) for f in fields(cfg.moe) if f.name not in TRAINING
+        }
         if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
             found["moe.renormalize"] = True
         if cfg.moe.top_groups == cfg.moe.groups:
@@ -110,7 +117,9 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
             raise ConfigError(listed("model settings are malformed", problems))
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
         tuples = dict(windowed=(1,), dense_blocks=())
-        parts |= {name: tuple(settings.get(name, default)) for name, default in tuples.items()}  # JSON has lists
+        parts |= {
+            name: tuple(settings.get(name, default)) for name, default in tuples.items()
+        }  # JSON has lists
         return ModelConfig(**settings | parts)
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"model settings are malformed: {error}") from error

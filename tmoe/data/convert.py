@@ -51,7 +51,9 @@ def convert(
         skip_malformed: documents that may be left out because they are malformed; the first are named
     """
     if not sources or shard_tokens < 1 or skip_malformed < 0:
-        raise DataError("needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0")
+        raise DataError(
+            "needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0"
+        )
     surveyed, skips = [survey(name) for name in sources], Skips(skip_malformed)
     size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)
     columns = (

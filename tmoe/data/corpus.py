@@ -24,7 +24,9 @@ class Run(NamedTuple):
     def bad_id(self, position: int, vocab: int) -> DataError:
         at = self.offset + position * self.tokens.itemsize
         token = int(self.tokens[position])
-        return DataError(f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1")
+        return DataError(
+            f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1"
+        )
 
 
 class Corpus(NamedTuple):

@@ -33,7 +33,9 @@ from tmoe.data.sources import (
 )
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
-WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")  # 1e99999999 would be computed, digit by digit
+WEIGHT = re.compile(
+    r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?"
+)  # 1e99999999 would be computed, digit by digit
 
 
 class Batch(NamedTuple):
@@ -144,9 +146,13 @@ class Source:
 class Dataset:
     """An endless, randomly accessible sequence of samples, mixed from sources; make one with `open_data`."""
 
-    def __init__(self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int) -> None:
+    def __init__(
+        self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int
+    ) -> None:
         self.sources, self.weights, self.eos, self.seed = sources, weights, eos, seed
-        self.ahead = 0  # samples by which a run is ahead of its step number: earlier steps were of another size
+        self.ahead = (
+            0  # samples by which a run is ahead of its step number: earlier steps were of another size
+        )
         self.fingerprint = fingerprint
         self.seq, self.vocab = sources[0].seq, sources[0].vocab
         self.tokens = sum(source.tokens for source in sources)
@@ -160,11 +166,15 @@ class Dataset:
         epoch, position = divmod(nth, source.samples)
         return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
 
-    def go_on(self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> None:
+    def go_on(
+        self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
+    ) -> None:
         """Behind `step` steps that took `tokens` tokens in all, of whatever size each: no sample twice, none left out."""
         self.ahead = tokens // self.seq - step * batch * accumulate * world
 
-    def indices(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> list[int]:
+    def indices(
+        self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
+    ) -> list[int]:
         """One rank's part of a step: global samples ahead + (step * accumulate + a) * world * batch + rank * batch + b.
 
         Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
@@ -175,7 +185,10 @@ class Dataset:
 
     def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
         """The samples of `indices`, in their order."""
-        rows = [self.sample(i) for i in self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)]
+        rows = [
+            self.sample(i)
+            for i in self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
+        ]
         windows = torch.from_numpy(np.stack(rows)).view(accumulate, batch, self.seq + 1)
         tokens = windows[..., :-1].contiguous()
         ends = tokens == self.eos
@@ -191,7 +204,9 @@ class Dataset:
         return {f"--data.path: {name} of the {split} data": value for name, value in found.items()}
 
     def describe(self) -> str:
-        shares = (f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True))
+        shares = (
+            f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True)
+        )
         return f"{self.tokens:,} tokens, {self.samples:,} samples of {self.seq} an epoch: {', '.join(shares)}"
 
 
@@ -227,7 +242,9 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
     try:
         corpora = [
-            open_corpus(name, tokenizer, vocab, cfg.val_fraction, split, cfg.text_field, cfg.skip_malformed, carried)
+            open_corpus(
+                name, tokenizer, vocab, cfg.val_fraction, split, cfg.text_field, cfg.skip_malformed, carried
+            )
             for name in names
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]

@@ -57,7 +57,9 @@ class Found(NamedTuple):
     @property
     def sure(self) -> bool:
         """Whether these are rows of a data set rather than a JSON file among others, a package.json say."""
-        return self.form == "parquet" or self.named or (len(self.rows) > 1 and kind_of_row(self.rows[0]) != "")
+        return (
+            self.form == "parquet" or self.named or (len(self.rows) > 1 and kind_of_row(self.rows[0]) != "")
+        )
 
 
 def kind_of_row(row: dict, field: str = "text") -> str:
@@ -76,7 +78,9 @@ def kind_of_row(row: dict, field: str = "text") -> str:
 def no_text(where: str, row: Any, field: str) -> DataError:
     """The error of a row without text: what it seems to be, and the fields that it has."""
     if not isinstance(row, dict):
-        return DataError(f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}')
+        return DataError(
+            f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}'
+        )
     shown = ", ".join(list(map(str, row))[:12]) or "none"
     if kind := kind_of_row(row, field):
         return DataError(
@@ -120,7 +124,9 @@ def look(path: Path) -> Found:
             values += [value for _, value, _ in islice(read_json(path, packed, most), 2)]
         if values and all(isinstance(value, dict) for value in values):
             return Found("JSON", packed, named, tuple(values))
-    if suffix in ROWS_SUFFIXES:  # named so, and none: its first row says why, unless other texts lie beside it
+    if (
+        suffix in ROWS_SUFFIXES
+    ):  # named so, and none: its first row says why, unless other texts lie beside it
         return Found("JSON lines" if start == b"{" else "JSON", packed, named)
     return Found("plain text", packed)
 
@@ -152,7 +158,9 @@ def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
 def packing(path: Path) -> str:
     """By which program a file is compressed, told by its first bytes; "" for none."""
     if not path.is_file():
-        raise DataError(f"{path}: no regular file, or a link to nothing")  # opened, a pipe would wait for a writer
+        raise DataError(
+            f"{path}: no regular file, or a link to nothing"
+        )  # opened, a pipe would wait for a writer
     with naming(path), path.open("rb") as file:
         head = file.read(8)
     return next((name for magic, name in PACKED.items() if head.startswith(magic)), "")
@@ -328,5 +336,8 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
             for row in table.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row, None, size
-    except (pyarrow.ArrowException, OSError) as error:  # what the reader of these rows raises does not come here
+    except (
+        pyarrow.ArrowException,
+        OSError,
+    ) as error:  # what the reader of these rows raises does not come here
         raise DataError(f"{path}: damaged parquet: {error}") from error

@@ -56,7 +56,9 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
     size, promised = path.stat().st_size, HEADER_BYTES + header.tokens * header.itemsize
     if size != promised:
         what = "truncated" if size < promised else "too long"
-        raise DataError(f"{path}: {what}: ends at byte {size}, its header promises {header.tokens} tokens, {promised}")
+        raise DataError(
+            f"{path}: {what}: ends at byte {size}, its header promises {header.tokens} tokens, {promised}"
+        )
     if header.tokens == 0:
         raise DataError(f"{path}: empty shard: no tokens after the header (byte {HEADER_BYTES})")
     mapped = np.memmap(path, dtype=f"<u{header.itemsize}", mode="r", offset=HEADER_BYTES)
@@ -68,7 +70,9 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
 
 def read_header(path: Path) -> ShardHeader:
     if not path.is_file():
-        raise DataError(f"{path}: no regular file, or a link to nothing")  # opened, a pipe would wait for a writer
+        raise DataError(
+            f"{path}: no regular file, or a link to nothing"
+        )  # opened, a pipe would wait for a writer
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
@@ -133,7 +137,14 @@ def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokeniz
             tokens += len(ids)
             count += 1
         header = ShardHeader(
-            dtype, tokens, max_id, max_at, tokenizer.fingerprint, tokenizer.vocab, tokenizer.eos, documents=count
+            dtype,
+            tokens,
+            max_id,
+            max_at,
+            tokenizer.fingerprint,
+            tokenizer.vocab,
+            tokenizer.eos,
+            documents=count,
         )
         file.seek(0)
         file.write(json.dumps(asdict(header)).encode().ljust(HEADER_BYTES - 1) + b"\n")

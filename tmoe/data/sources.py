@@ -182,20 +182,32 @@ class _Texts:
         """Changes when a file, the tokenizer or a setting does that decides about tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        settings = [self.tokenizer.fingerprint, self.tokenizer.eos, self.fraction, self.field, self.skips.limit]
+        settings = [
+            self.tokenizer.fingerprint,
+            self.tokenizer.eos,
+            self.fraction,
+            self.field,
+            self.skips.limit,
+        ]
         facts = ["1", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
         size = decimal(sum(path.stat().st_size for path, _ in self.source.files))
-        print(f"{self.source.name}: {size}, tokenised once for this node, into {made}", file=sys.stderr, flush=True)
+        print(
+            f"{self.source.name}: {size}, tokenised once for this node, into {made}",
+            file=sys.stderr,
+            flush=True,
+        )
         part_of, facts = self._divide(read_documents(self.source, self.field, self.skips))
         with _publish(made) as folder:
             for part in ("whole",) if facts.documents == 1 else ("train", "val"):
                 documents = read_documents(self.source, self.field, self.skips)
                 wanted = (document for document in documents if part_of(document) == part)
                 path = folder / f"{part}.bin"
-                if not _write_shard(path, encode_documents(wanted, self.tokenizer, self.skips), self.tokenizer):
+                if not _write_shard(
+                    path, encode_documents(wanted, self.tokenizer, self.skips), self.tokenizer
+                ):
                     path.unlink()
             facts = facts._replace(skipped=self.skips.tell())
             (folder / "facts.json").write_text(json.dumps(facts._asdict()))
@@ -206,7 +218,9 @@ def cache_folder() -> Path:
     folder = Path(tempfile.gettempdir(), f"tmoe-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise DataError(f"{folder}: belongs to another user; name another place for temporary files in TMPDIR")
+        raise DataError(
+            f"{folder}: belongs to another user; name another place for temporary files in TMPDIR"
+        )
     return folder
 
 
@@ -227,7 +241,9 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
 
 
 def _hash(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+    )
 
 
 def _is_held_out(found: int, low: int, high: int, fraction: float) -> bool:
@@ -254,7 +270,9 @@ STDLIB_SKIPPED_FOLDERS = re.compile(
     r"__pycache__|__phello__|site-packages|dist-packages|lib-dynload|config-.*|"
     r"encodings|pydoc_data|test|tests|idle_test|idlelib|tkinter|turtledemo|lib2to3|distutils|ensurepip"
 )
-STDLIB_SKIPPED_FILES = re.compile(r"_sysconfigdata.*|sitecustomize\.py|(html/entities|stringprep|re/_casefix)\.py")
+STDLIB_SKIPPED_FILES = re.compile(
+    r"_sysconfigdata.*|sitecustomize\.py|(html/entities|stringprep|re/_casefix)\.py"
+)
 
 
 def stdlib_files() -> list[Path]:
@@ -272,7 +290,9 @@ def _below(path: Path) -> Iterator[Path]:
     """Everything below a folder. Path.rglob leaves out, without a word, what it may not read."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: {error.strerror}; a source's folders must all be readable") from error
+        raise DataError(
+            f"{error.filename}: {error.strerror}; a source's folders must all be readable"
+        ) from error
 
     for folder, folders, files in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -358,7 +378,9 @@ def _as_text(found: Found) -> Found:
     return found._replace(form="plain text") if found.form in ("JSON", "JSON lines") else found
 
 
-def _several_kinds(name: str, root: Path, looked: list[tuple[Path, Found]], forms: Counter[Form]) -> DataError:
+def _several_kinds(
+    name: str, root: Path, looked: list[tuple[Path, Found]], forms: Counter[Form]
+) -> DataError:
     kinds, patterns = [], []
     for form, count in forms.most_common():
         paths = [path for path, found in looked if found.form == form]
@@ -378,7 +400,9 @@ def _suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
 
 
-def read_documents(source: str | Survey, field: str = "text", skips: Skips | None = None) -> Iterator[Document]:
+def read_documents(
+    source: str | Survey, field: str = "text", skips: Skips | None = None
+) -> Iterator[Document]:
     """Documents of a source of texts or rows in order, empty ones left out; holds one text file or row at a time.
 
     skips: takes those that are malformed; without, the first raises its DataError. Rows of another use always do.
@@ -436,7 +460,8 @@ def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
         tokenizer.encode(document.text)
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         skips.add(
-            document.where, DataError(f"{document.where}: not Unicode text at offset {error.start}: {error.reason}")
+            document.where,
+            DataError(f"{document.where}: not Unicode text at offset {error.start}: {error.reason}"),
         )
         return False
     return True
@@ -473,6 +498,8 @@ def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: flo
     ends = np.flatnonzero(shown == first.eos)
     same = tokenizer.fingerprint == first.tokenizer
     text = tokenizer.decode(shown[: ends[0] if ends.size else None])[:SHOWN] if same else ""
-    taken = source.tell(Facts(-1 if min(counts) < 0 else sum(counts), text)) + f", of tokenizer {first.tokenizer}"
+    taken = (
+        source.tell(Facts(-1 if min(counts) < 0 else sum(counts), text)) + f", of tokenizer {first.tokenizer}"
+    )
     runs = [_cut(run, fraction, split, first.eos) for _, run in opened]
     return Corpus(source.name, runs, first.eos, first.tokenizer, taken)

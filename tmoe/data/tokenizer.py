@@ -94,7 +94,11 @@ class Carried(NamedTuple):
         """DataError unless ids of `what` mean to the weights what they mean there."""
         if fingerprint == self.fingerprint:
             return
-        do = "name that tokenizer with --data.tokenizer" if self.files is None else "leave --data.tokenizer out"
+        do = (
+            "name that tokenizer with --data.tokenizer"
+            if self.files is None
+            else "leave --data.tokenizer out"
+        )
         raise DataError(
             f"{what}: of tokenizer {fingerprint}; the weights of {self.where} are of {self.fingerprint}, for which ids mean "
             f"other text: {do}, make shards with it, or, with --init and another vocabulary in mind, say --data.new-tokenizer"
@@ -152,7 +156,9 @@ class JsonTokenizer:
         named = told.get("eos_token")
         named = named.get("content", named) if isinstance(named, dict) else named
         if not isinstance(named, str | None):
-            raise DataError(f'{settings}: eos_token={named!r}: must be a token, "..." or {{"content": "..."}}')
+            raise DataError(
+                f'{settings}: eos_token={named!r}: must be a token, "..." or {{"content": "..."}}'
+            )
         for name in cls.EOS_NAMES if named is None else (named,):
             if name in ids:
                 return name
@@ -170,13 +176,18 @@ class JsonTokenizer:
         for text in decoded:
             text.encode()  # UnicodeEncodeError names a lone surrogate and where it is
         found = self._encode_texts(decoded)
-        return [self._in_parts(text) if self.eos in ids else ids for text, ids in zip(decoded, found, strict=True)]
+        return [
+            self._in_parts(text) if self.eos in ids else ids for text, ids in zip(decoded, found, strict=True)
+        ]
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
         short = [text for text in texts if len(text) <= self.LONG]
         # encode_batch_fast leaves out the character offsets, which nothing reads here
         encodings = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
-        return [self._ids(next(encodings)) if len(text) <= self.LONG else self._encode_long(text) for text in texts]
+        return [
+            self._ids(next(encodings)) if len(text) <= self.LONG else self._encode_long(text)
+            for text in texts
+        ]
 
     def _in_parts(self, text: str) -> np.ndarray:
         """Ids of a text in which the model itself makes a separator of the written-out name: the name is cut in two."""
@@ -190,7 +201,10 @@ class JsonTokenizer:
         starts = range(0, len(text) - self.OVERLAP, self.WINDOW - self.OVERLAP)
         found: list[np.ndarray] = []
         before: tokenizers.Encoding | None = None
-        begun, first = 0, 0  # where the window before begins, and which of its tokens follows those in `found`
+        begun, first = (
+            0,
+            0,
+        )  # where the window before begins, and which of its tokens follows those in `found`
         for low in range(0, len(starts), self.AT_ONCE):
             some = starts[low : low + self.AT_ONCE]
             for start, after in zip(
@@ -228,7 +242,9 @@ class JsonTokenizer:
             i, j = before.char_to_token(shift + at), after.char_to_token(at)
             if i is None or j is None or min(i, j) < self.AROUND or i + self.AROUND > len(old):
                 continue
-            same = np.array_equal(old[i - self.AROUND : i + self.AROUND], new[j - self.AROUND : j + self.AROUND])
+            same = np.array_equal(
+                old[i - self.AROUND : i + self.AROUND], new[j - self.AROUND : j + self.AROUND]
+            )
             if same and all(
                 (old_at := before.token_to_chars(i + k)) is not None
                 and (new_at := after.token_to_chars(j + k)) is not None
@@ -254,7 +270,10 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
         )
     settings = path.with_name("tokenizer_config.json")
     return TokenizerFiles(
-        f"{flag}={path}", path.read_bytes(), settings.read_bytes() if settings.exists() else None, str(settings)
+        f"{flag}={path}",
+        path.read_bytes(),
+        settings.read_bytes() if settings.exists() else None,
+        str(settings),
     )
 
 

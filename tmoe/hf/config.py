@@ -10,18 +10,36 @@ from typing import Any
 
 from tmoe.config.check import MOST, ConfigError, fits
 from tmoe.config.model import ModelConfig, RopeConfig
-from tmoe.config.same import KINDS, ROPE, _mistyped, build_config, differences, facts, flattened, nested, softmax_scale
+from tmoe.config.same import (
+    KINDS,
+    ROPE,
+    _mistyped,
+    build_config,
+    differences,
+    facts,
+    flattened,
+    nested,
+    softmax_scale,
+)
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.listing import listed
 
-WHOLE = ("sliding_window", "max_window_layers", "max_position_embeddings", "decoder_sparse_step", "moe_layer_freq")
+WHOLE = (
+    "sliding_window",
+    "max_window_layers",
+    "max_position_embeddings",
+    "decoder_sparse_step",
+    "moe_layer_freq",
+)
 WHOLE += ("n_shared_experts", "n_group", "topk_group", "original_max_position_embeddings")
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
 WHOLE += ("head_dim", *AHEAD)
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
-TENSORS = 2**20  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
+TENSORS = (
+    2**20
+)  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
 
 
 def architecture(hf: HF) -> Architecture:
@@ -29,7 +47,9 @@ def architecture(hf: HF) -> Architecture:
     found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
     if not found:
         known = ", ".join(a.model_type for a in ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}")
+        raise ConfigError(
+            f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}"
+        )
     return found[0]
 
 
@@ -41,9 +61,14 @@ def read_config(hf: HF) -> ModelConfig:
     arch = architecture(hf)
     by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
     kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
-    _refuse(arch, [_mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)])
+    _refuse(
+        arch,
+        [_mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)],
+    )
     said = {key: value for key, value in hf.items() if value is not None}
-    problems = _unknown(arch, hf, said) + [_null(key) for key in arch.no_null if key in hf and key not in said]
+    problems = _unknown(arch, hf, said) + [
+        _null(key) for key in arch.no_null if key in hf and key not in said
+    ]
     found = dict(arch.ours)
     for field in by_name.values():
         try:
@@ -55,7 +80,9 @@ def read_config(hf: HF) -> ModelConfig:
     _refuse(arch, _miscounted(arch, said, found))
     keys, queries = found.get("kv_heads"), found.get("heads")
     if found.get("attention") == "mla" and keys != queries:
-        problems.append(f"num_key_value_heads={keys}: must be num_attention_heads={queries} with latent attention")
+        problems.append(
+            f"num_key_value_heads={keys}: must be num_attention_heads={queries} with latent attention"
+        )
     problems += read_layers(arch, said, found)
     problems += read_windows(arch, hf, said, found) + read_rope(arch, hf, found)
     _refuse(arch, list(dict.fromkeys(problems)))  # a key that others are derived from is missing once
@@ -73,7 +100,9 @@ def _read_field(field: Field, hf: HF, said: HF) -> Any:
         key = next(key for key, value in given.items() if value is None)
         raise KeyError(key) if field.default is None else ConfigError(_null(key))
     if len({*given.values()}) > 1:
-        raise ConfigError(" and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal")
+        raise ConfigError(
+            " and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal"
+        )
     value = next(iter(given.values()), field.default)
     value = field.null if value is None and given else value
     value = value(said) if callable(value) else value
@@ -118,13 +147,20 @@ def _refuse(arch: Architecture, problems: list[str]) -> None:
 def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
     """Numbers too small to mean anything, or too large to list what they count: said before a list or a shape is made of them."""
     least = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
-    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1)).get(arch.layers, {})
+    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1)).get(
+        arch.layers, {}
+    )
     given = {key: said[key] for key in least if key in said}
     problems = [f"{key}={n}: must be at least {least[key]}" for key, n in given.items() if n < least[key]]
     layers, experts = found.get("layers") or 0, found.get("moe.experts") or 0
     counts = dict(num_hidden_layers=layers) | {key: given[key] for key in AHEAD if key in given}
-    problems += [f"{key}={n}: must be at most {MOST['layers']}" for key, n in counts.items() if n > MOST["layers"]]
-    if any("{expert}" in part.name for rule in arch.rules for part in rule.parts) and layers * experts > TENSORS:
+    problems += [
+        f"{key}={n}: must be at most {MOST['layers']}" for key, n in counts.items() if n > MOST["layers"]
+    ]
+    if (
+        any("{expert}" in part.name for rule in arch.rules for part in rule.parts)
+        and layers * experts > TENSORS
+    ):
         key = next(k for field in arch.fields if field.ours == "moe.experts" for k in field.keys if k in said)
         problems.append(f"{key}={experts}: with num_hidden_layers={layers} more than {TENSORS} experts")
     return problems
@@ -132,8 +168,16 @@ def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
 
 def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
     """Flags of train.py in what ModelConfig says, as the keys of config.json that they were read from."""
-    keys = {field.ours: next((k for k in field.keys if k in hf), field.keys[0]) for field in arch.fields if field.keys}
-    keys |= {"rope.max_seq": "max_position_embeddings", "rope.theta": "rope_theta", "window": "sliding_window"}
+    keys = {
+        field.ours: next((k for k in field.keys if k in hf), field.keys[0])
+        for field in arch.fields
+        if field.keys
+    }
+    keys |= {
+        "rope.max_seq": "max_position_embeddings",
+        "rope.theta": "rope_theta",
+        "window": "sliding_window",
+    }
     keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
 
     def key(flag: re.Match) -> str:
@@ -255,7 +299,9 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     windows, layers = arch.windows, found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
     types = said.get("layer_types", ["full_attention"] * layers)
-    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or len(types) != max(layers, 0):
+    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or len(types) != max(
+        layers, 0
+    ):
         valid = "full_attention or sliding_attention" if typed else "full_attention"
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
     if windows is None:

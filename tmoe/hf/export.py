@@ -100,7 +100,9 @@ def export_hf(
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)
     arch, found, extra = plan.arch, plan.written(), plan.extra
-    refuse(f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg))
+    refuse(
+        f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg)
+    )
     shapes = their_shapes(found) | {name: tuple(origin.extra(name).shape) for name in extra}
     sizes = {name: math.prod(shape) * _itemsize(origin, names, name) for name, shape in shapes.items()}
     produce = partial(_exported, step, weights, found, names, extra, origin)
@@ -111,7 +113,9 @@ def export_hf(
         with keeping(hf_dir):
             write_folder(export, hf_dir)
     done = "nothing written" if dry_run else "verified"
-    print(f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, {arch.class_name}; {done}")
+    print(
+        f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, {arch.class_name}; {done}"
+    )
     if origin.packed:
         print(f"{hf_dir}: {unpacked(origin.packed)}")
     if origin.folder and origin.folder.own_head:
@@ -185,7 +189,9 @@ def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]])
     """files: a tokenizer and the like, which an upcycled model has from the dense one."""
     config = write_config(cfg, "float32")
     found, _ = divide(architecture(config), cfg, ())
-    return _with_files(Origin(config, split(their_shapes(found), "F32", SHARD), files, lambda name: torch.empty(0)))
+    return _with_files(
+        Origin(config, split(their_shapes(found), "F32", SHARD), files, lambda name: torch.empty(0))
+    )
 
 
 def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
@@ -193,7 +199,10 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
     if dtype is None:
         return origin
     layout = {
-        file: {n: "F32" if n.endswith(FP32) else SHORT[dtype] if kind in DTYPES else kind for n, kind in names.items()}
+        file: {
+            n: "F32" if n.endswith(FP32) else SHORT[dtype] if kind in DTYPES else kind
+            for n, kind in names.items()
+        }
         for file, names in origin.layout.items()
     }
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
@@ -242,7 +251,9 @@ def _exported(step, weights, found, names, extra, origin, wanted: set[str]) -> I
             for piece, tensor in parts:
                 seen = piece.see(theirs)
                 seen.copy_(tensor.view(seen.shape))
-                if theirs.dtype == torch.float16 and bool((seen.isinf() & tensor.view(seen.shape).isfinite()).any()):
+                if theirs.dtype == torch.float16 and bool(
+                    (seen.isinf() & tensor.view(seen.shape).isfinite()).any()
+                ):
                     most = float(tensor.abs().max())
                     raise CheckpointError(
                         f"{step}: {ours} has weights up to {most:.3g}, float16 holds 65504: export with --dtype bf16"

@@ -63,7 +63,9 @@ class Folder:
         self.views: dict[str, View] = {}
         quantised = self.config.get(QUANTISED)
         self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
-        self.own_head = self.config.get(TIED) is True and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
+        self.own_head = (
+            self.config.get(TIED) is True and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
+        )
         if self.own_head:
             self.config[TIED] = False
 
@@ -93,7 +95,9 @@ class Folder:
         try:
             value = json.loads((self.path / name).read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path / name}: missing; {self.path} is no Hugging Face folder") from None
+            raise CheckpointError(
+                f"{self.path / name}: missing; {self.path} is no Hugging Face folder"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path / name}: malformed: {error}") from error
         if not isinstance(value, dict):
@@ -102,7 +106,11 @@ class Folder:
 
     def _index(self) -> dict[str, str]:
         index = self._json(INDEX).get("weight_map")
-        if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        if (
+            not isinstance(index, dict)
+            or not index
+            or not all(isinstance(file, str) for file in index.values())
+        ):
             raise CheckpointError(f"{self.path / INDEX}: malformed: weight_map must give each tensor's file")
         require_names(self.path / INDEX, sorted(set(index.values())))  # read here, no export could write them
         return index
@@ -121,7 +129,9 @@ class Folder:
 
     def others(self) -> list[str]:
         """Files that travel with the weights: config, generation settings, tokenizer, licence; the index too."""
-        names = sorted(entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != ".")
+        names = sorted(
+            entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != "."
+        )
         return [name for name in names if (self.indexed if name == INDEX else not name.endswith(WEIGHTS))]
 
     def content(self, name: str) -> bytes:
@@ -160,7 +170,11 @@ class Folder:
         if other not in self.shapes:
             return True
         shape = self.shapes[name]
-        if shape != self.shapes[other] or len(shape) != 2 or {self.dtype(name), self.dtype(other)} - {*DTYPES}:
+        if (
+            shape != self.shapes[other]
+            or len(shape) != 2
+            or {self.dtype(name), self.dtype(other)} - {*DTYPES}
+        ):
             return False
         for start in range(0, shape[0], ROWS):
             box = (slice(start, min(start + ROWS, shape[0])), slice(0, shape[1]))
@@ -170,18 +184,24 @@ class Folder:
                     return False
         return True
 
-    def compare(self, arch: Architecture, expected: dict[str, tuple[int, ...]], extra: list[str]) -> list[str]:
+    def compare(
+        self, arch: Architecture, expected: dict[str, tuple[int, ...]], extra: list[str]
+    ) -> list[str]:
         """Every tensor that is missing, not expected, of another shape, or of a type that fp32 does not hold."""
         found = list(self.problems)
         for name, shape in expected.items():
             if name not in self.shapes:
                 found.append(f"{name}: missing")
             elif self.shapes[name] != shape:
-                found.append(f"{name}: shape {self.shapes[name]}, {arch.model_type} with this config has {shape}")
+                found.append(
+                    f"{name}: shape {self.shapes[name]}, {arch.model_type} with this config has {shape}"
+                )
             elif self.dtype(name) not in DTYPES:
                 found.append(f"{name}: {self.dtype(name)}; valid are {', '.join(DTYPES)}")
         known = expected.keys() | set(extra)
-        return found + [f"{name}: {arch.model_type} has no such tensor" for name in self.shapes if name not in known]
+        return found + [
+            f"{name}: {arch.model_type} has no such tensor" for name in self.shapes if name not in known
+        ]
 
 
 def is_folder(path: str | Path) -> bool:
@@ -225,7 +245,9 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
             continue
         inside = [slice(low - b, high - b) for (low, high), b in zip(spans, piece.offset, strict=True)]
         rows = inside[piece.axis]
-        inside[piece.axis] = slice(rows.start * piece.every + piece.first, rows.stop * piece.every, piece.every)
+        inside[piece.axis] = slice(
+            rows.start * piece.every + piece.first, rows.stop * piece.every, piece.every
+        )
         theirs = read(piece.name, piece.to_theirs(tuple(inside)))
         theirs = theirs.mT if piece.transposed else theirs
         target[tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))] = theirs
@@ -243,14 +265,18 @@ class Writer:
         self.parts: list[tuple[int, int, str]] = []  # start, size and SHA-256 of all that was written
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0])):
+        for name, (dtype, shape) in sorted(
+            tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0])
+        ):
             self.offset[name], end = end, end + nbytes[name]
             header[name] = dict(dtype=dtype, shape=shape, data_offsets=[self.offset[name], end])
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         raw += b" " * (-len(raw) % 8)
         self.start = 8 + len(raw)
         self.file = open(path, "xb")  # noqa: SIM115
-        self._call(lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end))  # a full disk says so now
+        self._call(
+            lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end)
+        )  # a full disk says so now
         self._put(0, len(raw).to_bytes(8, "little") + raw)
 
     def write(self, name: str, tensor: Tensor) -> None:

@@ -48,7 +48,15 @@ from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box, lay_out
 from tmoe.versions import versions
 
-__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "require_same_run", "swap_experts"]
+__all__ = [
+    "export_hf",
+    "import_hf",
+    "is_folder",
+    "load_hf",
+    "load_weights",
+    "require_same_run",
+    "swap_experts",
+]
 
 
 # ---- import ----
@@ -99,7 +107,9 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
     arch, cfg, found, _, extra, problems = plan_folder(folder)
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
-    outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()]
+    outputs = [
+        Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()
+    ]
     carried: dict[str, Callable[[], Tensor]] = {
         FILE + name: partial(_content, folder, name) for name in folder.others()
     }
@@ -122,14 +132,20 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         files={},
         tensors={},
     )
-    if tokenizer := carried_by(folder.path):  # what a `reshard --only model`, which drops the files, still knows
+    if tokenizer := carried_by(
+        folder.path
+    ):  # what a `reshard --only model`, which drops the files, still knows
         manifest.info["data"] = dict(tokenizer=tokenizer.fingerprint)
-    stats = ((name, (folder.path / name).stat()) for name in sorted({*folder.stored_in.values(), *folder.others()}))
+    stats = (
+        (name, (folder.path / name).stat()) for name in sorted({*folder.stored_in.values(), *folder.others()})
+    )
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
 
 
-def _imported(folder: Folder, found: dict[str, list[Piece]], carried: dict, output: Output) -> Iterator[Tensor]:
+def _imported(
+    folder: Folder, found: dict[str, list[Piece]], carried: dict, output: Output
+) -> Iterator[Tensor]:
     if output.name in carried:
         yield carried[output.name]()
         return

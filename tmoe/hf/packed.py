@@ -73,7 +73,9 @@ def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> t
     return sorted(names), problems
 
 
-def _problems(table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool) -> list[str]:
+def _problems(
+    table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
+) -> list[str]:
     """What is wrong with the tensors of one packed tensor; bare: its name is also that of one of them."""
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
@@ -98,8 +100,12 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign bit
 BLOCK = 32  # values that share a power of two
 BIAS = 127  # a power of two is stored as its exponent plus this (E8M0)
 MXFP4 = (
-    Stored("_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"),
-    Stored("_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "the blocks' without its last axis"),
+    Stored(
+        "_blocks", ("U8",), lambda shape, _: len(shape) == 4 and shape[3] * 2 == BLOCK, "[E, M, W/32, 16]"
+    ),
+    Stored(
+        "_scales", ("U8",), lambda shape, blocks: shape == blocks[:3], "the blocks' without its last axis"
+    ),
 )
 
 
@@ -131,7 +137,9 @@ def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tens
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # of every byte
     pairs = pairs.view(torch.float64).flatten()  # two at once: a gather of single numbers is fast
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)  # halves, so
-    out = torch.empty(experts.stop - experts.start, len(range(*rows.indices(rows.stop))), wide.stop - wide.start)
+    out = torch.empty(
+        experts.stop - experts.start, len(range(*rows.indices(rows.stop))), wide.stop - wide.start
+    )
     for i in range(out.shape[0]):
         here = (slice(experts.start + i, experts.start + i + 1), rows, slice(first, last))
         scale = powers[read(scales, here)[0].to(torch.int32)]
@@ -164,7 +172,9 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
             raise ConfigError(f"quantization_config: {key}={settings[key]!r}: only {said} is read")
     block = settings.get("weight_block_size", BLOCKS)
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise ConfigError(f"quantization_config: weight_block_size={block!r}: fp8 is read with a factor for each block")
+        raise ConfigError(
+            f"quantization_config: weight_block_size={block!r}: fp8 is read with a factor for each block"
+        )
 
     def one_a_block(shape: Shape, weight: Shape) -> bool:
         return shape == tuple(math.ceil(n / b) for n, b in zip(weight, block, strict=True))

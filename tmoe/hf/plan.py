@@ -33,7 +33,10 @@ class Reading(NamedTuple):
         """Our tensors and all boxes that an export writes from them, copies included."""
         again = {original: name for name, original in self.copies.items()}
         return {
-            ours: [*group, *(piece._replace(name=again[piece.name]) for piece in group if piece.name in again)]
+            ours: [
+                *group,
+                *(piece._replace(name=again[piece.name]) for piece in group if piece.name in again),
+            ]
             for ours, group in self.pieces.items()
         }
 

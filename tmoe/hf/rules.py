@@ -24,7 +24,9 @@ from tmoe.model.shapes import model_shapes
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FP32 = ("e_score_correction_bias",)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
+FP32 = (
+    "e_score_correction_bias",
+)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
 
 
 # ---- what an entry is made of ----
@@ -180,7 +182,9 @@ def pieces(
             woven = (part.every, part.first)
             found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
             start += rows
-    assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), f"{ours}: parts leave a hole"
+    assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), (
+        f"{ours}: parts leave a hole"
+    )
     return found
 
 
@@ -231,7 +235,9 @@ def copies(cfg: ModelConfig, present: Container[str]) -> dict[str, str]:
 
 def ahead(hf: HF) -> int:
     """Number of a config.json's blocks that predict tokens further on."""
-    return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0  # the second is transformers' name
+    return (
+        hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
+    )  # the second is transformers' name
 
 
 def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,9 @@ from tmoe.parallel.mesh import local_part, local_slices
 
 
 def load_hf(
-    hf_dir: str | Path, named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor], model_cfg: ModelConfig
+    hf_dir: str | Path,
+    named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor],
+    model_cfg: ModelConfig,
 ) -> None:
     """Fill a tmoe model's parameters, DTensors on any mesh or plain tensors, from a Hugging Face folder that every rank can read.
 
@@ -58,7 +60,9 @@ def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig
     _together(read)
 
 
-def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
+def load_weights(
+    path: Path, checkpoints: Checkpoints, parameters: dict[str, Tensor], model_cfg: ModelConfig
+) -> None:
     """Fill `parameters`, a model's state_dict(), from the Hugging Face folder or the step folder `path`, on every rank.
 
     Raises as load_hf does and as Checkpoints.load does; a step whose settings compute another model is a MismatchError too.
@@ -67,19 +71,27 @@ def load_weights(path: Path, checkpoints: Checkpoints, parameters: dict[str, Ten
         return _load_hf(path, parameters, model_cfg)
 
     def look() -> Path:
-        require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")
+        require(
+            path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder"
+        )
         try:
             step_dir = resolve(path)
             read_manifest(step_dir)
         except CheckpointError as error:
-            raise CheckpointError(f"--init={path}: must be a step folder or a Hugging Face folder\n{error}") from None
+            raise CheckpointError(
+                f"--init={path}: must be a step folder or a Hugging Face folder\n{error}"
+            ) from None
         require_same_model(step_dir, model_cfg)
         return step_dir
 
-    checkpoints.load(_together(look), {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL)
+    checkpoints.load(
+        _together(look), {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL
+    )
 
 
-def _plan_load(hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig) -> tuple[Folder, dict[str, list[Piece]]]:
+def _plan_load(
+    hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig
+) -> tuple[Folder, dict[str, list[Piece]]]:
     folder = Folder(hf_dir)
     plan = plan_folder(folder)
     why = f" ({untied(hf_dir)})" if folder.own_head else ""

@@ -29,7 +29,9 @@ from tmoe.parallel.mesh import Mesh, local_part
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
 SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"
-DEFAULT_GATE = "transformers.integrations.moe"  # the module whose _apply_gate a class gets that has none of its own
+DEFAULT_GATE = (
+    "transformers.integrations.moe"  # the module whose _apply_gate a class gets that has none of its own
+)
 
 
 class SwappedExperts(Experts):
@@ -45,7 +47,11 @@ class SwappedExperts(Experts):
     def __init__(self, theirs: Any, swap: Swap, mesh: Mesh | None):
         nn.Module.__init__(self)  # not Experts': the parameters exist and keep their names
         # sizes, marks and whether the weights are drawn already: what code that knows the class reads
-        kept = {name: value for name, value in vars(theirs).items() if not name.startswith("_") and name != "forward"}
+        kept = {
+            name: value
+            for name, value in vars(theirs).items()
+            if not name.startswith("_") and name != "forward"
+        }
         vars(self).update(kept, _is_hf_initialized=getattr(theirs, "_is_hf_initialized", False))
         for name, parameter in theirs.named_parameters():
             setattr(self, name, parameter)
@@ -71,11 +77,15 @@ class SwappedExperts(Experts):
         """hidden_states [T, D], experts and weights [T, K] as the router gives them; [T, D] of hidden_states' type."""
         kind = hidden_states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_up_proj.dtype
-        with torch.autocast(kind, enabled=False):  # cast here once, as autocast does at F.linear; the op takes one type
+        with torch.autocast(
+            kind, enabled=False
+        ):  # cast here once, as autocast does at F.linear; the op takes one type
             gate_up, down, *biases = (self._weight(name, dtype) for name in (*WEIGHTS, *BIASES))
             weights = LocalExperts(gate_up, down, biases[0], biases[1], self.swap.activation)
             weights_TK = top_k_weights.to(torch.promote_types(dtype, torch.float32))
-            routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)  # no dispatcher reads the logits
+            routing = Routing(
+                weights_TK, top_k_index.to(torch.int32), weights_TK
+            )  # no dispatcher reads the logits
             rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
             return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
 
@@ -91,7 +101,9 @@ class SwappedExperts(Experts):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy and a pickle make the class anew by `swapped_class`: it has no name to be found by."""
         theirs = getattr(type(self), "stands_for", None)
-        if type(self) is not swapped_class(theirs):  # a class that something else has made of it, which says how itself
+        if type(self) is not swapped_class(
+            theirs
+        ):  # a class that something else has made of it, which says how itself
             return super().__reduce_ex__(protocol)
         return (_without_init, (theirs,), vars(self).copy())
 
@@ -123,14 +135,20 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         raise ConfigError(f"swap_experts: mesh={mesh!r}; must be a Mesh (tmoe.parallel.build_mesh), or None")
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in SWAPPABLE:
-        raise ConfigError(f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}")
+        raise ConfigError(
+            f"swap_experts: model_type {kind!r}; there are table entries for {', '.join(SWAPPABLE)}"
+        )
     swap = SWAPPABLE[kind]
     if done := sum(isinstance(module, SwappedExperts) for module in model.modules()):
-        raise ConfigError(f"swap_experts: {done} blocks of this {kind} have tmoe's experts already; swap a model once")
+        raise ConfigError(
+            f"swap_experts: {done} blocks of this {kind} have tmoe's experts already; swap a model once"
+        )
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if name.endswith(f".{swap.place}")}
     for name, theirs in found.items():
-        reason = _held_otherwise(theirs, swap) or _held_elsewhere(model, name) or _computed_otherwise(theirs, swap)
+        reason = (
+            _held_otherwise(theirs, swap) or _held_elsewhere(model, name) or _computed_otherwise(theirs, swap)
+        )
         if reason:
             raise ConfigError(f"swap_experts: {name} {reason}")
     astray = [name for name, m in modules.items() if {*WEIGHTS} <= m._parameters.keys() and name not in found]
@@ -165,7 +183,10 @@ def _held_otherwise(module: nn.Module, swap: Swap) -> str:
     if names not in ({*WEIGHTS}, {*WEIGHTS, *BIASES}):
         held = ", ".join(sorted(names)[:6]) or "nothing"
         return f"must hold gate_up_proj and down_proj (and biases), and holds {held}"
-    lie = (getattr(module, "is_transposed", swap.transposed), not getattr(module, "is_concatenated", not swap.woven))
+    lie = (
+        getattr(module, "is_transposed", swap.transposed),
+        not getattr(module, "is_concatenated", not swap.woven),
+    )
     if lie != (swap.transposed, swap.woven):
         return (
             f"is marked is_transposed={lie[0]}, is_concatenated={not lie[1]}; "
@@ -187,14 +208,14 @@ def _held_elsewhere(model: nn.Module, name: str) -> str:
     parents = [name[:i] for i in range(len(name)) if name[i] == "."]
     for place in ("", *parents):
         hooks = _hooks(model.get_submodule(place))
-        if any(getattr(hook, "offload", False) and getattr(hook, "place_submodules", False) for hook in hooks):
+        if any(
+            getattr(hook, "offload", False) and getattr(hook, "place_submodules", False) for hook in hooks
+        ):
             return f"is offloaded by accelerate's hook on {place or 'the model'}; load it without, then swap"
     own = _hooks(module)
     if any(type(hook).__name__ != "AlignDevicesHook" or hook.offload for hook in own):
         kinds = ", ".join(type(hook).__name__ for hook in own)
-        return (
-            f"has accelerate's hook {kinds}, which would go; swap a model without (accelerate.hooks' remove_hook_...)"
-        )
+        return f"has accelerate's hook {kinds}, which would go; swap a model without (accelerate.hooks' remove_hook_...)"
     if "forward" in vars(module) and not own:
         return "has a forward that something has put in place of its class's; swap first"
     return ""
@@ -213,7 +234,9 @@ def _computed_otherwise(module: Any, swap: Swap) -> str:
     if swap.activation == "clamped":
         alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
         return (
-            "" if (alpha, limit) == CLAMPED else f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
+            ""
+            if (alpha, limit) == CLAMPED
+            else f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
         )
     x = torch.linspace(-30, 30, 61, device=module.gate_up_proj.device)
     act = getattr(
@@ -221,9 +244,7 @@ def _computed_otherwise(module: Any, swap: Swap) -> str:
     )  # not the configuration's word: some experts do not read it, others have no such word
     if act is None or not torch.allclose(act(x), F.silu(x), rtol=1e-3):
         said = getattr(getattr(module, "config", None), "hidden_act", None)
-        return (
-            f"computes {getattr(act, '__name__', type(act).__name__)} (hidden_act={said!r}); the fused op computes silu"
-        )
+        return f"computes {getattr(act, '__name__', type(act).__name__)} (hidden_act={said!r}); the fused op computes silu"
     return ""
 
 

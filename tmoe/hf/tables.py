@@ -23,7 +23,9 @@ def one(ours: str, theirs: str) -> Rule:
     return Rule(ours, (Part(theirs),))
 
 
-def swiglu(ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple:
+def swiglu(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple:
     """Gate rows above up rows, and down. `theirs` is the module that holds the three projections, or {expert}'s."""
     weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
     both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
@@ -35,7 +37,9 @@ def also(rule: Rule, held: str) -> Rule:
     return rule._replace(held=(Part(held),))
 
 
-def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, Rule]:
+def experts(
+    theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, Rule]:
     """One by one in the module `theirs`, as published, or stacked: gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
     gate_up, downs = swiglu(f"{B}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
     return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
@@ -44,7 +48,9 @@ def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str
 def qkv(kind: str) -> Rule:
     """One product of tmoe's for their three; kind: weight or bias."""
     heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
-    parts = (Part(f"{A}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim) for n in heads)
+    parts = (
+        Part(f"{A}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim) for n in heads
+    )
     return Rule(f"{B}.attention.qkv.{kind}", tuple(parts))
 
 
@@ -129,7 +135,9 @@ def last_full_layer(hf: HF) -> int:
 
 
 def width_of_head(hf: HF) -> int:
-    return hf["hidden_size"] // (hf["num_attention_heads"] or 1)  # no heads at all are refused with the other settings
+    return hf["hidden_size"] // (
+        hf["num_attention_heads"] or 1
+    )  # no heads at all are refused with the other settings
 
 
 def all_heads(hf: HF) -> int:
@@ -188,7 +196,9 @@ def shared_width(default: int) -> Field:
 
 
 def v2_groups(hf: HF) -> bool:
-    return hf.get("topk_method") == "group_limited_greedy"  # transformers' class takes greedy where it is missing
+    return (
+        hf.get("topk_method") == "group_limited_greedy"
+    )  # transformers' class takes greedy where it is missing
 
 
 def deepseek_keys(cfg: ModelConfig) -> HF:
@@ -203,7 +213,9 @@ def deepseek_keys(cfg: ModelConfig) -> HF:
 
 def v2_keys(cfg: ModelConfig) -> HF:
     method = "greedy" if cfg.moe.groups == 1 else "group_limited_greedy"
-    return deepseek_keys(cfg) | dict(topk_method=method, n_group=cfg.moe.groups, topk_group=cfg.moe.top_groups)
+    return deepseek_keys(cfg) | dict(
+        topk_method=method, n_group=cfg.moe.groups, topk_group=cfg.moe.top_groups
+    )
 
 
 PLAIN = dict(hidden_act="silu", quantization_config=None, per_layer_config=None)
@@ -318,7 +330,9 @@ ARCHITECTURES = (
         ours={"attention": "mla", "moe.renormalize": False},
         # its own code and transformers disagree about norm_topk_prob
         theirs=PLAIN
-        | dict(attention_bias=False, mlp_bias=False, scoring_func=("softmax", None), norm_topk_prob=(False, None))
+        | dict(
+            attention_bias=False, mlp_bias=False, scoring_func=("softmax", None), norm_topk_prob=(False, None)
+        )
         | dict(topk_method=("greedy", "group_limited_greedy")),
         layers="deepseek",
         write=v2_keys,
@@ -341,7 +355,8 @@ ARCHITECTURES = (
             RENORMALIZE._replace(default=True, null=False),
         ),
         ours={"attention": "mla", "moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
-        theirs=PLAIN | dict(attention_bias=False, scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
+        theirs=PLAIN
+        | dict(attention_bias=False, scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
         layers="deepseek",
         write=deepseek_keys,
         copies=dict(head_dim=lambda hf: hf["qk_rope_head_dim"]),  # its RoPE is as wide as this says

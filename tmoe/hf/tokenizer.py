@@ -46,13 +46,17 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     this one.
     """
     if is_folder(path):
-        present = {name: (path / name).read_bytes() for name in (TOKENIZER, SETTINGS) if (path / name).is_file()}
+        present = {
+            name: (path / name).read_bytes() for name in (TOKENIZER, SETTINGS) if (path / name).is_file()
+        }
         return _of_files(path, present)
     try:
         step = folders.resolve(path)
         manifest = read_manifest(step)
         entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS)}
-        content = {name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry}
+        content = {
+            name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry
+        }
     except CheckpointError:
         return None  # whoever loads it says what is wrong with it
     found = _of_files(step, content)

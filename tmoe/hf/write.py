@@ -106,7 +106,9 @@ def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
 
 def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> None:
     kinds = plan.layout[file]
-    writer = Writer(work / file, {name: (kind, plan.shapes[name]) for name, kind in kinds.items()}, plan.sizes)
+    writer = Writer(
+        work / file, {name: (kind, plan.shapes[name]) for name, kind in kinds.items()}, plan.sizes
+    )
     try:
         try:
             for name, tensor in plan.produce(set(kinds)):

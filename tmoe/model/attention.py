@@ -21,7 +21,9 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg, self.window = cfg, window
         H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
-        self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, cfg.qkv_bias)  # rows: queries, keys, values; one product
+        self.qkv = nn.Linear(
+            cfg.dim, (H + 2 * G) * C, cfg.qkv_bias
+        )  # rows: queries, keys, values; one product
         self.o = nn.Linear(H * C, cfg.dim, cfg.o_bias)
         self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks else None
         if cfg.qk_norm != "none":
@@ -31,7 +33,9 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Tensor | None) -> Tensor:
         """mask: None for plain causal attention, else document_mask's."""
         cfg = self.cfg
-        q, k, v = self.qkv(x_BSD).split([n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)], -1)
+        q, k, v = self.qkv(x_BSD).split(
+            [n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)], -1
+        )
         if cfg.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (-1, cfg.head_dim)) for t in (q, k, v))

@@ -59,14 +59,18 @@ def _compiled(fn: Any, *sizes: Any) -> Callable:
 
 def fused(fn: Callable, *sizes: Any) -> Callable:
     """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes in this mode; a compiled block takes it into its graph."""
-    if torch.compiler.is_compiling():  # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
+    if (
+        torch.compiler.is_compiling()
+    ):  # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
         return fn
     return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)
 
 
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
-    return torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+    return (
+        torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
+    )
 
 
 @functools.cache
@@ -76,7 +80,9 @@ def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
     # what a tracer or a transform would make is no memory; training is asked for, whoever asks first
     with no_dispatch(), no_transforms(), torch.inference_mode(False):
         widths = width, width, values
-        q, k, v = (torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths)
+        q, k, v = (
+            torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths
+        )
         return choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
 
 
@@ -141,8 +147,16 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
     if documents_BS is not None:
         low, high = _extremes(documents_BS)
         # a pair of one document may be there only if the two blocks' ids overlap; where ids come again, or do not rise, none need be
-        some = some & (low[:, None, :, None] <= high[:, None, None]) & (low[:, None, None] <= high[:, None, :, None])
-        whole = whole & (low[:, None, :, None] == high[:, None, None]) & (low[:, None, None] == high[:, None, :, None])
+        some = (
+            some
+            & (low[:, None, :, None] <= high[:, None, None])
+            & (low[:, None, None] <= high[:, None, :, None])
+        )
+        whole = (
+            whole
+            & (low[:, None, :, None] == high[:, None, None])
+            & (low[:, None, None] == high[:, None, :, None])
+        )
     part = some & ~whole
     kv, q = (*_ordered(part), *_ordered(whole)), (*_ordered(part.mT), *_ordered(whole.mT))
     return BlockMask((S, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
@@ -205,7 +219,9 @@ def attend(
     if width < C and not (gpu and (mask is not None or (G == H and unequal(C, width, q_BSHC.dtype)))):
         # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept (CPU: 2.5 times as slow)
         v_BSGC = add_zeros(v_BSGC, C - width, -1)
-    if mask is not None and q_BSHC.is_cuda:  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
+    if (
+        mask is not None and q_BSHC.is_cuda
+    ):  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
         k_BSGC, v_BSGC = (t.repeat_interleave(H // G, 2) for t in (k_BSGC, v_BSGC))
     y_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
@@ -251,7 +267,9 @@ def add_sinks(
     place_HP = torch.eye(P, more, dtype=q_BSHC.dtype, device=q_BSHC.device).repeat(G, 1)
     q = torch.cat([q_BSHC, place_HP.expand(B, S, H, more)], -1)
     sink_GC = torch.cat([k_BSGC.new_zeros(G, C), sinks_H.to(k_BSGC.dtype).view(G, P)], -1)
-    k = torch.cat([add_zeros(k_BSGC, more, -1), add_zeros(sink_GC, more - P, -1).expand(B, 1, G, C + more)], 1)
+    k = torch.cat(
+        [add_zeros(k_BSGC, more, -1), add_zeros(sink_GC, more - P, -1).expand(B, 1, G, C + more)], 1
+    )
     v = add_zeros(v_BSGC, 1, 1)
     return q, k, v, torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], -1)
 

@@ -27,7 +27,11 @@ def attention_shapes(model: ModelConfig) -> list[Shape]:
     D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
     if model.attention == "mla":
         mla, queries = model.mla, H * qk_width(model)
-        shapes: list[Shape] = [(mla.kv_rank,), (H * (mla.nope_dim + mla.v_dim), mla.kv_rank), (D, H * mla.v_dim)]
+        shapes: list[Shape] = [
+            (mla.kv_rank,),
+            (H * (mla.nope_dim + mla.v_dim), mla.kv_rank),
+            (D, H * mla.v_dim),
+        ]
         shapes += [((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D)]
         return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
     norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]

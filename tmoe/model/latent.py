@@ -10,7 +10,9 @@ from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import attend
 from tmoe.model.rope import rotate, yarn_scale
 
-LATENT_EPS = 1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
+LATENT_EPS = (
+    1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
+)
 
 
 class LatentAttention(nn.Module):
@@ -32,7 +34,9 @@ class LatentAttention(nn.Module):
             self.q_norm = nn.RMSNorm(mla.q_rank, LATENT_EPS)
             self.q_b = nn.Linear(mla.q_rank, queries, bias=False)
         self.kv_norm = nn.RMSNorm(mla.kv_rank, LATENT_EPS)
-        self.kv_b = nn.Linear(mla.kv_rank, H * (mla.nope_dim + mla.v_dim), bias=False)  # rows: k then v, head by head
+        self.kv_b = nn.Linear(
+            mla.kv_rank, H * (mla.nope_dim + mla.v_dim), bias=False
+        )  # rows: k then v, head by head
         self.o = nn.Linear(H * mla.v_dim, cfg.dim, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Tensor | None) -> Tensor:
@@ -41,7 +45,9 @@ class LatentAttention(nn.Module):
         q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
         if mla.q_rank:
             q = self.q_b(self.q_norm(q))
-        q_nope, q_rot = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim)).split([mla.nope_dim, mla.rope_dim], -1)
+        q_nope, q_rot = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim)).split(
+            [mla.nope_dim, mla.rope_dim], -1
+        )
         kv = self.kv_b(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         k_nope, v = kv.split([mla.nope_dim, mla.v_dim], -1)
         q_rot, k_rot = (rotate(self.halves(t), cos_SC, sin_SC) for t in (q_rot, k_rot.unsqueeze(2)))

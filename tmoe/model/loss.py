@@ -71,7 +71,8 @@ _lib.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
-    "cross_entropy_backward(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+    "cross_entropy_backward(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
@@ -82,7 +83,9 @@ def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w:
 
 
 @torch.library.register_fake("tmoe::cross_entropy", lib=_lib)
-def _forward_fake(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
+def _forward_fake(
+    h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool
+) -> tuple[Tensor, ...]:
     grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
     grad_w = (
         weight.new_empty(weight.shape, dtype=torch.float32) if needs_w else h.new_empty(0)
@@ -137,7 +140,9 @@ def widened(weight_VD: Tensor) -> Tensor:
     return torch.cat([weight_VD, weight_VD.new_zeros(more, D)]) if more else weight_VD
 
 
-def softmax_and_gradient(logits: Tensor, targets_R: Tensor, V: int, needs_grad: bool) -> tuple[Tensor, Tensor]:
+def softmax_and_gradient(
+    logits: Tensor, targets_R: Tensor, V: int, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
     """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits, both 0 where a target is to be ignored. Uses up
     the logits: [R, V], on a GPU perhaps with further columns, whose gradient is 0."""
     if logits.is_cuda:
@@ -155,7 +160,9 @@ def softmax_and_gradient(logits: Tensor, targets_R: Tensor, V: int, needs_grad: 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a b in fp32, in place. On a GPU the product of 16-bit operands is not rounded before it is added."""
-    if a.is_cuda and a.element_size() == 2 and not torch.version.hip:  # 16 bits in, fp32 out is cuBLAS's alone
+    if (
+        a.is_cuda and a.element_size() == 2 and not torch.version.hip
+    ):  # 16 bits in, fp32 out is cuBLAS's alone
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -180,7 +187,9 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
     # the kernel takes them as neighbours, but a column of a matrix stays one through flatten
     targets_T = targets_T.contiguous()
-    if not torch.is_grad_enabled():  # needs_input_grad stays true under no_grad: validation would make gradients
+    if (
+        not torch.is_grad_enabled()
+    ):  # needs_input_grad stays true under no_grad: validation would make gradients
         h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
     if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear
         kind, dtype = h_TD.device.type, torch.get_autocast_dtype(h_TD.device.type)

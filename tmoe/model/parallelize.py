@@ -44,7 +44,9 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
 )
 
 
-def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_forwards: bool = False) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_forwards: bool = False
+) -> nn.Module:
     """Shards `model` (a Transformer, or any module that holds tmoe.MoE layers) over `mesh`, in place.
 
     Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
@@ -57,15 +59,23 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config | None = None, whole_f
     returns in tuples, lists, dicts and dataclasses: a backward that begins at anything else leaves gradients unreduced.
     Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
     """
-    for name, value, kind in (("model", model, nn.Module), ("mesh", mesh, Mesh), ("cfg", cfg or Config(), Config)):
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("mesh", mesh, Mesh),
+        ("cfg", cfg or Config(), Config),
+    ):
         require(isinstance(value, kind), f"parallelize: {name}", repr(value)[:80], f"a {kind.__name__}")
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     if isinstance(model, FSDPModule) or any(isinstance(moe.experts.gate_up, DTensor) for moe in layers):
         kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
-        raise ValueError(f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model")
+        raise ValueError(
+            f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model"
+        )
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts")
+        raise ValueError(
+            f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts"
+        )
     for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
         valid = "a Block; parallelize comes before torch.compile, and compiles each by itself where cfg.compile is true"
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
@@ -100,8 +110,12 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     L, p = moe.experts.gate_up.shape[0] // ep, mesh.ep.get_local_rank()
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
-        width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0  # or somebody's own module
-        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width)
+        width = (
+            moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
+        )  # or somebody's own module
+        moe.dispatcher = dispatcher_for(
+            mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
+        )
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
@@ -121,7 +135,10 @@ def require_whole(model: nn.Module, mesh: Mesh) -> None:
         mine = {name for name, _ in moe.experts.named_parameters(recurse=False)}
         what = f"parameters {', '.join(sorted(mine)) or 'none'}"
         require(
-            {"gate_up", "down"} <= mine, f"parallelize: {layer}.experts", what, "gate_up and down (parametrize later)"
+            {"gate_up", "down"} <= mine,
+            f"parallelize: {layer}.experts",
+            what,
+            "gate_up and down (parametrize later)",
         )
     ours = {moe.experts for moe in layers.values()}
     for name, experts in model.named_modules():
@@ -139,7 +156,10 @@ def require_untied(model: nn.Module) -> None:
         for name, p in moe.experts.named_parameters() if isinstance(moe, MoE) else ():
             here = f"{layer}.experts.{name}"
             require(
-                p not in owner, f"parallelize: {here}", f"the parameter of {owner.get(p)}", "one of this layer alone"
+                p not in owner,
+                f"parallelize: {here}",
+                f"the parameter of {owner.get(p)}",
+                "one of this layer alone",
             )
             owner[p] = here
 
@@ -158,7 +178,9 @@ def recomputed(part: Callable, block: Block) -> Callable:
     def call(*args):
         if torch.compiler.is_compiling():  # the graph's own parameters are inputs of it
             return checkpoint(part, *args, use_reentrant=False)
-        return checkpoint(part, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), block.standing_in()))
+        return checkpoint(
+            part, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), block.standing_in())
+        )
 
     return call
 
@@ -181,11 +203,15 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     too: its own checkpointing runs parts of it in the backward, where working copies stand in only for modules that are called by
     themselves."""
     param_dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     scopes = [m for m in model.modules() if isinstance(m, Experts)]
     blocks = list(model.blocks) if isinstance(model, Transformer) else []
     width = (param_dtype or torch.float32).itemsize
-    sizes = [width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks]
+    sizes = [
+        width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks
+    ]
     whole: set[nn.Parameter] = set()
     # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
@@ -215,7 +241,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     else:
         for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
             fully_shard([blocks[i] for i in unit], mesh=mesh.world, mp_policy=policy, ignored_params=whole)
-    root = fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)  # alone: for its methods
+    root = fully_shard(
+        model, mesh=mesh.world, mp_policy=policy, ignored_params=whole
+    )  # alone: for its methods
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -20,7 +20,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023, "NTK by parts"). In fp32 and in the
     order of transformers' operations, to the last bit: a rounded frequency is what published weights were trained with.
     """
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")  # whatever the default: fp32's last bit
+    pairs = torch.arange(
+        0, head_dim, 2, dtype=torch.float32, device="cpu"
+    )  # whatever the default: fp32's last bit
     period = rope.theta ** (pairs / head_dim)  # positions per radian
     freq = 1.0 / period
     if rope.scaling == "none":
@@ -33,8 +35,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         keep = keep.clamp(0, 1)
         return (1 - keep) * freq / rope.factor + keep * freq, 1.0
 
-    def pair_at(rotations: float) -> float:  # the (fractional) pair that turns this often over the trained range
-        return head_dim * math.log(rope.original_max_seq / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_at(
+        rotations: float,
+    ) -> float:  # the (fractional) pair that turns this often over the trained range
+        return (
+            head_dim
+            * math.log(rope.original_max_seq / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = pair_at(rope.beta_fast), pair_at(rope.beta_slow)
     if rope.truncate:

@@ -32,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.dropout, self.multiplier = cfg.dropout, cfg.residual_multiplier
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention = LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
+        self.attention = (
+            LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
+        )
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
@@ -50,7 +52,9 @@ class Block(nn.Module):
     def compute(
         self, x, cos_SC, sin_SC, mask, padding, experts: LocalExperts | None = None
     ) -> tuple[Tensor, Load | None]:
-        if self.must_compile and not torch.compiler.is_compiling():  # traced once, so it costs nothing when compiled
+        if (
+            self.must_compile and not torch.compiler.is_compiling()
+        ):  # traced once, so it costs nothing when compiled
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
         x = self.attend(x, cos_SC, sin_SC, mask)
         return self.feed_forward(x, padding, experts)
@@ -136,7 +140,9 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers (None: no such layer)."""
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
-            raise ValueError(f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]")
+            raise ValueError(
+                f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]"
+            )
         S = tokens_BS.shape[1]
         if padding_BS is not None:
             check_marks("padding", padding_BS, tokens_BS, tokens_BS.shape, torch.bool)
@@ -150,8 +156,13 @@ class Transformer(nn.Module):
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
         windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
         mla, device = self.cfg.mla, tokens_BS.device
-        width = self.cfg.head_dim if self.cfg.attention == "gqa" else min(mla.nope_dim + mla.rope_dim, mla.v_dim)
-        masks = {window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks) for window in set(windows)}
+        width = (
+            self.cfg.head_dim if self.cfg.attention == "gqa" else min(mla.nope_dim + mla.rope_dim, mla.v_dim)
+        )
+        masks = {
+            window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks)
+            for window in set(windows)
+        }
         x, loads = self.embedding(tokens_BS), []
         if self.cfg.embedding_multiplier != 1.0:
             x = x * self.cfg.embedding_multiplier

@@ -50,7 +50,9 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
     experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
     chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
     logs_TE, shares_TE = logits_TE.detach(), probs_TE.detach()
-    entropy_T = lse_T.detach() - (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(-1)  # -inf: an expert switched off
+    entropy_T = lse_T.detach() - (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(
+        -1
+    )  # -inf: an expert switched off
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
 
     def per_sequence(v_T: Tensor) -> Tensor:
@@ -104,7 +106,9 @@ class Balancer:
         part = totals is not None and torch.is_grad_enabled()
         if totals is None:
             totals = Totals(
-                load.tokens_B[0].sum(), load.tokens_B[0].sum(), load.tokens_B.new_full((), load.tokens_B.shape[1])
+                load.tokens_B[0].sum(),
+                load.tokens_B[0].sum(),
+                load.tokens_B.new_full((), load.tokens_B.shape[1]),
             )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":
@@ -133,9 +137,15 @@ class Balancer:
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
-        new = RouterLog(counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y)
-        new = RouterLog(*(v.double() for v in new))  # a step's counts may pass 2^24, where fp32 no longer counts
-        self.log = new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
+        new = RouterLog(
+            counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y
+        )
+        new = RouterLog(
+            *(v.double() for v in new)
+        )  # a step's counts may pass 2^24, where fp32 no longer counts
+        self.log = (
+            new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
+        )
 
     def update_bias(self, routers: Iterable[Router], taken: Tensor | None = None) -> None:
         """After an optimizer step (a collective, one for all layers): each router's choice bias follows the loads recorded since

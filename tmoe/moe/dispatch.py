@@ -186,7 +186,9 @@ def dispatcher_for(
         dist.all_gather_object(widths, width, group=group)
         return SymmDispatcher(group, local_experts, tokens, fp8, min(widths))
     if fp8:
-        raise ValueError(f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same")
+        raise ValueError(
+            f"--parallel.wire=fp8: only symm packs rows, and here: {obstacle}; use --parallel.wire same"
+        )
     if dispatch == "symm":
         raise ValueError(f"--parallel.dispatch=symm: {obstacle}; use auto or nccl")
     return AllToAllDispatcher(group, local_experts)

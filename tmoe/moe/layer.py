@@ -37,7 +37,9 @@ class SwiGLU(nn.Module):
         """Whether calling this module does nothing but multiply by its two matrices: no adapters, parametrizations or biases, no
         hook of its own that must hear of each call (one that is added once a graph is compiled, nobody hears in it)."""
         parts = self.gate_up, self.down
-        if type(self) is not SwiGLU or not all(type(part) is nn.Linear and part.bias is None for part in parts):
+        if type(self) is not SwiGLU or not all(
+            type(part) is nn.Linear and part.bias is None for part in parts
+        ):
             return False
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         everyone = self, *parts
@@ -56,7 +58,11 @@ def check_marks(name: str, marks: Tensor, tokens: Tensor, shape: torch.Size, *dt
     """Raise ValueError unless a mark for each token is what it should be: another shape might broadcast, or flatten in another order."""
     ok = isinstance(marks, Tensor) and marks.dtype in dtypes and marks.shape == shape
     if not ok or marks.device != tokens.device:
-        got = f"{marks.dtype} {tuple(marks.shape)} on {marks.device}" if isinstance(marks, Tensor) else repr(marks)[:80]
+        got = (
+            f"{marks.dtype} {tuple(marks.shape)} on {marks.device}"
+            if isinstance(marks, Tensor)
+            else repr(marks)[:80]
+        )
         valid = f"{' or '.join(map(str, dtypes))} {tuple(shape)} on {tokens.device}, one for each token"
         require(False, name, got, valid)
 
@@ -109,7 +115,9 @@ class MoE(nn.Module):
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
         y_TD, self.load = self.experts(self.route, x, padding)
-        return y_TD.view_as(x)  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
+        return y_TD.view_as(
+            x
+        )  # a view out here: FSDP2's hook would be lost to an in-place op on one it was given
 
     def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
         """The layer proper, given this rank's experts: y [T, D], and the load per sequence."""
@@ -128,8 +136,12 @@ class MoE(nn.Module):
             y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
             y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
-            y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
-        return y_TD.to(x.dtype), measure(routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score)
+            y_TD = y_TD + (
+                shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid()
+            )
+        return y_TD.to(x.dtype), measure(
+            routing, x.shape[0] if x.dim() == 3 else 1, padding_T, self.router.cfg.score
+        )
 
 
 def balancing_loss(
@@ -149,7 +161,10 @@ def balancing_loss(
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     require(
-        len(layers) > 0, "balancing_loss: model", f"a {type(model).__name__} without MoE layers", "a module with some"
+        len(layers) > 0,
+        "balancing_loss: model",
+        f"a {type(model).__name__} without MoE layers",
+        "a module with some",
     )
     for name, moe in layers.items():
         check_load(name, moe)
@@ -176,10 +191,14 @@ def check_load(name: str, moe: MoE) -> None:
     )
 
 
-def step_totals(loads: list[Load], tokens: float | Tensor | None, sequences: float | Tensor | None) -> list[Totals]:
+def step_totals(
+    loads: list[Load], tokens: float | Tensor | None, sequences: float | Tensor | None
+) -> list[Totals]:
     """What each layer's losses are divided by: the given counts, else those of this call over all ranks."""
     both = (tokens is None) == (sequences is None)
-    require(both, "balancing_loss", f"tokens={tokens}, sequences={sequences}", "both of the whole step, or none")
+    require(
+        both, "balancing_loss", f"tokens={tokens}, sequences={sequences}", "both of the whole step, or none"
+    )
     if tokens is None or sequences is None:
         counts_2Y = torch.stack(
             [
@@ -190,7 +209,9 @@ def step_totals(loads: list[Load], tokens: float | Tensor | None, sequences: flo
         return [Totals(count, count, rows) for count, rows in sum_over_ranks(counts_2Y).T]
     for name, count in (("tokens", tokens), ("sequences", sequences)):
         ok = isinstance(count, Tensor) or count > 0
-        require(ok, f"balancing_loss: {name}", f"{count}", "a number above 0, of the whole step over all ranks")
+        require(
+            ok, f"balancing_loss: {name}", f"{count}", "a number above 0, of the whole step over all ranks"
+        )
     here = loads[0].tokens_B
     counts = [torch.as_tensor(count, dtype=here.dtype, device=here.device) for count in (tokens, sequences)]
     return [Totals(counts[0], *counts)] * len(loads)

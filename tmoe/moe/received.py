@@ -55,7 +55,13 @@ class Work:
 
     def __init__(self, x, dy, y, weights, d_weights, gate_up, down, bias, activation, pairs):
         self.x, self.dy, self.y, self.weights, self.d_weights = x, dy, y, weights, d_weights
-        self.gate_up, self.down, self.bias, self.activation, self.pairs = gate_up, down, bias, activation, pairs
+        self.gate_up, self.down, self.bias, self.activation, self.pairs = (
+            gate_up,
+            down,
+            bias,
+            activation,
+            pairs,
+        )
 
     def windows(self, ids):
         """Of the sorted rows: their metadata, from the ids."""
@@ -84,7 +90,9 @@ class Work:
     def gradient_of_x(self, window, dh, ds, add):
         """dx into y, and d_weights; added to what is there, or over it."""
         layer = self.layer(window)
-        layer.combine(layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, add, fill=False)
+        layer.combine(
+            layer.rows("dx", dh, self.gate_up, False), None, self.y, ds, self.d_weights, add, fill=False
+        )
 
     def gradients_of_experts(self, window, dh, act, sums=(None, None, None)):
         """d_gate_up, d_down, d_bias (None without one) of a window, added to `sums` where there are any."""

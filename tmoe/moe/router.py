@@ -44,7 +44,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(cfg.experts, dim))
         self.bias = nn.Parameter(torch.empty(cfg.experts)) if cfg.router_bias else None
         self.choice_bias: Tensor | None
-        self.register_buffer("choice_bias", torch.zeros(cfg.experts, dtype=torch.float32) if cfg.choice_bias else None)
+        self.register_buffer(
+            "choice_bias", torch.zeros(cfg.experts, dtype=torch.float32) if cfg.choice_bias else None
+        )
 
     def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
         """x_TD of any float type; padding_T bool, True at tokens to leave out."""
@@ -62,7 +64,9 @@ class Router(nn.Module):
                     x_TD = x_TD * (1 + jitter * (2 * torch.rand_like(x_TD) - 1))
                 logits_TE = F.linear(x_TD, self.weight.float(), bias)
             after = cfg.softmax == "after"
-            if after or (cfg.score == "softmax" and self.choice_bias is None and cfg.top_groups == cfg.groups):
+            if after or (
+                cfg.score == "softmax" and self.choice_bias is None and cfg.top_groups == cfg.groups
+            ):
                 weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)
             else:
                 scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
@@ -93,7 +97,9 @@ class Router(nn.Module):
             worth = groups.amax(-1)
         else:
             worth = scores_TE.unflatten(-1, (cfg.groups, -1)).topk(2, -1).values.sum(-1)
-        closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, worth.topk(cfg.top_groups, -1).indices, False)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(
+            -1, worth.topk(cfg.top_groups, -1).indices, False
+        )
         return groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
 
     @torch.no_grad()
@@ -104,9 +110,16 @@ class Router(nn.Module):
         the same step.
         """
         if self.choice_bias is None:
-            raise ValueError("choice_bias: got False, valid is True in MoEConfig where the bias is to be updated")
+            raise ValueError(
+                "choice_bias: got False, valid is True in MoEConfig where the bias is to be updated"
+            )
         require(isinstance(counts_E, Tensor), "counts", repr(counts_E)[:80], "a tensor")
-        require(counts_E.shape == self.choice_bias.shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.experts}]")
+        require(
+            counts_E.shape == self.choice_bias.shape,
+            "counts",
+            tuple(counts_E.shape),
+            f"[E={self.cfg.experts}]",
+        )
         counts_E = counts_E.double()  # int32 may not hold E times a load, nor float32
         error_E = counts_E.sum() - counts_E * self.cfg.experts
         self.choice_bias += self.cfg.bias_speed * error_E.sign()

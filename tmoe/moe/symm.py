@@ -68,7 +68,9 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.world = group, group.rank(), group.size()
-        self.capacity = self.width = self.K = 0  # tokens a rank, bytes a row, experts a token that there is room for
+        self.capacity = self.width = self.K = (
+            0  # tokens a rank, bytes a row, experts a token that there is room for
+        )
         self.side = torch.cuda.Stream(priority=-1)  # what announces copies goes before the next product
         self.captured = False  # a CUDA graph holds the addresses
         self.packs = False  # there is room for packed rows
@@ -103,7 +105,9 @@ class Exchange:
         self.width, self.K, self.packs = max(self.width, width), max(self.K, K), self.packs or fp8
         rows = self.world * self.capacity
         pair, row = _up(rows * self.K * 4), _up(rows * self.width)
-        sizes = dict(main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row, sums=row)
+        sizes = dict(
+            main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row, sums=row
+        )
         if self.packs:
             sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y", "sums")}
             sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y", "sums")}
@@ -119,7 +123,9 @@ class Exchange:
         start, self.sections, self.starts, self.addresses, self.tables = 0, {}, {}, {}, {}
         for name, size in sizes.items():
             self.sections[name], self.starts[name] = self.memory[start : start + size], start
-            self.addresses[name] = torch.tensor([p + start for p in handle.buffer_ptrs], device=self.memory.device)
+            self.addresses[name] = torch.tensor(
+                [p + start for p in handle.buffer_ptrs], device=self.memory.device
+            )
             start += size
         self.memory[:512].zero_()
         torch.cuda.synchronize()
@@ -131,7 +137,11 @@ class Exchange:
             return []
         states = torch.stack([self.sections[name].view(torch.int32) for name in ("main", "side")]).cpu()
         met = states[:, exchange.MET.value, None]
-        return [q for q in (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist() if q != self.rank]
+        return [
+            q
+            for q in (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist()
+            if q != self.rank
+        ]
 
     def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
         """My section of rows, [world * capacity, D]."""
@@ -224,7 +234,9 @@ class Exchange:
         sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
         parts = sums + (q - self.rank) * (self.capacity * width)
         table = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
-        if not (y.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's is empty until it is replayed
+        if not (
+            y.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # a graph's is empty until it is replayed
             self.tables[name, width] = table
         return table
 
@@ -313,7 +325,20 @@ _lib.define(
 
 
 def _forward(
-    x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, activation, tokens, pairs, fp8, keep, group
+    x,
+    weights,
+    ids,
+    gate_up,
+    down,
+    bias,
+    shared_gate_up,
+    shared_down,
+    activation,
+    tokens,
+    pairs,
+    fp8,
+    keep,
+    group,
 ):
     """y, H of the first `pairs` routed pairs (empty unless keep), the shared SwiGLU's y and pre-activations (empty without it)."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
@@ -345,7 +370,20 @@ _lib.impl("symm_moe", _forward, "CUDA")
 
 @torch.library.register_fake("tmoe::symm_moe", lib=_lib)
 def _forward_fake(
-    x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, activation, tokens, pairs, fp8, keep, group
+    x,
+    weights,
+    ids,
+    gate_up,
+    down,
+    bias,
+    shared_gate_up,
+    shared_down,
+    activation,
+    tokens,
+    pairs,
+    fp8,
+    keep,
+    group,
 ):
     h, shared = x.new_empty(pairs if keep else 0, gate_up.shape[1]), shared_gate_up is not None
     shared_h = x.new_empty(x.shape[0], shared_gate_up.shape[0]) if shared and keep else x.new_empty(0)
@@ -432,12 +470,16 @@ def _differentiate(ctx, dy, _, d_shared, __):
     if shared_down is not None and d_shared is None:
         d_shared = torch.zeros_like(x)
     how = ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, ctx.group
-    dx, d_weights, d_gate_up, d_down, d_bias, *of_shared = torch.ops.tmoe.symm_moe_backward(dy, d_shared, *saved, *how)
+    dx, d_weights, d_gate_up, d_down, d_bias, *of_shared = torch.ops.tmoe.symm_moe_backward(
+        dy, d_shared, *saved, *how
+    )
     if shared_down is None:
         d_shared_gate_up = d_shared_down = None
     else:
         dx_shared, d_shared_gate_up, d_shared_down = of_shared
-        dx = dx + dx_shared  # here, where a compiled graph adds what the router and the residual give in the same pass
+        dx = (
+            dx + dx_shared
+        )  # here, where a compiled graph adds what the router and the residual give in the same pass
     d_bias = None if bias is None else d_bias
     return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
 

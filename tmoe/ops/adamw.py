@@ -11,7 +11,12 @@ from tmoe.ops.launch.launch import cdiv, launch
 BLOCK = 1024
 # numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step
 ROW = tl.constexpr(8)
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
 
 
 @triton.jit
@@ -84,7 +89,9 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
         numel, sizes = weight.numel(), [0 if t is None else t.element_size() for t in parts]
         if not (
             weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
-            and all(t is None or (t.numel() == numel and t.is_contiguous() and t.dtype in DTYPES) for t in parts)
+            and all(
+                t is None or (t.numel() == numel and t.is_contiguous() and t.dtype in DTYPES) for t in parts
+            )
             and all(t is None or t.device == factor.device for t in (*parts, step, finite))
         ):
             got = [

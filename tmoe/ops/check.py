@@ -6,8 +6,12 @@ from torch.autograd import forward_ad
 from tmoe.ops.reference import ACTIVATIONS
 from tmoe.stack import take
 
-_tracks_gradients = take("torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words")
-_LEVELS = hasattr(forward_ad, "_current_level")  # tells without a look at each tensor that there is no tangent
+_tracks_gradients = take(
+    "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words"
+)
+_LEVELS = hasattr(
+    forward_ad, "_current_level"
+)  # tells without a look at each tensor that there is no tangent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
@@ -67,7 +71,9 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, ac
         )
     biases = {} if bias_E2F is None else {"gate_up_bias": bias_E2F}
     for name, bias in biases.items():
-        require(tuple(bias.shape) == (E, 2 * F), name, f"shape {tuple(bias.shape)}", f"({E}, {2 * F}) = [E, 2F]")
+        require(
+            tuple(bias.shape) == (E, 2 * F), name, f"shape {tuple(bias.shape)}", f"({E}, {2 * F}) = [E, 2F]"
+        )
     require(activation in ACTIVATIONS, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
     _check_types("x", x_TD, gate_up=gate_up_E2FD, down=down_EDF, **biases)
     require(

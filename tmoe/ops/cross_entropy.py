@@ -38,7 +38,9 @@ def cross_entropy_kernel(
         tl.store(losses + row, 0.0)
         if GRAD:
             for start in range(0, W, BLOCK):
-                tl.store(logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < W)
+                tl.store(
+                    logits + start + columns, tl.zeros((BLOCK,), logits.dtype.element_ty), start + columns < W
+                )
     else:
         inside = (target >= 0) & (target < V)  # else this would read another row's logits
         lse = tl.where(inside, lse, float("nan"))

@@ -106,7 +106,9 @@ def push_kernel(
         here = (t < capacity)[:, None] & (k < K)[None, :]
         w = 0.0
         if ROUTES:
-            w = tl.load(weights + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & here, other=0.0)
+            w = tl.load(
+                weights + t.to(tl.int64)[:, None] * K + k[None, :], mask=(t < T)[:, None] & here, other=0.0
+            )
         if SCALED:
             scale = tl.load(scales + t, mask=t < T, other=0.0)
             for i in tl.static_range(WORLD):
@@ -126,7 +128,9 @@ def push_kernel(
             at = row[:, None] * K + k[None, :]
             for i in tl.static_range(WORLD):
                 q = (rank + 1 + i) % WORLD
-                tl.store(section(to_ids, q, tl.int32) + at, tl.where(owner == q, expert - q * L, -1), mask=here)
+                tl.store(
+                    section(to_ids, q, tl.int32) + at, tl.where(owner == q, expert - q * L, -1), mask=here
+                )
                 tl.store(section(to_weights, q, tl.float32) + at, w.to(tl.float32), mask=here)
     if MEET:
         arrive(states, rank, WORLD, WP)
@@ -155,7 +159,9 @@ def pull_kernel(
             arrive(states, rank, WORLD, WP)
         meeting, before = pass_together(own, WORLD, WP)
     for _ in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
-        _, ahead = owners(ids, t + tl.num_programs(0) * BT, T, L, K, KP)  # who has the next tokens, while these come
+        _, ahead = owners(
+            ids, t + tl.num_programs(0) * BT, T, L, K, KP
+        )  # who has the next tokens, while these come
         row = (rank * capacity + t).to(tl.int64)
         for col in range(0, D, BD):
             cols = col + tl.arange(0, BD)
@@ -218,7 +224,9 @@ def pack_kernel(
     for col in range(0, D, BD):
         cols = col + tl.arange(0, BD)[None, :]
         tile = tl.load(x + rows + cols, mask=there[:, None] & (cols < D), other=0.0).to(tl.float32)
-        tl.store(packed + rows + cols, (tile / scale[:, None]).to(tl.float8e4nv), mask=there[:, None] & (cols < D))
+        tl.store(
+            packed + rows + cols, (tile / scale[:, None]).to(tl.float8e4nv), mask=there[:, None] & (cols < D)
+        )
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -238,7 +246,9 @@ def unpack_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def meet_kernel(states, rank, WORLD: tl.constexpr, WP: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr):
+def meet_kernel(
+    states, rank, WORLD: tl.constexpr, WP: tl.constexpr, ARRIVE: tl.constexpr, WAIT: tl.constexpr
+):
     """Meet, and nothing else, or one half of it; one program."""
     own = section(states, rank, tl.int32)
     if ARRIVE:
@@ -328,7 +338,10 @@ def meet(states, rank, arrive=True, wait=True):
 
 def trace(T, D, K, world, dtype, fp8=False):
     """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
-    x, ids = torch.empty(T, D, dtype=dtype, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    x, ids = (
+        torch.empty(T, D, dtype=dtype, device="meta"),
+        torch.empty(T, K, dtype=torch.int32, device="meta"),
+    )
     weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
     programs = 264
     push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
@@ -340,7 +353,10 @@ def trace(T, D, K, world, dtype, fp8=False):
     for arrives, waits in ((True, True), (True, False), (False, True)):
         meet(at, 0, arrives, waits)
     if fp8:
-        packed, scales = torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta"), torch.empty(T, device="meta")
+        packed, scales = (
+            torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(T, device="meta"),
+        )
         pack(x, None, packed, scales)
         pack(x, ids, packed, scales)
         unpack(x, ids, packed, scales)
@@ -354,6 +370,9 @@ def trace(T, D, K, world, dtype, fp8=False):
 
 def trace_routes(T, K, world, dtype):
     """The same for the push of ids and weights alone, whose rows copy engines bring."""
-    x, ids = torch.empty(T, 0, dtype=dtype, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    x, ids = (
+        torch.empty(T, 0, dtype=dtype, device="meta"),
+        torch.empty(T, K, dtype=torch.int32, device="meta"),
+    )
     weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
     push(x, ids, weights, at, at, at, at, 0, T, 1, 264, meet=False)

@@ -229,5 +229,8 @@ def split_gpu(a_RC, order, out_PRC):
 
 def trace(T, D, E, dtype):
     """Run the op on meta tensors inside compile_only, as precompile.py does; dtype: of the weight."""
-    x, weight = torch.empty(T, D, dtype=torch.bfloat16, device="meta"), torch.empty(E, D, dtype=dtype, device="meta")
+    x, weight = (
+        torch.empty(T, D, dtype=torch.bfloat16, device="meta"),
+        torch.empty(E, D, dtype=dtype, device="meta"),
+    )
     backward(forward(x, weight), x, weight)

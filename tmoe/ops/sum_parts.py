@@ -31,7 +31,17 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     if n := out.numel():
         unit = 1 if n % 16 else 16
-        launch(sum_parts_kernel, (cdiv(n, BLOCK),), parts, out, parts.shape[0], n // unit, unit, BLOCK, num_warps=8)
+        launch(
+            sum_parts_kernel,
+            (cdiv(n, BLOCK),),
+            parts,
+            out,
+            parts.shape[0],
+            n // unit,
+            unit,
+            BLOCK,
+            num_warps=8,
+        )
     return out
 
 

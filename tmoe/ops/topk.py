@@ -29,7 +29,10 @@ def softmax_topk(logits_TE, K, renormalize):
     check_tensors(logits=logits_TE)
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
     require(
-        logits_TE.dtype in (*FLOATS, torch.float64), "logits", logits_TE.dtype, "a floating type of 16 bits or more"
+        logits_TE.dtype in (*FLOATS, torch.float64),
+        "logits",
+        logits_TE.dtype,
+        "a floating type of 16 bits or more",
     )
     ok = not (logits_TE.is_cuda and logits_TE.dtype == torch.float64)
     require(ok, "logits", logits_TE.dtype, "at most 32 bits wide on a GPU")
@@ -48,7 +51,8 @@ def softmax_topk(logits_TE, K, renormalize):
 
 _lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
 _lib.define(
-    "softmax_topk(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+    "softmax_topk(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
     "softmax_topk_backward(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
@@ -82,7 +86,9 @@ def _backward_cpu(dw, logits, weights, ids, renormalize):
     pull = weighted.sum(-1, keepdim=True)
     if renormalize:
         return torch.zeros_like(logits).scatter_(1, ids.long(), (weighted - weights * pull).to(logits.dtype))
-    return (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
+    return (
+        (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
+    )
 
 
 def _backward_gpu(dw, logits, weights, ids, renormalize):
@@ -159,7 +165,9 @@ def topk_kernel(
     most = tl.full((R, W), float("-inf"), tl.float32)
     for c in tl.static_range(EP // W):
         e = c * W + lanes
-        x = x + (tl.load(rows + e[None, :], (r < T)[:, None] & (e < E)[None, :], float("-inf")).to(tl.float32),)
+        x = x + (
+            tl.load(rows + e[None, :], (r < T)[:, None] & (e < E)[None, :], float("-inf")).to(tl.float32),
+        )
         most = tl.maximum(most, x[c])
     most = tl.max(most, 1)
     parts = tl.zeros((R, W), tl.float32)  # of the softmax's sum; NaN where the row has NaN or +inf

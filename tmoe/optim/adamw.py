@@ -27,7 +27,9 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 PIECE = 2**26  # elements whose moments are on the GPU at a time, twice over: 1 GiB
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
+) -> list[dict[str, Any]]:
     """AdamW's groups: with and without decay, per mesh; parameters that need no gradient are left out.
 
     A parameter with fewer than two axes (norms, biases, sinks) and the experts' stacked biases [E, 2F] get no decay: they scale
@@ -40,10 +42,13 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for name, p in named_parameters:
         if p.requires_grad:
-            groups[p.ndim >= 2 and not name.endswith("bias"), p.device_mesh if isinstance(p, DTensor) else None].append(
-                p
-            )
-    return [dict(params=params, weight_decay=weight_decay if decays else 0.0) for (decays, _), params in groups.items()]
+            groups[
+                p.ndim >= 2 and not name.endswith("bias"), p.device_mesh if isinstance(p, DTensor) else None
+            ].append(p)
+    return [
+        dict(params=params, weight_decay=weight_decay if decays else 0.0)
+        for (decays, _), params in groups.items()
+    ]
 
 
 class AdamW(torch.optim.AdamW):
@@ -66,7 +71,9 @@ class AdamW(torch.optim.AdamW):
         for name in ("amsgrad", "maximize"):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
-        self._step_supports_amp_scaling = False  # so that a GradScaler unscales the gradients and skips steps itself
+        self._step_supports_amp_scaling = (
+            False  # so that a GradScaler unscales the gradients and skips steps itself
+        )
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
@@ -126,7 +133,9 @@ class AdamW(torch.optim.AdamW):
             step(together)
             # a step that is skipped writes no copy: one that did not hold the parameter before does not hold it now
             current = [copy.seen == version(copy.master) for copy in copies]
-            torch.autograd.graph.increment_version(params)  # our kernels write by address, which autograd does not see
+            torch.autograd.graph.increment_version(
+                params
+            )  # our kernels write by address, which autograd does not see
             for copy, was in zip(copies, current, strict=True):
                 copy.written(self.keeps_fresh and was)
         if streams is not None:
@@ -149,7 +158,9 @@ def stream_moments(tensors: list, number: Tensor, streams: Iterator, step: Calla
         grad.record_stream(stream)
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device) -> AdamW:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device
+) -> AdamW:
     """AdamW over `parameter_groups`, fused on CUDA and CPU.
 
     60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms; the difference is DTensor's
@@ -184,14 +195,22 @@ def _zeros_like(p: Tensor, offload: bool) -> Tensor:
         return torch.zeros_like(p, memory_format=torch.preserve_format)
     zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
     # from_local would move it to the mesh's device; FSDP2 keeps its offloaded parameters the same way
-    return DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False) if isinstance(p, DTensor) else zeros
+    return (
+        DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False)
+        if isinstance(p, DTensor)
+        else zeros
+    )
 
 
-def optimizer_tensors(optimizer: torch.optim.AdamW, named_parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.AdamW, named_parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter: the state itself, not copies, so loading
     into them in place restores the optimizer. Call `init_state` first."""
     state = optimizer.state
-    return {f"{key}.{name}": state[p][key] for key in STATE for name, p in named_parameters.items() if p in state}
+    return {
+        f"{key}.{name}": state[p][key] for key in STATE for name, p in named_parameters.items() if p in state
+    }
 
 
 def _local(t: Tensor) -> Tensor:

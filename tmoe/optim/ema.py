@@ -45,7 +45,9 @@ class Ema:
         fp32 weights and averages change places one by one, and no second copy of a model is held; of others a copy is. FSDP2 modules have to
         be sharded at both ends (after a backward they are; after a forward alone call `.reshard()` inside)."""
         pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
-        exact, rounded = ([(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False))
+        exact, rounded = (
+            [(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False)
+        )
         kept = [w.clone() for w, _ in rounded]
         _exchange(exact)
         _copy([w for w, _ in rounded], [a for _, a in rounded])

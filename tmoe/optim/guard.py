@@ -24,7 +24,9 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
     ]
     finite = torch.stack([ok for _, ok in pieces]).tolist() if pieces else []
     if bad := dict.fromkeys(name for (name, _), ok in zip(pieces, finite, strict=True) if not ok):
-        raise ValueError(f"NaN or infinity in {', '.join(bad)}: start from another checkpoint (--resume, --init)")
+        raise ValueError(
+            f"NaN or infinity in {', '.join(bad)}: start from another checkpoint (--resume, --init)"
+        )
 
 
 class SkipGuard:

@@ -101,7 +101,9 @@ def _(x_TD, ids_RK, order_S, splits_2P, group):
 
 
 @torch.library.custom_op("tmoe::pull", mutates_args=())
-def pull(rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str) -> Tensor:
+def pull(
+    rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
+) -> Tensor:
     """Rows back to where push took them from, added up over ranks in rank order in fp32 (fp64 as it is): x_TD, T = tokens."""
     send, receive = splits_2P.tolist()
     rows_SD = _all_to_all(rows_RD, receive, send, group)

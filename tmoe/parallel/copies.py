@@ -54,10 +54,14 @@ class WorkingCopy:
         if self.master.requires_grad and not self.hooked:
             # autograd's hold on a hook is one that Python's collector cannot see: it must not be one on the copy
             copy = weakref.ref(self)
-            self.tensor.register_post_accumulate_grad_hook(lambda tensor: (alive := copy()) and alive.deliver(tensor))
+            self.tensor.register_post_accumulate_grad_hook(
+                lambda tensor: (alive := copy()) and alive.deliver(tensor)
+            )
             self.hooked = True
         if self.seen != version(self.master):
-            torch.autograd.graph.increment_version(self.tensor)  # an earlier forward's backward is to be refused
+            torch.autograd.graph.increment_version(
+                self.tensor
+            )  # an earlier forward's backward is to be refused
             self.seen = version(self.master)  # which may be the copy's own count
         self.update()
 
@@ -91,7 +95,12 @@ class WorkingCopy:
             grad = grad.to(master.grad_dtype)
         if isinstance(master, DTensor):
             grad = DTensor.from_local(
-                grad, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+                grad,
+                master.device_mesh,
+                master.placements,
+                run_check=False,
+                shape=master.shape,
+                stride=master.stride(),
             )
         master.grad = grad
         # as FSDP2 does: autograd does not know of this gradient

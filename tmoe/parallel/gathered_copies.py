@@ -31,7 +31,9 @@ from tmoe.parallel.copies import WorkingCopy
 from tmoe.parallel.mesh import local_part
 from tmoe.stack import take
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's name, and 2.11's
+all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # torch 2.13's name, and 2.11's
 # calls a function at the end of the backward that runs: FSDP2's way there, which has no public name
 at_the_end = take(
     "torch.autograd.Variable._execution_engine.queue_callback",
@@ -46,27 +48,37 @@ class Sharers:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size, self.sync = group, group.rank(), group.size(), True
         self.begun: Any = None  # CUDA event at which the model's forward began, while it runs
-        self.travelling: deque[tuple[Any, Tensor]] = deque()  # gradients, and the event at which they have left
+        self.travelling: deque[tuple[Any, Tensor]] = (
+            deque()
+        )  # gradients, and the event at which they have left
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.copies: weakref.WeakSet[GatheredCopy] = weakref.WeakSet()
-        self.numbers = itertools.count()  # of the copies: all ranks make them, and send what is left, in one order
+        self.numbers = (
+            itertools.count()
+        )  # of the copies: all ranks make them, and send what is left, in one order
         gpu.waves = 4  # of this process: collectives as large as the experts run beside their products
 
     def follow(self, model: FSDPModule) -> None:
         """From now on hears when the model's forward begins and ends, and what FSDP2 is told of micro-batches."""
 
         def begin(*_) -> None:
-            self.begun = torch.cuda.current_stream().record_event() if "nccl" in dist.get_backend(self.group) else None
+            self.begun = (
+                torch.cuda.current_stream().record_event() if "nccl" in dist.get_backend(self.group) else None
+            )
 
         def end(module: nn.Module, args: Any, output: Any = None) -> None:
             self.begun = None
             left = self.sync and any(copy.unsent is not None for copy in self.copies)
-            if left and isinstance(output, Tensor) and output.requires_grad:  # its backward may reach no expert
+            if (
+                left and isinstance(output, Tensor) and output.requires_grad
+            ):  # its backward may reach no expert
                 output.register_hook(lambda _: at_the_end(self.finish))
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
-            self.sync = requires_gradient_sync if recurse else self.sync  # else it speaks of the root's own parameters
+            self.sync = (
+                requires_gradient_sync if recurse else self.sync
+            )  # else it speaks of the root's own parameters
 
         told = model.set_requires_gradient_sync
         vars(model)["set_requires_gradient_sync"] = tell

@@ -71,12 +71,16 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm={max_norm}: must be 0 or above, or inf")
     params = [params] if isinstance(params, Tensor) else list(params)
     if others := [p for p in params if not isinstance(p, Tensor)]:
-        raise ValueError(f"params: got {type(others[0]).__name__}, valid are tensors, as model.parameters() gives them")
+        raise ValueError(
+            f"params: got {type(others[0]).__name__}, valid are tensors, as model.parameters() gives them"
+        )
     grads = [p.grad for p in params if p.grad is not None]
     total = _total_norm(grads, norm_type, foreach, _device(params))
     total = total.to(params[0].device) if params else total
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the gradients' total norm of order {norm_type} is {total.item()}, so it cannot be clipped")
+        raise RuntimeError(
+            f"the gradients' total norm of order {norm_type} is {total.item()}, so it cannot be clipped"
+        )
     if max_norm != math.inf:
         _scale([_local(g) for g in grads], torch.clamp(max_norm / (total + 1e-6), max=1.0), foreach)
     return total
@@ -111,7 +115,9 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     first = not any(coordinate and copy for coordinate, copy in zip(here, copied, strict=True))
     # the mesh itself, unless it was sliced, which one of the whole world never is; torch has no public name for it
     whole = not hasattr(mesh, "_get_root_mesh") and mesh.size() == dist.get_world_size()
-    root = mesh if whole else need(mesh, "_get_root_mesh", "clip_grad_norm_ of parameters on a part of a mesh")()
+    root = (
+        mesh if whole else need(mesh, "_get_root_mesh", "clip_grad_norm_ of parameters on a part of a mesh")()
+    )
     grid = root.mesh
     if "pp" in (root.mesh_dim_names or ()):
         axis = root.mesh_dim_names.index("pp")
@@ -162,7 +168,9 @@ def _reduce(owned: Tensor, copies: Tensor, p: float) -> Tensor:
     if p == math.inf:
         norms = torch.cat([owned, copies, owned.new_zeros(1)])
         # backends lose NaN in a maximum, so it travels as a flag
-        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(norms.dtype)])
+        pair = torch.stack(
+            [norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(norms.dtype)]
+        )
         _all_reduce(pair, dist.ReduceOp.MAX)
         return torch.where(pair[1] > 0, math.nan, pair[0])
     copied = copies.pow(p).sum()

@@ -63,7 +63,9 @@ class World:
     local_size: int | None = None
     node: str | None = None  # equal on ranks that share a node
     nodes: int | None = None
-    launcher: str = ""  # "torchrun", "mpiexec", "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none
+    launcher: str = (
+        ""  # "torchrun", "mpiexec", "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none
+    )
     told: str = ""  # the variables that rank and size come from, with their values
 
 
@@ -79,7 +81,9 @@ def launcher_world() -> World:
         except ValueError:  # whoever made the group knew better
             other = None
         launcher = other.launcher if other else ""
-        world = World(dist.get_rank(), dist.get_world_size(), launcher="environment" if rank is not None else launcher)
+        world = World(
+            dist.get_rank(), dist.get_world_size(), launcher="environment" if rank is not None else launcher
+        )
         return with_places(world, other)
     other = world_of_mpiexec_or_srun()
     if rank is not None and size is not None:
@@ -119,7 +123,9 @@ def require_whole(rank: int | None, size: int | None, world: World) -> None:
             f"{said}: RANK must be from 0 to WORLD_SIZE - 1; start with torchrun, which sets both, or unset both"
         )
     if world.rank >= world.size:
-        raise ValueError(f"{world.told} in the environment: the rank must be from 0 to the number of ranks - 1")
+        raise ValueError(
+            f"{world.told} in the environment: the rank must be from 0 to the number of ranks - 1"
+        )
 
 
 def require_agreement(rank: int | None, size: int | None, other: World) -> None:
@@ -243,7 +249,9 @@ def require_a_gpu_each(world: World) -> None:
     gpus = torch.cuda.device_count()
     here = max((world.local_rank or 0) + 1, world.local_size or 1)
     if 0 < gpus < here:
-        srun = "; srun without --gpus-per-task and --gpu-bind, but with --gpus-per-node" * (world.launcher == "srun")
+        srun = "; srun without --gpus-per-task and --gpu-bind, but with --gpus-per-node" * (
+            world.launcher == "srun"
+        )
         raise ValueError(
             f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of its own: start {gpus} "
             f"(torchrun --nproc-per-node {gpus}), or let every process see all of the host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
@@ -273,7 +281,11 @@ def meeting_place(world: World) -> tuple[str, int]:
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         address = first_host(nodes) if nodes else None
     if not address:
-        how = f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..." if "OMPI_COMM_WORLD_RANK" in os.environ else ""
+        how = (
+            f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..."
+            if "OMPI_COMM_WORLD_RANK" in os.environ
+            else ""
+        )
         how = how or f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
         how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..." if world.launcher == "srun" else how
         raise ValueError(
@@ -357,7 +369,9 @@ def meet(rank: int, world: int, patience: timedelta = PATIENCE) -> dist.Store:
         store.set("life", json.dumps([life, names]))
         missing = [key for key in missing if not store.check([key])]
         if missing and time.monotonic() > end:
-            raise RuntimeError(f"ranks {[int(key.split()[1]) for key in missing]} did not come within {patience}")
+            raise RuntimeError(
+                f"ranks {[int(key.split()[1]) for key in missing]} did not come within {patience}"
+            )
         time.sleep(0.02)
     while rank > 0:
         life, names = json.loads(store.get("life"))

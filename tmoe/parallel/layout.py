@@ -18,7 +18,9 @@ from tmoe.parallel.mesh import shard_dim
 
 # parameters of tmoe.experts.Experts and what the optimizer keeps for them
 EXPERTS = re.compile(r"(.*\.)?experts\.[^.]+")
-BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")  # every rank holds it whole, in fp32 whatever the weights are
+BUFFERS = re.compile(
+    r"(.*\.)?router\.choice_bias"
+)  # every rank holds it whole, in fp32 whatever the weights are
 
 
 class Box(NamedTuple):
@@ -53,7 +55,9 @@ def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str
                 raise ValueError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
     dims = {module: shard_dim(local, world // ep) for module, local in modules.items()}
-    found = {name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
+    found = {
+        name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()
+    }
     return found | {name: _replicated(shape) for name, shape in shapes.items() if BUFFERS.fullmatch(name)}
 
 
@@ -68,7 +72,9 @@ def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Lay
         # in torch's words of how FSDP2 places what another axis cut before it
         over_dp = f"_StridedShard(dim=0, sf={ep})" if dim == 0 and ep > 1 else repr(Shard(dim))
         placement = f"dp={world // ep}: {over_dp}, ep={ep}: {Shard(0)!r}"
-    return Layout(placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset)))
+    return Layout(
+        placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset))
+    )
 
 
 def _replicated(shape: tuple[int, ...]) -> Layout:
@@ -81,7 +87,9 @@ def _expert_box(shape: tuple[int, ...], dp: int, ep: int, dim: int, rank: int) -
     return Box(rank, (offset[0] + rank % ep * group, *offset[1:]), held)
 
 
-def _part(shape: tuple[int, ...], dim: int, parts: int, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _part(
+    shape: tuple[int, ...], dim: int, parts: int, index: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of the index-th of torch.chunk(parts, dim): equal lengths, the last ones shorter or empty."""
     length = -(-shape[dim] // parts)
     start = min(index * length, shape[dim])

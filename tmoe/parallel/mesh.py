@@ -33,7 +33,8 @@ from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
 _get_default_store = take(
-    "torch.distributed.distributed_c10d._get_default_store", "ranks meet in a store of their own beside the group's"
+    "torch.distributed.distributed_c10d._get_default_store",
+    "ranks meet in a store of their own beside the group's",
 )
 # FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
 # unit. Two blocks a unit took as long on a fast host, where nobody waits for Python
@@ -57,11 +58,19 @@ class Mesh:
         return self.grid["ep"]
 
 
-_meetings = itertools.count()  # a key in the store for each mesh of this process group: ranks build them in one order
+_meetings = (
+    itertools.count()
+)  # a key in the store for each mesh of this process group: ranks build them in one order
 
 
 def build_mesh(
-    dp: int | None = None, ep: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, *, ep_across_nodes: bool = False
+    dp: int | None = None,
+    ep: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    *,
+    ep_across_nodes: bool = False,
 ) -> Mesh:
     """Mesh over the default process group. Where there is none, it joins the world that torchrun, mpiexec or srun announces, and takes
     this rank's GPU; without a launcher the world is this process.
@@ -100,7 +109,9 @@ def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
     """How long the group's collectives wait, by torch 2.14's public name or the private one before it."""
     change = getattr(dist, "set_timeout", None) or find("torch.distributed.distributed_c10d._set_pg_timeout")
     if change is None:
-        note(f"torch {torch.__version__} cannot change a group's timeout: subgroups wait as long as torch lets them")
+        note(
+            f"torch {torch.__version__} cannot change a group's timeout: subgroups wait as long as torch lets them"
+        )
     else:
         change(limit, group)
 
@@ -119,7 +130,9 @@ def _own_store(group: dist.ProcessGroup) -> dist.Store:
     address: list[Any] = [None]
     if group.rank() == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        mine = dist.TCPStore(host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False)
+        mine = dist.TCPStore(
+            host, 0, group.size(), is_master=True, timeout=patience(), wait_for_workers=False
+        )
         store = mine
         address = [(host, mine.port)]
     dist.broadcast_object_list(address, group=group)
@@ -138,7 +151,9 @@ def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp
     if dp is None:
         if world % ep:
             valid = [d for d in range(1, world + 1) if world % d == 0]
-            raise ValueError(f"--parallel.ep={ep}: must divide the world of {world} processes; valid: {valid}")
+            raise ValueError(
+                f"--parallel.ep={ep}: must divide the world of {world} processes; valid: {valid}"
+            )
         dp = world // ep
     if dp * ep != world:
         hint = f"--parallel.dp {world // ep}" if world % ep == 0 else f"torchrun with {dp * ep} processes"
@@ -160,7 +175,9 @@ def nodes_of_ranks() -> list[str]:
     first = 0 if here.local_rank is None else rank - here.local_rank
     store.set(str(rank), here.node or f"{socket.gethostname()} from rank {first}")
     if rank == 0:
-        store.set("all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])]))
+        store.set(
+            "all", json.dumps([node.decode() for node in store.multi_get([str(r) for r in range(world)])])
+        )
     return json.loads(store.get("all"))
 
 

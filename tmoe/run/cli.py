@@ -38,7 +38,10 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     """
     silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
     try:
-        with redirect_stdout(silent) if rank else nullcontext(), redirect_stderr(silent) if rank else nullcontext():
+        with (
+            redirect_stdout(silent) if rank else nullcontext(),
+            redirect_stderr(silent) if rank else nullcontext(),
+        ):
             cfg = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
@@ -47,7 +50,9 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
         if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
             print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
         if rank and code and launch.launcher not in ("", "environment"):
-            time.sleep(LAG_S)  # a launcher ends all others when one has: rank 0, still importing, would never say why
+            time.sleep(
+                LAG_S
+            )  # a launcher ends all others when one has: rank 0, still importing, would never say why
         raise SystemExit(code) from None
     for note in notes(cfg, world) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -60,7 +65,9 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
         yield f"{untrained}, as in the model that this run goes on with"
     world, ep = planned_world(cfg, world), cfg.parallel.ep
     if (times := padding(cfg, world // ep, ep)) > 1.5:
-        degrees = [e for e in divisors(math.gcd(cfg.model.moe.experts, world)) if padding(cfg, world // e, e) <= 1.1]
+        degrees = [
+            e for e in divisors(math.gcd(cfg.model.moe.experts, world)) if padding(cfg, world // e, e) <= 1.1
+        ]
         yield (
             f"--parallel.ep={ep}: FSDP2 cuts a rank's {cfg.model.moe.experts // ep} experts over dp {world // ep} unevenly and moves {times:.1f} times "
             f"their bytes at each gather; --parallel.ep without that: {', '.join(map(str, degrees)) or 'none in this world'}"
@@ -100,7 +107,9 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         console_outputs=rank == 0,
     )
     if cfg.world is not None and not cfg.dry_run:
-        raise ConfigError(f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one")
+        raise ConfigError(
+            f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
+        )
     mesh_shape(planned_world(cfg, world), cfg.parallel.dp, cfg.parallel.ep)
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
@@ -115,11 +124,17 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
             raise ConfigError(
                 f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
             )
-        for place in (cfg.out, f"{cfg.out}/checkpoints", *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else [])):
+        for place in (
+            cfg.out,
+            f"{cfg.out}/checkpoints",
+            *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else []),
+        ):
             require_writable(cfg.out, place)
         for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
             if wanted and importlib.util.find_spec(flag) is None:
-                raise ConfigError(f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here")
+                raise ConfigError(
+                    f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here"
+                )
     return cfg
 
 
@@ -142,7 +157,9 @@ def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
 def require_writable(out: str, place: str) -> None:
     """Raise ConfigError unless the place in the run folder is a folder to be written, or can be made."""
     path = Path(place).absolute()
-    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))  # Path.exists raises where it may not look
+    nearest = next(
+        p for p in (path, *path.parents) if os.path.lexists(p)
+    )  # Path.exists raises where it may not look
     if nearest.is_symlink() and not os.path.exists(nearest):
         raise ConfigError(
             f"--out={out}: {nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"

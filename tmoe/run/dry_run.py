@@ -23,9 +23,13 @@ from tmoe.stack import TESTED, find
 
 def dry_run(cfg: Config) -> None:
     """Prints parameters, the placement of each group of parameters, and bytes on rank 0 of `cfg.world` ranks."""
-    FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")  # the only door to the "fake" backend
+    FakeStore = find(
+        "torch.testing._internal.distributed.fake_pg.FakeStore"
+    )  # the only door to the "fake" backend
     if FakeStore is None:
-        message = f"--dry-run: torch {torch.__version__} has no fake process group; tmoe was tested with {TESTED}"
+        message = (
+            f"--dry-run: torch {torch.__version__} has no fake process group; tmoe was tested with {TESTED}"
+        )
         raise SystemExit(f"error: {message}")
     world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

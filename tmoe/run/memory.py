@@ -59,7 +59,11 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
     keeps = kept_whole(cfg, dp, ep)
     shared = [0 if keeps or dp == 1 else dp * expert_shard(shapes, dp, ep) for _, shapes in blocks]
-    gathered = 0 if alone else sharded(root, dp * ep) * dp * ep + 2 * max(map(sum, zip(passing, shared, strict=True)))
+    gathered = (
+        0
+        if alone
+        else sharded(root, dp * ep) * dp * ep + 2 * max(map(sum, zip(passing, shared, strict=True)))
+    )
     gathered += sum(experts) if keeps else 0
     kept = [layer_bytes(cfg, ep, layer, cfg.parallel.checkpoint) for layer in range(model.layers)]
     backward = [backward_bytes(cfg, ep, layer) for layer in range(model.layers)]
@@ -163,17 +167,23 @@ def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> i
     stream = T * D * width
     if checkpoint == "block":
         return stream
-    return (stream if checkpoint == "attention" else attention) + (stream if checkpoint == "moe" else feed_forward)
+    return (stream if checkpoint == "attention" else attention) + (
+        stream if checkpoint == "moe" else feed_forward
+    )
 
 
 def latent_elements(cfg: Config) -> int:
     """Elements a token that latent attention keeps between its input and its result."""
     mla, queries = cfg.model.mla, cfg.model.heads * qk_width(cfg.model)
-    kept = (mla.q_rank or queries) + mla.kv_rank + mla.rope_dim  # one product's output; the latents' norms read it
+    kept = (
+        (mla.q_rank or queries) + mla.kv_rank + mla.rope_dim
+    )  # one product's output; the latents' norms read it
     kept += mla.q_rank + mla.kv_rank  # latents after their norms, operands of the next products
     kept += 2 * queries  # q and k, joined of their parts with and without position
     if cfg.train.isolate_documents or mla.v_dim >= qk_width(cfg.model):
-        return kept + cfg.model.heads * (mla.nope_dim + mla.v_dim)  # the keys' and values' product: v is a view into it
+        return kept + cfg.model.heads * (
+            mla.nope_dim + mla.v_dim
+        )  # the keys' and values' product: v is a view into it
     return (
         kept + 2 * queries
     )  # v and the result, as wide as q and k: attend pads them but where cuDNN is the one to ask
@@ -185,12 +195,16 @@ def moe_bytes(cfg: Config, ep: int) -> int:
     T, K = cfg.train.batch * cfg.train.seq, moe.top_k
     R = rows_received(T, K, ep)
     kept = T * moe.experts * FP32  # the router's logits
-    kept += 2 * T * D * FP32 if moe.jitter else 0  # its input after jitter, operand of an fp32 product, and the factors
+    kept += (
+        2 * T * D * FP32 if moe.jitter else 0
+    )  # its input after jitter, operand of an fp32 product, and the factors
     # shared experts: gate, up, and their product, which one op with the routed experts would compute again
     kept += (2 if runs_beside(cfg, ep) else 3) * T * moe.shared_dim * width
     kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width  # H
     if uses_symm(cfg, ep):
-        return kept + T * K * (FP32 + INT32)  # weights and ids; backward pushes x again, and sorts the slots again
+        return kept + T * K * (
+            FP32 + INT32
+        )  # weights and ids; backward pushes x again, and sorts the slots again
     kept += R * D * width if ep > 1 else 0  # rows received; ep=1 reads the norm's output in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 

@@ -34,7 +34,9 @@ from tmoe.run.lines import COMPACT, append, rewind
 from tmoe.run.progress import Display
 
 GIB = 2**30
-BLANK = b"null".ljust(24)  # a line's val_loss, its last number, before there is one; no float is written longer
+BLANK = b"null".ljust(
+    24
+)  # a line's val_loss, its last number, before there is one; no float is written longer
 log = logging.getLogger(__name__)
 
 
@@ -114,7 +116,9 @@ class Metrics:
         self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
-            self.note(f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on{kept}")
+            self.note(
+                f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on{kept}"
+            )
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open; each line goes out at once)
 
     def due(self, step: int) -> bool:
@@ -150,7 +154,11 @@ class Metrics:
             return self.display.advance(step)
         values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm}
         if router is not None:
-            values |= {"expert_counts": router.counts_LE, "entropy": router.entropy_L, "dropped": router.dropped_L}
+            values |= {
+                "expert_counts": router.counts_LE,
+                "entropy": router.entropy_L,
+                "dropped": router.dropped_L,
+            }
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
         seconds = self.seconds_before + self.clock.total()
@@ -160,7 +168,9 @@ class Metrics:
         memory = self.memory(lambda: peak_gib(self.device))
         line |= {"peak_gib": memory, "skipped": skipped, "recompiles": recompiles}
         if router is not None:
-            line["expert_counts"] = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
+            line["expert_counts"] = [
+                [round(count) for count in counts_E] for counts_E in line["expert_counts"]
+            ]
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
         self.line = finite(line) | {"val_loss": None}
@@ -245,7 +255,9 @@ class Metrics:
 
     def draw(self) -> None:
         if self.path.exists() and self.path.stat().st_size:
-            from tmoe.run.report import draw  # matplotlib takes a second to import; rank 0 alone needs it, at the end
+            from tmoe.run.report import (
+                draw,
+            )  # matplotlib takes a second to import; rank 0 alone needs it, at the end
 
             draw(self.run)
 
@@ -297,7 +309,9 @@ def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
     # fp64: a step's counts may pass 2^24, where fp32 no longer counts
     flat = torch.cat([t.reshape(-1).to(device, torch.float64) for t in tensors.values()]).cpu()
     parts = flat.split([t.numel() for t in tensors.values()])
-    return values | {name: part.view(t.shape).tolist() for (name, t), part in zip(tensors.items(), parts, strict=True)}
+    return values | {
+        name: part.view(t.shape).tolist() for (name, t), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 def max_violation(counts_E: list[float]) -> float | None:
@@ -344,7 +358,9 @@ def write_config(
     mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
     start = {"step": start_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "world": world, "mesh": mesh}
     try:
-        starts = json.loads(path.read_text())["starts"] if path.exists() else []  # else somebody's, a model's say
+        starts = (
+            json.loads(path.read_text())["starts"] if path.exists() else []
+        )  # else somebody's, a model's say
         starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
@@ -352,7 +368,12 @@ def write_config(
         ) from error
     total, active, _ = count_parameters(cfg.model)
     resolved = dataclasses.asdict(cfg)
-    content = {"config": resolved, "world": world, "mesh": mesh, "parameters": {"total": total, "active": active}}
+    content = {
+        "config": resolved,
+        "world": world,
+        "mesh": mesh,
+        "parameters": {"total": total, "active": active},
+    }
     content |= {"versions": versions, "facts": facts, "starts": starts}
     with written_whole(path) as file:
         file.write(json.dumps(content, indent=2) + "\n")

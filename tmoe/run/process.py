@@ -106,7 +106,10 @@ class Runtime:
         sum what does not belong together, and nothing else would tell."""
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, dict(facts), group=self.control)
-        unlike = {name: [r for r in range(self.world) if told[r].get(name) != value] for name, value in told[0].items()}
+        unlike = {
+            name: [r for r in range(self.world) if told[r].get(name) != value]
+            for name, value in told[0].items()
+        }
         if lines := [
             f"{name}: {told[ranks[0]].get(name)} on rank {ranks}, {told[0][name]} on rank 0; must be the same on all"
             for name, ranks in unlike.items()
@@ -162,7 +165,9 @@ class Runtime:
         if self.rank == 0 and math.isfinite(loss) and not math.isfinite(norm):
             log.warning("step %d: gradient norm %g, with a loss of %.4g", step, norm, loss)
         elif self.rank == 0:
-            log.warning("step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank])
+            log.warning(
+                "step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank]
+            )
 
     def close(self) -> None:
         (told,) = self.sums(self.stop)  # together: rank 0 holds the store, and nobody may still need it
@@ -234,7 +239,9 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
     """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup
     makes a process ignore SIGHUP, a shell what it starts in the background Ctrl-C); but for SIGTERM and what was
     asked for by name."""
-    launcher = bool(launcher_world().launcher)  # it hands on the Ctrl-C that the terminal gave each process already
+    launcher = bool(
+        launcher_world().launcher
+    )  # it hands on the Ctrl-C that the terminal gave each process already
 
     def hear(signum, frame):
         runtime.stop = True
@@ -308,6 +315,8 @@ class OnItsWay:
         if self.copied:
             self.copied.synchronize()
             last = OnItsWay.last
-            self.ended = time.perf_counter() if last is None else last[1] + last[0].elapsed_time(self.copied) / 1e3
+            self.ended = (
+                time.perf_counter() if last is None else last[1] + last[0].elapsed_time(self.copied) / 1e3
+            )
             OnItsWay.last = self.copied, self.ended
         return self.host

@@ -49,7 +49,9 @@ def collecting() -> Iterator[None]:
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
     """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start`
     on. Of a trace that cannot be made or written one line tells, the run goes on, and nothing more is traced."""
-    none, warm, record, save = (getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE"))
+    none, warm, record, save = (
+        getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE")
+    )
 
     def action(i: int) -> ProfilerAction:
         step, follows = start + i, start + i + 1 in steps

@@ -25,10 +25,18 @@ class Bar:
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         texts = ("step {task.completed}/{task.total}", "{task.fields[numbers]}", "left")
-        columns = (TextColumn(texts[0]), BarColumn(), TextColumn(texts[1]), TextColumn(texts[2]), TimeRemainingColumn())
+        columns = (
+            TextColumn(texts[0]),
+            BarColumn(),
+            TextColumn(texts[1]),
+            TextColumn(texts[2]),
+            TimeRemainingColumn(),
+        )
         # the estimate starts at the first finished step, so compilation is not in it
         self.bar = Progress(*columns, auto_refresh=False, speed_estimate_period=300)
-        self.task = self.bar.add_task("", total=cfg.steps, completed=start_step, numbers="first step: compiling")
+        self.task = self.bar.add_task(
+            "", total=cfg.steps, completed=start_step, numbers="first step: compiling"
+        )
         self.drawn = time.perf_counter()
 
     def begin(self) -> None:
@@ -133,7 +141,11 @@ class Display:
 def summary(line: dict[str, Any]) -> str:
     """What a person watches: loss, validation loss, tokens/s, MFU; a loss that is not a number is shown as one."""
     parts = [f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"]
-    for name, text in (("val_loss", "val {:.4f}"), ("tokens_per_s", "{:,.0f} tokens/s"), ("mfu", "MFU {:.1%}")):
+    for name, text in (
+        ("val_loss", "val {:.4f}"),
+        ("tokens_per_s", "{:,.0f} tokens/s"),
+        ("mfu", "MFU {:.1%}"),
+    ):
         if line[name] is not None:
             parts.append(text.format(line[name]))
     return "  ".join(parts)

@@ -77,11 +77,15 @@ def load(path: Path) -> Run:
             numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
             violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
             if line.get("expert_counts"):
-                counts.append(np.array(line["expert_counts"], dtype=float))  # of all lines they may not fit in memory
+                counts.append(
+                    np.array(line["expert_counts"], dtype=float)
+                )  # of all lines they may not fit in memory
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{file}:{number}: no line of a run: {error}") from error
     if not numbers:
-        raise ValueError(f"{file}: {'holds no line to draw' if file.exists() else 'missing; name a run folder'}")
+        raise ValueError(
+            f"{file}: {'holds no line to draw' if file.exists() else 'missing; name a run folder'}"
+        )
     table = np.array(numbers)
     layers = max(map(len, violation))
     try:
@@ -89,7 +93,9 @@ def load(path: Path) -> Run:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{described}: no config.json of a run: {error}") from error
     try:
-        filled = np.array([row or [None] * layers for row in violation], dtype=float).reshape(len(table), layers)
+        filled = np.array([row or [None] * layers for row in violation], dtype=float).reshape(
+            len(table), layers
+        )
         summed = np.sum(counts, axis=0) if counts else np.zeros((0, 0))
     except ValueError as error:
         raise ValueError(f"{file}: lines of different models: {error}") from error
@@ -134,7 +140,9 @@ def paint(run: Run) -> Figure:
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
-    painters = dict(loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation)
+    painters = dict(
+        loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation
+    )
     for name, axis in figure.subplot_mosaic(rows).items():
         if name == "load":
             draw_load(axis, run)
@@ -150,7 +158,9 @@ def title(run: Run) -> str:
     if "parameters" in run.config:
         counts, mesh = run.config["parameters"], run.config["mesh"]
         parts.append(f"{short(counts['total'])} parameters, {short(counts['active'])} active")
-        parts.append(f"{run.config['world']} rank{'s' * (run.config['world'] != 1)}: dp {mesh['dp']} × ep {mesh['ep']}")
+        parts.append(
+            f"{run.config['world']} rank{'s' * (run.config['world'] != 1)}: dp {mesh['dp']} × ep {mesh['ep']}"
+        )
         parts.append(run.config["versions"].get("gpu") or "CPU")
     return "  ·  ".join([*parts, "dotted: resumed"] if resumptions(run) else parts)
 
@@ -209,7 +219,9 @@ def draw_loss(axis: Axes, run: Run) -> None:
         axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
     entropy = run.config.get("facts", {}).get("unigram_entropy")
     if entropy is not None:
-        axis.axhline(entropy, color=GREY, linewidth=1, linestyle="--", label=f"unigram entropy ({entropy:.2f})")
+        axis.axhline(
+            entropy, color=GREY, linewidth=1, linestyle="--", label=f"unigram entropy ({entropy:.2f})"
+        )
     axis.set_title("Loss, nats a token", loc="left")
     axis.legend(frameon=False, loc="upper right")
 
@@ -249,7 +261,9 @@ def draw_speed(axis: Axes, run: Run) -> None:
     both = np.isfinite(mfu) & (rate > 0)
     if both.any() and (share := np.median(mfu[both] / rate[both])) > 0:
         # MFU is throughput in other units, so it is a second scale instead of a second curve
-        other = axis.secondary_yaxis("right", functions=(partial(np.multiply, share), partial(np.multiply, 1 / share)))
+        other = axis.secondary_yaxis(
+            "right", functions=(partial(np.multiply, share), partial(np.multiply, 1 / share))
+        )
         other.yaxis.set_major_formatter(PercentFormatter(1.0))
         other.spines["right"].set_visible(False)
         heading += f"; right: MFU, {np.nanmedian(mfu):.1%}"
@@ -257,7 +271,9 @@ def draw_speed(axis: Axes, run: Run) -> None:
 
 
 def draw_rate(axis: Axes, run: Run) -> None:
-    axis.plot(run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker="o" if len(run.steps) == 1 else None)
+    axis.plot(
+        run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker="o" if len(run.steps) == 1 else None
+    )
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:.1e}")
     axis.set_title("Learning rate", loc="left")
@@ -278,7 +294,8 @@ def draw_load(axis: Axes, run: Run) -> None:
     """Layer x expert: an expert's share of its layer's routed pairs, 1 = uniform; blue idle, red crowded."""
     lines = min(WINDOW, len(run.steps))
     axis.set_title(
-        f"Expert load over the last {f'{lines} lines' if lines > 1 else 'line'}, 1 = uniform share", loc="left"
+        f"Expert load over the last {f'{lines} lines' if lines > 1 else 'line'}, 1 = uniform share",
+        loc="left",
     )
     share = run.counts / np.maximum(run.counts.mean(1, keepdims=True), 1e-9)
     # 0 to 2, so that runs compare; further if the 99.5th percentile is: one runaway expert shall not turn all others white

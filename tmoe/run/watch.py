@@ -101,7 +101,10 @@ class Watch:
         self._moved: float | None = None  # when anything last did in this step
         self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
-        self._guarding, self._armed = threading.Lock(), False  # faulthandler has one timer, which may be the user's
+        self._guarding, self._armed = (
+            threading.Lock(),
+            False,
+        )  # faulthandler has one timer, which may be the user's
         self._thread = threading.current_thread()
         self._heart: threading.Thread | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -164,7 +167,9 @@ class Watch:
         self.checksum = zlib.crc32(words.encode(), self.checksum)
         if self._moved is not None:
             self._moved = time.monotonic()
-        if not tensors or tensors[0].is_cpu:  # gloo may abort this process; NCCL hangs, and the heartbeat tells
+        if (
+            not tensors or tensors[0].is_cpu
+        ):  # gloo may abort this process; NCCL hangs, and the heartbeat tells
             self._tell()
 
     def _begin_journal(self) -> None:
@@ -195,9 +200,13 @@ class Watch:
                 # as it lies there; getattr's would not bind again
                 self._originals[method] = vars(dist.ProcessGroup)[method]
                 setattr(
-                    dist.ProcessGroup, method, self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
+                    dist.ProcessGroup,
+                    method,
+                    self._journalled(METHODS[method], getattr(dist.ProcessGroup, method)),
                 )
-            self._heart = threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True)
+            self._heart = threading.Thread(
+                target=self._beat, args=(self._ended,), name="heartbeat", daemon=True
+            )
             self._heart.start()
         return self
 
@@ -237,7 +246,9 @@ class Watch:
             if self._ended.is_set():
                 return
             saves = self.saving()
-            if self._saved and not saves and self._moved is not None:  # what waited for its disk may go on now
+            if (
+                self._saved and not saves and self._moved is not None
+            ):  # what waited for its disk may go on now
                 self._moved = time.monotonic()
             self._saved = saves
             moved = self._moved if self.timeout else None
@@ -399,7 +410,9 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
     ended = {r: words for r, words in now.items() if words["failure"]}
     if ended:
         first = min(ended, key=lambda r: ended[r]["at"])
-        before_it = [str(r) for r, words in now.items() if words["stands"] and words["at"] < ended[first]["at"]]
+        before_it = [
+            str(r) for r, words in now.items() if words["stands"] and words["at"] < ended[first]["at"]
+        ]
         behind = f", behind the standstill of rank {', '.join(before_it)}" if before_it else ""
         yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}{behind}"
     for other, words in now.items():
@@ -426,7 +439,9 @@ def _parting(journals: dict[int, list[str]]) -> str:
     """Where the ranks' collectives begin to differ."""
     longest = max(map(len, journals.values()))
     padded = {rank: [*sites, *["nothing yet"] * (longest - len(sites))] for rank, sites in journals.items()}
-    at = next((i for i, calls in enumerate(zip(*padded.values(), strict=True)) if len(set(calls)) > 1), longest)
+    at = next(
+        (i for i, calls in enumerate(zip(*padded.values(), strict=True)) if len(set(calls)) > 1), longest
+    )
     calls: dict[str, list[str]] = {}
     for rank, sites in padded.items():
         calls.setdefault(sites[at] if at < longest else "nothing yet", []).append(str(rank))

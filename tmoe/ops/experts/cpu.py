@@ -17,8 +17,12 @@ def route(ids_TK, E):
     """
     flat = ids_TK.reshape(-1)
     if flat.numel() and (int(flat.min()) < -1 or int(flat.max()) >= E):
-        raise ValueError(f"ids: got {int(flat.min())}..{int(flat.max())}, valid are 0..{E - 1} and -1 for 'not here'")
-    ends = torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()  # ends[0]: slots not here
+        raise ValueError(
+            f"ids: got {int(flat.min())}..{int(flat.max())}, valid are 0..{E - 1} and -1 for 'not here'"
+        )
+    ends = (
+        torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()
+    )  # ends[0]: slots not here
     order = torch.argsort(flat, stable=True)[ends[0] :]
     return order, [end - ends[0] for end in ends[1:]]
 
@@ -32,7 +36,9 @@ def combine(rows_ND, order, weights_TK, T, K):
     """Each token's rows, weighted, summed in fp32 in slot order: y[t] = sum_k w[t, k] * rows[row of (t, k)]."""
     dtype, acc_dtype = rows_ND.dtype, torch.promote_types(rows_ND.dtype, torch.float32)
     n, D = order.numel(), rows_ND.shape[1]
-    row_TK = torch.full((T * K,), n, dtype=torch.int64)  # rows_ND[n] is the zero row of the slots that are not here
+    row_TK = torch.full(
+        (T * K,), n, dtype=torch.int64
+    )  # rows_ND[n] is the zero row of the slots that are not here
     row_TK[order] = torch.arange(n)
     row_TK = row_TK.view(T, K)
     y_TD = torch.zeros(T, D, dtype=acc_dtype)
@@ -84,7 +90,9 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
         gate, up = h[lo:hi].chunk(2, dim=1)
         dy = dy_TD.index_select(0, tokens[lo:hi])
         act = ACTIVATIONS[activation](gate, up)
-        d_act = dy @ down_EDF[e]  # before the routing weight: its product with act is the weight's own gradient
+        d_act = (
+            dy @ down_EDF[e]
+        )  # before the routing weight: its product with act is the weight's own gradient
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         torch.mm(dy.T, act.mul_(s), out=d_down[e])
         dh = torch.empty_like(h[lo:hi])

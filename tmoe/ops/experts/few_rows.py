@@ -27,7 +27,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from tmoe.ops.experts.kernels import activate, slices
 
-thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)  # triton 3.6's name, and 3.8's
+thread_barrier = getattr(gl, "thread_barrier", None) or getattr(
+    gl, "barrier", None
+)  # triton 3.6's name, and 3.8's
 
 
 @gluon.jit
@@ -112,7 +114,9 @@ def load_weights(
             for k in range(up_steps):
                 s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
-                tma.async_copy_global_to_shared(gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s))
+                tma.async_copy_global_to_shared(
+                    gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s)
+                )
                 it += 1
         else:
             e, _, _, _, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
@@ -126,7 +130,9 @@ def load_weights(
 
 
 @gluon.jit
-def rows_at(index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_at(
+    index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
+):
     """For each CHUNK rows of a tile, where they lie in memory: rows index[r] // K, or r itself without an index."""
     offsets = ()
     for i in gl.static_range(BM // CHUNK):
@@ -237,7 +243,9 @@ def consume(
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
+    )
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
@@ -269,7 +277,9 @@ def consume(
                 if h is not None:
                     store(h, gate, row, hi, col, F, 2 * F, OUT)
                     store(h + F, up, row, hi, col, F, 2 * F, OUT)
-                store(act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT)
+                store(
+                    act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT
+                )
             thread_barrier()  # all threads have stored
             gl.atomic_add(ready + e, 1, sem="release", scope="gpu")
         else:
@@ -301,8 +311,12 @@ def few_rows(
     B_BOX: gl.constexpr = [2, BN // 2, BL]
     Q: gl.constexpr = 4  # tiles that are known and not yet begun by all
     dtype: gl.constexpr = act.dtype.element_ty
-    a_bufs = gl.allocate_shared_memory(dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype))
-    b_bufs = gl.allocate_shared_memory(dtype, [SB] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, dtype))
+    a_bufs = gl.allocate_shared_memory(
+        dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype)
+    )
+    b_bufs = gl.allocate_shared_memory(
+        dtype, [SB] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, dtype)
+    )
     a_full = gl.allocate_shared_memory(gl.int64, [SA, 1], mbarrier.MBarrierLayout())
     a_empty = gl.allocate_shared_memory(gl.int64, [SA, 1], mbarrier.MBarrierLayout())
     b_full = gl.allocate_shared_memory(gl.int64, [SB, 1], mbarrier.MBarrierLayout())

@@ -99,7 +99,9 @@ class Layer:
         )  # fmt: skip
         return rows
 
-    def specialised(self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", h=None, ds=None, bias=None):
+    def specialised(
+        self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", h=None, ds=None, bias=None
+    ):
         """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
 
         outs are its c, c2, c3. See there for the rest.
@@ -143,7 +145,9 @@ class Layer:
         w = gate_up.view(2 * self.E, self.F, self.D)
         if cfg.outs:
             outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (None, None, act)
-            self.specialised("up", cfg, x, w, outs, self.F, self.D, True, "a" if cfg.gather else "", bias=bias)
+            self.specialised(
+                "up", cfg, x, w, outs, self.F, self.D, True, "a" if cfg.gather else "", bias=bias
+            )
             return act
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
@@ -206,7 +210,9 @@ class Layer:
         ds = self.empty(parts, self.N, dtype=torch.float32)
         if cfg.outs:
             gather = "a" if cfg.gather else ""
-            self.specialised("dh", cfg, dy, down, (dh, None, act), self.F, self.D, gather=gather, h=h_N2F, ds=ds)
+            self.specialised(
+                "dh", cfg, dy, down, (dh, None, act), self.F, self.D, gather=gather, h=h_N2F, ds=ds
+            )
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
@@ -270,7 +276,16 @@ class Layer:
         add, W, block = d_bias is not None, dh.shape[1], 128
         d_bias = d_bias if add else self.empty(self.E, W)
         launch(
-            kernels.bias_kernel, (self.E, cdiv(W, block)), dh, d_bias, self.meta.offsets, W, 64, block, add, num_warps=4
+            kernels.bias_kernel,
+            (self.E, cdiv(W, block)),
+            dh,
+            d_bias,
+            self.meta.offsets,
+            W,
+            64,
+            block,
+            add,
+            num_warps=4,
         )
         return d_bias
 
@@ -313,9 +328,9 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
     if weights.numel() == 0:
-        return *(torch.zeros_like(t) for t in (x, gate_up, down, weights)), None if bias is None else torch.zeros_like(
-            bias
-        )
+        return *(
+            torch.zeros_like(t) for t in (x, gate_up, down, weights)
+        ), None if bias is None else torch.zeros_like(bias)
     dx = d_gate_up = d_down = d_weights = d_bias = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
@@ -328,7 +343,9 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
         d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
         del dy_N, act
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
-        d_gate_up = layer.dw("dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up)
+        d_gate_up = layer.dw(
+            "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
+        )
         if bias is not None:
             d_bias = layer.bias_gradient(dh, d_bias)
         del h, dh, ds  # before the next window's are made

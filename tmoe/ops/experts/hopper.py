@@ -93,14 +93,18 @@ def load_tiles(
                 if GATHER == "a":
                     rows = a_bufs.index(s).reshape([BM, BL])
                     if BM == 64:
-                        async_copy.async_copy_global_to_shared(rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1))
+                        async_copy.async_copy_global_to_shared(
+                            rows, a_rows + k * BL, mask=gl.expand_dims(r < hi, 1)
+                        )
                     else:
                         async_copy.async_copy_global_to_shared(rows, a_rows + k * BL)
                 else:
                     at = [RAGGED, hi, RAGGED - (hi - row), k * BL]
                     tma.async_copy_global_to_shared(a, at, arrived, a_bufs.index(s))
                 if KIND == "up":
-                    tma.async_copy_global_to_shared(b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s))
+                    tma.async_copy_global_to_shared(
+                        b, [2 * e, pn * (BN // 2), k * BL], arrived, b_bufs.index(s)
+                    )
                 elif B_ROWS:
                     tma.async_copy_global_to_shared(b, [e, pn * BN, k * BL], arrived, b_bufs.index(s))
                 else:
@@ -116,7 +120,9 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
     if KIND == "dw":
         tma.async_copy_shared_to_global(c, [e, row, col], smem.reshape([1] + smem.shape))
     else:
-        tma.async_copy_shared_to_global(c, [RAGGED, hi, RAGGED - (hi - row), col], smem.reshape([1, 1] + smem.shape))
+        tma.async_copy_shared_to_global(
+            c, [RAGGED, hi, RAGGED - (hi - row), col], smem.reshape([1, 1] + smem.shape)
+        )
 
 
 @gluon.jit
@@ -129,7 +135,9 @@ def consume_tiles(
 
     From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are the finishers'.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
+    )
     W: gl.constexpr = BN // SUB
     it = 0
     phase = 0
@@ -154,7 +162,9 @@ def consume_tiles(
             else:
                 b_tile = b_bufs.index(s).reshape([BL, BN])
             acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
-            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))  # wait returns a plain tensor
+            acc = warpgroup_mma_init(
+                warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            )  # wait returns a plain tensor
             mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -329,16 +339,26 @@ def specialised(
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
     ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
     OUT_BOX: gl.constexpr = [BM, BN // SUB]
-    a_bufs = gl.allocate_shared_memory(ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT))
-    b_bufs = gl.allocate_shared_memory(ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT))
-    out = gl.allocate_shared_memory(ELEMENT, [OUTS] + OUT_BOX, gl.NVMMASharedLayout.get_default_for(OUT_BOX, ELEMENT))
-    scale = gl.allocate_shared_memory(gl.float32, [BM // (4 * CREW), 4 * CREW], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    a_bufs = gl.allocate_shared_memory(
+        ELEMENT, [S] + A_BOX, gl.NVMMASharedLayout.get_default_for(A_BOX, ELEMENT)
+    )
+    b_bufs = gl.allocate_shared_memory(
+        ELEMENT, [S] + B_BOX, gl.NVMMASharedLayout.get_default_for(B_BOX, ELEMENT)
+    )
+    out = gl.allocate_shared_memory(
+        ELEMENT, [OUTS] + OUT_BOX, gl.NVMMASharedLayout.get_default_for(OUT_BOX, ELEMENT)
+    )
+    scale = gl.allocate_shared_memory(
+        gl.float32, [BM // (4 * CREW), 4 * CREW], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1 if GATHER == "" else 32 * CREW + 1)  # one arrival a cp.async thread
+        mbarrier.init(
+            full.index(i), count=1 if GATHER == "" else 32 * CREW + 1
+        )  # one arrival a cp.async thread
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(staged, count=1)
     mbarrier.init(taken, count=1)

@@ -113,7 +113,9 @@ def product(
     l = tl.arange(0, BL)
     r = row + tl.arange(0, BM)
     if GATHER:
-        r = tl.load(order + r, mask=r < hi, other=0) // K  # rows past the end read token 0 and are never stored
+        r = (
+            tl.load(order + r, mask=r < hi, other=0) // K
+        )  # rows past the end read token 0 and are never stored
     a_at = a
     if GATHER or not TMA:
         a_at = a + r.to(tl.int64)[:, None] * stride_a + l[None, :]
@@ -362,7 +364,9 @@ def add_slots(
         if k < K:
             here = (at[k] >= 0) & (at[k] < N)
             mask = (cols < D) & here
-            x = tl.load(rows + at[k].to(tl.int64) * D + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+            x = tl.load(
+                rows + at[k].to(tl.int64) * D + cols, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
             w = 1.0
             if WEIGHTED:
                 # a slot that is not here may carry any weight, NaN too
@@ -388,7 +392,9 @@ def any_here(at, N, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def add_parts(t, row_of, ds, d_weights, base, N, num_parts, K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr):
+def add_parts(
+    t, row_of, ds, d_weights, base, N, num_parts, K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr
+):
     """d_weights of token t: the sum of the parts that dh left in ds, in order; where a slot is not here 0 (ADD: what is there)."""
     k = tl.arange(0, KP)
     row = tl.load(row_of + t * K + k, mask=k < K, other=-1) - base
@@ -469,7 +475,8 @@ def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, AD
     acc = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.cdiv(hi - lo, R)):
         acc += tl.sum(
-            load_rows(dh, lo, hi, lo + i * R, tl.program_id(1) * BLOCK, W, W, R, BLOCK, False).to(tl.float32), 0
+            load_rows(dh, lo, hi, lo + i * R, tl.program_id(1) * BLOCK, W, W, R, BLOCK, False).to(tl.float32),
+            0,
         )
     at = d_bias + e.to(tl.int64) * W + cols
     if ADD:

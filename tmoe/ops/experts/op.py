@@ -15,7 +15,9 @@ from tmoe.ops.launch.replay import remembered
 from tmoe.ops.reference import ACTIVATIONS
 
 
-def moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None):
+def moe_mlp(
+    x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None
+):
     """Each token through its K experts: y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
 
     Args:
@@ -129,7 +131,9 @@ def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
 
 @torch.library.register_fake("tmoe::moe_mlp_backward", lib=_lib)
 def _backward_fake(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
-    return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(0 if bias is None else bias.shape)
+    return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(
+        0 if bias is None else bias.shape
+    )
 
 
 _lib.impl("moe_mlp", _forward_cpu, "CPU")

@@ -108,7 +108,9 @@ def scan(counts, totals, NB, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def write_tiles(table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr):
+def write_tiles(
+    table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr
+):
     """This expert's part of the table of BM-row tiles, from its `first` on; the last expert also writes how many there are."""
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):
@@ -183,13 +185,29 @@ def place(
         here = clip(end, 0, P) - clip(end - tot, 0, P)
         lo = clip(hi - tl.load(totals + p), 0, P)
         write_expert(
-            p, lo, clip(hi, 0, P) - lo, here, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1
+            p,
+            lo,
+            clip(hi, 0, P) - lo,
+            here,
+            ee,
+            offsets,
+            by_size,
+            ready,
+            tiles0,
+            tiles1,
+            cap0,
+            cap1,
+            E,
+            BM0,
+            BM1,
         )
     if p < NB:
         before = tl.load(base + ee * NB + p, mask=ee < E, other=0)
         behind = tl.load(base + ee * NB + p + 1, mask=(ee < E) & (p + 1 < NB), other=0)
         count = tl.where(p + 1 < NB, behind, tot) - before
-        shift = end - tot + before - (tl.cumsum(count, 0) - count)  # from a slot's place in the block to its row
+        shift = (
+            end - tot + before - (tl.cumsum(count, 0) - count)
+        )  # from a slot's place in the block to its row
         j = tl.arange(0, B)
         x = tl.load(ids + p * B + j, mask=p * B + j < N, other=-1)
         here = (x >= 0) & (x < E)
@@ -239,7 +257,21 @@ def place_few(
         tot = clip(end, 0, P) - clip(end - tot, 0, P)
     first = clip(lo, 0, P)
     write_expert(
-        p, first, clip(hi, 0, P) - first, tot, ee, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, E, BM0, BM1
+        p,
+        first,
+        clip(hi, 0, P) - first,
+        tot,
+        ee,
+        offsets,
+        by_size,
+        ready,
+        tiles0,
+        tiles1,
+        cap0,
+        cap1,
+        E,
+        BM0,
+        BM1,
     )
 
 

@@ -16,7 +16,9 @@ _modes = take("torch._C._len_torch_dispatch_stack", _SLOWER)
 _transform = take("torch._C._functorch.peek_interpreter_stack", _SLOWER)
 _trace = take("torch._C._get_tracing_state", _SLOWER)
 _is_legacy_batch = take("torch._C._functorch.is_legacy_batchedtensor", _SLOWER)
-_is_batch = take("torch._C._functorch.is_batchedtensor", "layers keep what a backward needs, whether one comes or not")
+_is_batch = take(
+    "torch._C._functorch.is_batchedtensor", "layers keep what a backward needs, whether one comes or not"
+)
 _SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch says who watches
 
 

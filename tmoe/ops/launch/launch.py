@@ -127,7 +127,9 @@ def _has_descriptors(arch):
     if arch != "cuda:90":
         return False
     if missing := gluon_lacks():
-        note(f"triton {triton.__version__} has no {missing}: portable kernels run in place of those for Hopper")
+        note(
+            f"triton {triton.__version__} has no {missing}: portable kernels run in place of those for Hopper"
+        )
     return not missing
 
 
@@ -165,7 +167,11 @@ def _settle(module):
 
 def _fixed(kernel):
     """Per parameter: whether the binary does not depend on its value. Kept with the kernel, whose own hash is Python's work."""
-    for module in ("triton.language.standard", "triton.experimental.gluon.language._standard", kernel.__module__):
+    for module in (
+        "triton.language.standard",
+        "triton.experimental.gluon.language._standard",
+        kernel.__module__,
+    ):
         _settle(module)
     kernel.tmoe_fixed = fixed = tuple(p.do_not_specialize for p in kernel.params)
     return fixed
@@ -254,7 +260,9 @@ class Short(NamedTuple):
 
     call: Callable
     head: tuple
-    maps: list  # (index, what makes a list of what stands in `flat` for it) of each descriptor among the values
+    maps: (
+        list  # (index, what makes a list of what stands in `flat` for it) of each descriptor among the values
+    )
 
 
 def _own_launcher(compiled, kernel, values):
@@ -272,7 +280,9 @@ def _own_launcher(compiled, kernel, values):
             return short
     except (ImportError, AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
         pass
-    note(f"triton {triton.__version__}'s launcher is unknown: its own Python launches each kernel, which takes longer")
+    note(
+        f"triton {triton.__version__}'s launcher is unknown: its own Python launches each kernel, which takes longer"
+    )
     return None
 
 
@@ -334,7 +344,9 @@ def _with_function(launch, function):
         return function
     cells = list(launch.__closure__ or ())
     cells[launch.__code__.co_freevars.index("launcher")] = CellType(function)
-    return FunctionType(launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, tuple(cells))
+    return FunctionType(
+        launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, tuple(cells)
+    )
 
 
 def launch(kernel, grid, *args, **options):

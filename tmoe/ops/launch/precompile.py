@@ -26,7 +26,9 @@ from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.launch import cdiv, compile_only
 from tmoe.stack import take
 
-FileCacheManager: Any = take("triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced")
+FileCacheManager: Any = take(
+    "triton.runtime.cache.FileCacheManager", "torn files in its cache are not replaced"
+)
 
 
 def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
@@ -42,7 +44,10 @@ def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
     gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
     if pairs is not None:  # in an expert group symm.py's sums leave rows alone that nobody reads
         layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
-        rows, ds = layer.empty(pairs, D), layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
+        rows, ds = (
+            layer.empty(pairs, D),
+            layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32),
+        )
         layer.combine(rows, weights, x, add=False, fill=False)
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
@@ -78,7 +83,9 @@ def compile_under_locks(wanted, folder):
     names = sorted(wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest())
     while names:
         busy = [
-            key for key in names if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)
+            key
+            for key in names
+            if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)
         ]
         if len(busy) == len(names):  # all are being compiled elsewhere: wait for one
             key = busy.pop(0)
@@ -115,7 +122,10 @@ def work(arch, traces):
     compiled, wanted = [], {}
     before, cache = knobs.compilation.listener, knobs.cache.manager_class
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
-    if FileCacheManager and cache in (None, FileCacheManager):  # somebody's own, on a network say, answers for itself
+    if FileCacheManager and cache in (
+        None,
+        FileCacheManager,
+    ):  # somebody's own, on a network say, answers for itself
         knobs.cache.manager_class = WholeCache
     folder = Path(knobs.cache.dir) / "tmoe-locks"
     with contextlib.suppress(OSError):

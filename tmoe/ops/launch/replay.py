@@ -118,7 +118,9 @@ class Tape:
 
     def program(self, results):
         numbers = {
-            id(holder()): i for i, holder in enumerate(self.holders) if i >= self.inputs and holder() is not None
+            id(holder()): i
+            for i, holder in enumerate(self.holders)
+            if i >= self.inputs and holder() is not None
         }
         found = [None if t is None else numbers.get(id(t)) for t in results]
         if not self.whole or any(i is None and t is not None for i, t in zip(found, results, strict=True)):
@@ -165,7 +167,9 @@ class Program:
                     values[at] = addresses[buffer] + offset
                 for begin, end, buffer, offset, box, encode, known in boxes:
                     key = addresses[buffer] + offset, box.shape, box.strides
-                    values[begin:end] = known.get(key) or encoded(box._replace(base=Address(key[0])), encode, known)
+                    values[begin:end] = known.get(key) or encoded(
+                        box._replace(base=Address(key[0])), encode, known
+                    )
                 call(*grid, stream, *head, *values)
             elif step[0] == "empty":
                 held.append(torch.empty(step[1], dtype=step[2], device=device))
