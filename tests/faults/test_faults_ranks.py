@@ -181,7 +181,7 @@ def test_a_process_leaves_behind_what_nobody_catches(how):
     """With its traceback, and before what CUDA would do at the end; who catches the error goes on as if nothing had been, and holds nothing."""
     code = f"""
 import atexit, gc, weakref
-from tmoe.watch import _leave_behind
+from tmoe.run.watch import _leave_behind
 atexit.register(print, "the end")
 class Model: pass
 def fails(held):

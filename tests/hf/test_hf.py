@@ -1,6 +1,6 @@
 """Import and export as an operator meets them: files that come back, damage, refusals, memory, the command line.
 
-next: ../../tmoe/hf.py
+next: ../../tmoe/hf/importer.py
 """
 
 import ctypes

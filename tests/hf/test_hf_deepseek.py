@@ -2,7 +2,7 @@
 
 Logits, gradients and the way back of tiny models of both architectures: test_hf_models.py.
 
-next: ../../tmoe/hf_tables.py
+next: ../../tmoe/hf/tables.py
 """
 
 import json

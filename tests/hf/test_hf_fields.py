@@ -2,7 +2,7 @@
 
 Both sides build the model, and their logits are compared; where transformers reads what it read before, no model is built anew.
 
-next: ../../tmoe/hf_config.py
+next: ../../tmoe/hf/config.py
 """
 
 import copy

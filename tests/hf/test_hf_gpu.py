@@ -1,6 +1,6 @@
 """Swapped experts and imported models on a GPU, where tmoe's kernels run, against transformers' own on the same GPU.
 
-next: ../../tmoe/hf_swap.py
+next: ../../tmoe/hf/swap.py
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Every architecture of the table: the same function in both directions, and config.json both ways.
 
-next: ../../tmoe/hf_tables.py
+next: ../../tmoe/hf/tables.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """gpt-oss as it is published: experts in MXFP4, read as what they stand for, against transformers' own conversion.
 
-next: ../../tmoe/hf_packed.py
+next: ../../tmoe/hf/packed.py
 """
 
 import json

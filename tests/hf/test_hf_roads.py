@@ -1,6 +1,6 @@
 """Import, direct start and export accept the same folders and refuse the others in the same words; no tensor is lost on the way.
 
-next: ../../tmoe/hf_plan.py
+next: ../../tmoe/hf/plan.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """fp8 in blocks: the factors' type says what they mean; every one is read as transformers reads it, or refused by name.
 
-next: ../../tmoe/hf_packed.py
+next: ../../tmoe/hf/packed.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Folders whose experts lie stacked, as transformers 5 holds them: read, started from and written back in that spelling.
 
-next: ../../tmoe/hf_rules.py
+next: ../../tmoe/hf/rules.py
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """tmoe's experts in transformers' models: the same function, trained alike, spread over ranks.
 
-next: ../../tmoe/hf_swap.py
+next: ../../tmoe/hf/swap.py
 """
 
 import copy

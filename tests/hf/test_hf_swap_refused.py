@@ -1,6 +1,6 @@
 """Which experts swap_experts takes and which it refuses, by what the modules say of themselves; a refused model is as it was.
 
-next: ../../tmoe/hf_swap.py
+next: ../../tmoe/hf/swap.py
 """
 
 import copy

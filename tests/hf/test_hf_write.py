@@ -1,6 +1,6 @@
 """Export and import, killed anywhere or given a full or lying disk: the folder is whole and right, or absent, and the same command finishes it.
 
-next: ../../tmoe/hf_write.py
+next: ../../tmoe/hf/write.py
 """
 
 import errno
