@@ -142,7 +142,7 @@ def test_no_module_can_unpickle_a_file():
                 )
                 assert not name.startswith("pickle.") or (name, path.name) == (
                     "pickle.dump",
-                    "checkpoint/dcp.py",
+                    "dcp.py",
                 ), (
                     path,
                     name,

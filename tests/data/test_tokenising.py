@@ -180,11 +180,12 @@ MEASURE = """if True:
     import resource, sys
     import numpy as np
     from pathlib import Path
-    from tmoe.data import sources as corpus, dataset as data, tokenizer
+    from tmoe.data import tokenizer
+    from tmoe.data.convert import convert
     chosen = tokenizer.load_tokenizer(sys.argv[2])
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before = peak()
-    data.convert((sys.argv[1],), out=Path(sys.argv[3]), tokenizer=sys.argv[2])
+    convert((sys.argv[1],), out=Path(sys.argv[3]), tokenizer=sys.argv[2])
     print("MiB", peak() - before)
 """
 

@@ -16,6 +16,7 @@ import torch
 import tyro
 from run_logs import Stats, config, routers, start, step
 
+from tmoe import report as command
 from tmoe.run import report
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def test_command_line_draws_a_bare_metrics_file(tmp_path, capsys):
     (tmp_path / "config.json").unlink()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step":3,"lo')  # a run that is being written, or was killed
-    tyro.cli(report.main, args=[str(tmp_path)])
+    tyro.cli(command.main, args=[str(tmp_path)])
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.png")
     assert is_picture(tmp_path / "report.png")
 
