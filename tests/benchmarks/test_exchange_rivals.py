@@ -17,8 +17,12 @@ def there_and_back(rank, world):
     draw = torch.Generator().manual_seed(rank)
     tokens = 11 + 4 * rank
     s.weights, ids = torch.rand(tokens, exchange.E, generator=draw).topk(exchange.K)
-    s.ids, s.x = ids.int(), torch.randn(tokens, exchange.D, generator=draw).bfloat16()
-    s.rank, s.world, s.L, s.group = rank, world, exchange.E // world, dist.group.WORLD.group_name
+    s.ids = ids.int()
+    s.x = torch.randn(tokens, exchange.D, generator=draw).bfloat16()
+    s.rank = rank
+    s.world = world
+    s.L = exchange.E // world
+    s.group = dist.group.WORLD.group_name
     s.plan = collectives.plan(s.ids, s.L, s.group)
     s.send, s.receive = s.plan[2].tolist()
     s.packed = s.x[s.plan[1]]

@@ -114,7 +114,8 @@ def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
     attention's has another."""
     cfg = presets()[preset]
     cfg = replace(cfg, train=replace(cfg.train, batch=3, seq=4096, isolate_documents=isolated))
-    slow, fast = [[64, 1.0], [128, 2.0], [192, 3.0]], [[64, 3.0], [128, 5.0], [192, 7.0]]
+    slow = [[64, 1.0], [128, 2.0], [192, 3.0]]
+    fast = [[64, 3.0], [128, 5.0], [192, 7.0]]
     m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
     assert cost.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
 
@@ -130,7 +131,8 @@ def matrix_elements(model: ModelConfig) -> int:
 
 def test_experts_worked_by_hand():
     """18*T*K*D*F FLOPs a layer however they are spread; a busiest rank with 1.5 times the mean takes 1.5 times as long."""
-    T, layers = 4 * 4096, 16
+    T = 4 * 4096
+    layers = 16
     for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
         got = cost.predict(OLMOE, 1, ep, free(product_rate=1e12), skew).parts["experts"]
         assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
@@ -141,7 +143,10 @@ def test_expert_traffic_worked_by_hand():
     T, N, D, F, E = 16384, 16384 * 8, 2048, 1024, 64
     x, a, w = N * D, N * F, E * D * F
     up, down, both = x + 2 * w + 2 * a + a, a + w + x, x + T * D
-    dh, dx, dw_down, dw_up = x + w + 2 * a + 2 * a + a, 2 * a + 2 * w + x, a + x + w, 2 * a + x + 2 * w
+    dh = x + w + 2 * a + 2 * a + a
+    dx = 2 * a + 2 * w + x
+    dw_down = a + x + w
+    dw_up = 2 * a + x + 2 * w
     elements = up + down + both + dh + dx + dw_down + dw_up + both
     got = cost.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
     assert sum(got) == pytest.approx(2 * elements / 1e12)
@@ -191,7 +196,8 @@ def test_four_h200_layers_are_near_the_measured(file, names, off):
     measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
     assert list(measured) == names
     for name in measured:
-        shape, shared = (16384, *ALL[name][1:]), 2816 * (name == "deepseek" and file.startswith("22"))
+        shape = (16384, *ALL[name][1:])
+        shared = 2816 * (name == "deepseek" and file.startswith("22"))
         one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
         added = four - one + cost.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
@@ -280,7 +286,8 @@ def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stri
 def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     """FSDP2's own buffers on a group that is none: 4 experts over 128 ranks are gathered as 128 experts."""
     words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
-    cfg, moved = parse(words.split(), "", world=dp * ep), {1: 0, ep: 0}
+    cfg = parse(words.split(), "", world=dp * ep)
+    moved = {1: 0, ep: 0}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
     try:
         with torch.device("meta"):
@@ -295,7 +302,8 @@ def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     assert dense + experts == sum(moved.values())
     assert ep == 1 or moved == {1: dense, ep: experts}
     assert experts == pytest.approx(times * cost.parameter_groups(cfg, dp, ep)[1][0], rel=1e-6)
-    gathered, layer = memory_per_rank(cfg, dp, ep)["gathered"], experts / sum(map(cfg.model.is_moe, range(2)))
+    gathered = memory_per_rank(cfg, dp, ep)["gathered"]
+    layer = experts / sum(map(cfg.model.is_moe, range(2)))
     assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
 
 
@@ -382,7 +390,8 @@ def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
 def test_glue_worked_by_hand(cfg, columns):
     """Passes over [T, D] in each block; of a dense or shared feed-forward's activations nine columns for each of its own: the forward
     reads gate and up and writes their product, the backward reads those two and a gradient, writes that product and two gradients."""
-    T, model = cfg.train.batch * cfg.train.seq, cfg.model
+    T = cfg.train.batch * cfg.train.seq
+    model = cfg.model
     assert columns == sum(
         model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers)
     )
@@ -395,7 +404,8 @@ def test_glue_worked_by_hand(cfg, columns):
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 2), (1, 8)])
 def test_optimizer_and_copies_worked_by_hand(dp, ep):
-    parameters, experts = count_parameters(OLMOE.model).total, 16 * 64 * 3 * 2048 * 1024
+    parameters = count_parameters(OLMOE.model).total
+    experts = 16 * 64 * 3 * 2048 * 1024
     m = free(memory_rate=1e9, optimizer_bytes=40.0)
     assert cost.predict(OLMOE, dp, ep, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
     ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
@@ -411,7 +421,8 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4, the second added
     here = parameters - experts + experts / ep
     for cfg in (OLMOE, sharded):
-        m, twice = free(memory_rate=1e9), replace(cfg, train=replace(cfg.train, accumulate=2))
+        m = free(memory_rate=1e9)
+        twice = replace(cfg, train=replace(cfg.train, accumulate=2))
         assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
         assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
@@ -420,7 +431,9 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     m = free(memory_rate=1e9, copy_factor=1.0)
     assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
     # of experts that are kept what arrives is read, and the sum of their gradients written
-    own, whole, summed = own - kept / dp, whole - kept, 2 * kept + 4 * kept / dp
+    own = own - kept / dp
+    whole = whole - kept
+    summed = 2 * kept + 4 * kept / dp
     assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx(
         (12 * own + 14 * whole + summed) / 1e9
     )
@@ -428,7 +441,8 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
 
 def test_micro_batches_worth_on_several_nodes():
     """docs/multinode.md, "Across many nodes": olmoe-1b-7b with ep 8."""
-    m, longer = cost.values(CONSTANTS), replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
+    m = cost.values(CONSTANTS)
+    longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
     gains = [
         cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu
         - 1

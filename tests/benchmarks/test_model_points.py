@@ -19,7 +19,8 @@ from tmoe.run.memory import memory_per_rank, peak_bytes
 ROOT = Path(__file__).parents[2]
 RESULTS = points.RESULTS
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
-ONE_GPU, FOUR_GPUS = RESULTS / "steps-1xH200/steps.jsonl", RESULTS / "steps-4xH200/bench.jsonl"
+ONE_GPU = RESULTS / "steps-1xH200/steps.jsonl"
+FOUR_GPUS = RESULTS / "steps-4xH200/bench.jsonl"
 
 
 @cache
@@ -75,7 +76,8 @@ def test_no_file_with_a_step_is_left_out_but_those_with_a_reason():
 
 def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
     (tmp_path / "new/deep").mkdir(parents=True)
-    new, other = tmp_path / "new/deep/steps.jsonl", tmp_path / "metrics.jsonl"
+    new = tmp_path / "new/deep/steps.jsonl"
+    other = tmp_path / "metrics.jsonl"
     new.write_text(ONE_GPU.read_text())
     other.write_text('{"step": 1, "tokens_per_s": 3}\n')
     monkeypatch.setattr(points, "RESULTS", tmp_path)
@@ -134,7 +136,9 @@ def test_the_readme_says_how_far_off_the_model_is():
 
 
 def test_the_summary_counts_by_hand():
-    first, again, other = held()[0], held()[0]._replace(seconds=2.0), held()[-1]
+    first = held()[0]
+    again = held()[0]._replace(seconds=2.0)
+    other = held()[-1]
     assert first.layout != other.layout
     said = points.summary([first, again, other], [0.02, -0.04, 0.01], [first.layout]).splitlines()
     assert said[0] == "all: 3 steps of 2 layouts, worst -4.0%, mean -0.3%"
@@ -184,7 +188,9 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
 @pytest.mark.parametrize("page", ["steps-2xH200", "steps-4xH200"])
 def test_pages_of_steps_quote_todays_predictions(page):
     """Each row's steps are found by their tokens/s; what stands there is what --check prints."""
-    m, column, rows = cost.values(CONSTANTS), None, 0
+    m = cost.values(CONSTANTS)
+    column = None
+    rows = 0
     speeds = {round(p.cfg.train.batch * p.cfg.train.seq / p.seconds): p for p in held()}
     for text in (RESULTS / page / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in text.split("|")]
@@ -225,7 +231,8 @@ def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
     plain = records(FOUR_GPUS)[1]
     uneven = tmp_path / "uneven.jsonl"
     uneven.write_text(json.dumps(plain | {"busiest_rank": [1.9, 1.5, 1.6]}) + "\n")
-    (known,), m = points.read_points([uneven]), cost.values(CONSTANTS)
+    (known,) = points.read_points([uneven])
+    m = cost.values(CONSTANTS)
     (unknown,) = (p for p in points.read_points([FOUR_GPUS]) if p.command == plain["command"])
     assert (known.skew, unknown.skew) == (1.6, None)
     for point, skew in ((known, 1.6), (unknown, m.skew)):

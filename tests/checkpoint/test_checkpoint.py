@@ -180,7 +180,9 @@ def test_every_mismatch_is_listed_and_nothing_changes(two_steps):
 @pytest.mark.parametrize("place", ["metadata", "plain pickle", "torch.save"])
 @pytest.mark.parametrize("tensor", ["model.w", "rng.0.cpu"])
 def test_hostile_pickles_do_not_run(two_steps, tmp_path, place, tensor):
-    step, sentinel, tensors = two_steps / "step-20", tmp_path / "pwned", empty_like(plain())
+    step = two_steps / "step-20"
+    sentinel = tmp_path / "pwned"
+    tensors = empty_like(plain())
     hostile = pickle.dumps(Hostile(sentinel))
     if place == "metadata":
         forge(step, ".metadata", hostile)

@@ -94,7 +94,8 @@ def test_data(gloo, tmp_path, place):
     text = tmp_path / "a.txt"
     text.write_text("some words " * 500)
     convert((str(text),), out=tmp_path / "shards")
-    path, more = tmp_path / "shards", []
+    path = tmp_path / "shards"
+    more = []
     shard = next(path.glob("*.bin"))
     if place == "shard":
         shard.write_bytes(hostile)
@@ -103,7 +104,8 @@ def test_data(gloo, tmp_path, place):
         shard.write_bytes(raw[:-200] + (hostile * 10)[:200])
     elif place == "tokenizer":
         (tmp_path / "tokenizer.json").write_bytes(hostile)
-        path, more = text, ["--data.tokenizer", str(tmp_path / "tokenizer.json")]
+        path = text
+        more = ["--data.tokenizer", str(tmp_path / "tokenizer.json")]
     else:
         path = tmp_path / ("b.txt" if place == "text" else "b.jsonl")
         path.write_bytes(hostile * 200)

@@ -86,7 +86,8 @@ def save_model(rank, world, folder, experts, ep):
 
 def load_model(rank, world, path, experts, ep):
     """Names of tensors that are not as they were saved, and the files that this rank opened."""
-    opened, original = set(), files.read_chunk
+    opened = set()
+    original = files.read_chunk
     files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[
         1
     ]
@@ -234,7 +235,8 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
         "optim.step.w": torch.tensor(2.0),
     }
     run("reshard", save(tmp_path, 1, tensors), tmp_path / "dst", "--world", 3, "--dtype", "bf16")
-    found, entries = load(tmp_path / "dst"), read_manifest(tmp_path / "dst").tensors
+    found = load(tmp_path / "dst")
+    entries = read_manifest(tmp_path / "dst").tensors
     assert np.array_equal(
         found["model.w"].view(torch.int16).numpy().view(np.uint16).ravel(), nearest_even(values)
     )
@@ -389,7 +391,8 @@ class Slow(io.RawIOBase):
 
 
 def test_short_reads_are_no_end_of_file():
-    saved, tensor = io.BytesIO(), torch.randn(50)
+    saved = io.BytesIO()
+    tensor = torch.randn(50)
     torch.save(tensor, saved)
     window = files._Window(Slow(b"x" * 13 + saved.getvalue() + b"y" * 9), 13, len(saved.getvalue()))
     assert torch.equal(torch.load(window, weights_only=True), tensor)
@@ -407,7 +410,10 @@ def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp
         tmp_path, 20, {k: t for k, t in plain(20).items() if k in ("model.w", "model.t", "optim.step")}
     )
     expected = load(step)
-    count, published, resumed, stride = 1, [], 0, 3
+    count = 1
+    published = []
+    resumed = 0
+    stride = 3
     while True:
         dst = tmp_path / f"dst{count}"
         killed = die_at(count, lambda dst=dst: reshard_alone(step, dst))
@@ -522,7 +528,8 @@ for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("avera
 
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(32)}
-    step, size = save(tmp_path, 1, tensors), sum(t.nbytes for t in tensors.values())
+    step = save(tmp_path, 1, tensors)
+    size = sum(t.nbytes for t in tensors.values())
     del tensors
     memory = 64 << 20  # eight tensors, so one group at a time
     # Else malloc keeps freed blocks of up to 32 MB, some 200 MB of them whatever the checkpoint's size.

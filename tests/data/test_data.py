@@ -51,7 +51,8 @@ def test_permute_spreads_every_index_evenly():
 )
 def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
     """Bound of choose's docstring; counts handed out must also be the counts that happened."""
-    total, depth = sum(weights), max(len(weights) - 1, 0).bit_length()
+    total = sum(weights)
+    depth = max(len(weights) - 1, 0).bit_length()
     given = [0] * len(weights)
     for index in range(3 * total):
         source, nth = choose(index, weights)
@@ -64,7 +65,8 @@ def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
 
 
 def test_mixing_jumps_far_ahead_exactly():
-    weights, periods = [7, 3, 5], 10**15
+    weights = [7, 3, 5]
+    periods = 10**15
     for index in range(2 * sum(weights)):
         source, nth = choose(index, weights)
         assert choose(index + periods * sum(weights), weights) == (source, nth + periods * weights[source])
@@ -157,7 +159,8 @@ def test_targets_and_documents_stop_at_borders(tmp_path: Path):
     assert all(tensor.dtype == torch.int64 for tensor in batch)
     assert (batch.tokens_ABS == 0).any(), "the case needs a border inside a row"
     for b in range(dataset.samples):
-        window, number = dataset.sample(b), 0
+        window = dataset.sample(b)
+        number = 0
         for s in range(8):
             assert batch.documents_ABS[0, b, s] == number
             assert batch.targets_ABS[0, b, s] == (IGNORE if window[s] == 0 else window[s + 1])
@@ -282,7 +285,8 @@ def test_eos_is_the_one_that_the_settings_name(bpe: Path):
 
 
 def test_text_through_a_tokenizer_json(texts: Path, bpe: Path):
-    tokenizer, found = load_tokenizer(str(bpe)), []
+    tokenizer = load_tokenizer(str(bpe))
+    found = []
     for split in ("train", "val"):
         dataset = data(texts, vocab=300, tokenizer=str(bpe), split=split)
         assert dataset.eos == tokenizer.eos
@@ -344,7 +348,8 @@ def test_converter_command_with_a_tokenizer_json(texts: Path, bpe: Path, tmp_pat
 
 def test_a_tokenizer_is_given_256_documents_or_4_mb(monkeypatch: pytest.MonkeyPatch):
     """It takes a hundred times the memory of the text that it is given at once."""
-    given, sizes = [], [10] * 600 + [3_000_000, 1_500_000, 9_000_000, 5]
+    given = []
+    sizes = [10] * 600 + [3_000_000, 1_500_000, 9_000_000, 5]
     documents = [Document(b"x" * size, f"{i}", f"{i}", size) for i, size in enumerate(sizes)]
     encode = ByteTokenizer.encode_many
     monkeypatch.setattr(
@@ -366,7 +371,8 @@ def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):
 
 
 def test_loader_prefetches_and_raises_the_error_of_its_step(texts: Path, monkeypatch: pytest.MonkeyPatch):
-    made, seen = Dataset.batch, threading.Event()
+    made = Dataset.batch
+    seen = threading.Event()
 
     def batch(self: Dataset, step: int, **shape: int):
         if step == 2:

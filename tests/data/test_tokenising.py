@@ -191,7 +191,8 @@ MEASURE = """if True:
 
 def test_memory_does_not_grow_with_a_hundred_bytes_for_each_of_text(tmp_path: Path, bpe: Path):
     """8 MB: a document takes 7 bytes for each of its own at most (text, its characters, ids twice), windows in work 400 MiB."""
-    size, path = 8_000_000, tmp_path / "a.txt"
+    size = 8_000_000
+    path = tmp_path / "a.txt"
     line = prose(1, 1000) + "\n"
     path.write_text(line * (size // len(line)))
     command = [sys.executable, "-c", MEASURE, str(path), str(bpe), str(tmp_path / "out")]
@@ -203,7 +204,9 @@ def test_memory_does_not_grow_with_a_hundred_bytes_for_each_of_text(tmp_path: Pa
 
 def opened(rank: int, world: int, paths: list[str], tokenizer: str, folder: str, **settings):
     """What each rank finds, and how often it encoded."""
-    corpus.IN_MEMORY, tempfile.tempdir, calls = 1000, folder, []
+    corpus.IN_MEMORY = 1000
+    tempfile.tempdir = folder
+    calls = []
     many = JsonTokenizer.encode_many
     JsonTokenizer.encode_many = lambda self, texts: calls.append(len(texts)) or many(self, texts)
     try:

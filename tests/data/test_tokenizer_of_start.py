@@ -155,10 +155,8 @@ def test_an_export_has_the_tokenizer_of_the_run_or_none(gloo, start: dict):
 
 
 def test_a_start_whose_tokenizer_cannot_be_read_is_refused(gloo, start: dict):
-    at, argv = (
-        start["at"],
-        [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")],
-    )
+    at = start["at"]
+    argv = [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")]
     (start["hf"] / "tokenizer.json").write_text('{"model": {"type": "of tomorrow"}}')
     (start["hf"] / "tokenizer.json").rename(start["hf"] / "kept")
     argvs = [[*argv, "--out", str(at / "none")]]

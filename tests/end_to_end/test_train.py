@@ -135,7 +135,10 @@ def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int
     """How many validation batches were read; whether the step before was saved, and had its line, when they began."""
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    read, there, told, batch = [], [], [], trainer.val_data.batch
+    read = []
+    there = []
+    told = []
+    batch = trainer.val_data.batch
 
     def batch_then_stop(i, **shape):
         there.append((Path(cfg.out) / f"checkpoints/step-{last_step}/manifest.json").exists())
@@ -214,7 +217,8 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     gloo(1, run, flags, 2)
     (step,) = (tmp_path / "checkpoints").iterdir()
     other = [*flags, "--eval-only", "--data.seed", "9", "--optim.weight-decay", "0.2", "--init", str(step)]
-    command, cwd = [sys.executable, "train.py", *other], Path(train.__file__).parent
+    command = [sys.executable, "train.py", *other]
+    cwd = Path(train.__file__).parent
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.weight-decay=0.2 (was " in said, said

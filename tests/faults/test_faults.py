@@ -82,7 +82,8 @@ def consume(rank: int, world: int, argv: list[str], kill_at: int | None) -> list
     """Trains and notes each (step, global sample) whose windows it consumed; killed with the next batches in the making."""
     trainer = start(rank, world, argv)
     log = Path(trainer.cfg.out, f"samples-{rank}.txt")
-    sample, drawn = trainer.data.sample, {}
+    sample = trainer.data.sample
+    drawn = {}
 
     def noted(index: int):
         window = sample(index)
@@ -144,7 +145,8 @@ def test_18_other_worlds(tmp_path, gloo):
         1: ["--train.batch", "4"],
     }
     gloo(2, run, [*flags, *layout[2], "--out", str(tmp_path / "straight"), "--checkpoint.every", "3"])
-    out, step3 = ["--out", str(tmp_path / "moved")], str(tmp_path / "straight/checkpoints/step-3")
+    out = ["--out", str(tmp_path / "moved")]
+    step3 = str(tmp_path / "straight/checkpoints/step-3")
     at4 = [*flags, *layout[4], *out, "--checkpoint.every", "2"]
     assert_equal_state(
         gloo(2, load, [*flags, *layout[2], *out, "--resume", step3])[0],
@@ -152,7 +154,8 @@ def test_18_other_worlds(tmp_path, gloo):
     )
     gloo(4, run, [*at4, "--resume", step3])
     step6 = ["--resume", str(tmp_path / "moved/checkpoints/step-6")]
-    loaded4, loaded1 = gloo(4, load, [*at4, *step6])[0], gloo(1, load, [*flags, *layout[1], *out, *step6])[0]
+    loaded4 = gloo(4, load, [*at4, *step6])[0]
+    loaded1 = gloo(1, load, [*flags, *layout[1], *out, *step6])[0]
     assert_equal_state(loaded4, loaded1)
     moved = lines(tmp_path / "moved")[:3]
     gloo(1, run, [*flags, *layout[1], "--out", str(tmp_path / "alone"), *step6])
@@ -167,7 +170,8 @@ def late(rank: int, world: int, argv: list[str], who: int) -> None:
 
 def test_19_run_to_run(tmp_path):
     """Either rank starts late; the third run is a user's, each rank with a hash seed of its own: equal numbers in every line."""
-    outs, text = [tmp_path / str(i) for i in range(3)], tmp_path / "text"
+    outs = [tmp_path / str(i) for i in range(3)]
+    text = tmp_path / "text"
     text.mkdir()
     for name in ("train", "val"):  # little, so that three runs start soon
         (text / f"{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(3000)))
@@ -231,7 +235,8 @@ def test_20_golden_losses(tmp_path, gloo):
 
 def poison(rank: int, world: int, argv: list[str], steps: list[int]) -> dict:
     """Rank 1's shard of one expert gradient is NaN in these steps; states around the first, and what ended the run."""
-    trainer, seen = start(rank, world, argv), {}
+    trainer = start(rank, world, argv)
+    seen = {}
     original = trainer.forward_backward
 
     def forward_backward(batch, totals):
@@ -278,7 +283,8 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
 
 def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """Rank 1's part of one weight becomes NaN behind step 4, as a flipped bit would make it; the run is told to stop soon after."""
-    trainer, said = start(rank, world, argv), io.StringIO()
+    trainer = start(rank, world, argv)
+    said = io.StringIO()
     original = trainer.forward_backward
 
     def forward_backward(batch, totals):
@@ -343,7 +349,8 @@ def spiking(rank: int, world: int, argv: list[str]) -> None:
 def test_22_loss_spike(tmp_path):
     """Step, rank and samples are logged once; resumed shortly before, the run says and does the same, bit for bit."""
     flags = [*EP2, "--steps", "12", "--checkpoint.every", "9"]
-    straight, out = [*flags, "--out", str(tmp_path / "a")], tmp_path / "b"
+    straight = [*flags, "--out", str(tmp_path / "a")]
+    out = tmp_path / "b"
     step9 = str(tmp_path / "a/checkpoints/step-9")
     said = []
     for argv in (straight, [*flags, "--out", str(out), "--resume", step9]):
@@ -407,7 +414,8 @@ def test_23_all_labels_ignored(tmp_path, gloo, ranks):
 
 def crowded(rank: int, world: int, argv: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
     """Every token of every rank goes to experts 0 and 1, which rank 0 of each expert group holds; seconds, first gradients."""
-    trainer, grads = start(rank, world, argv), {}
+    trainer = start(rank, world, argv)
+    grads = {}
 
     def force(router, args, routing):
         first_two = torch.arange(2, dtype=torch.int32).expand_as(routing.ids_TK)

@@ -41,7 +41,8 @@ def test_the_others_end(tmp_path, how, layers):
     ]
     env = os.environ | dict(PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=360)
-    ended, said = time.time(), ran.stdout + ran.stderr
+    ended = time.time()
+    said = ran.stdout + ran.stderr
     assert ran.returncode == 1, said
     took = ended - float(re.findall(r"step 6: (\S+)", said)[0])
     assert took < (TIMEOUT + TORCHRUN if how == "stops" else 0) + 15, said

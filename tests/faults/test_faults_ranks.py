@@ -33,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("no_orphans")
 def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
     """Stops in step 3, before the forward pass or when backward begins, or in the save that follows it."""
     trainer = start(rank, world, argv)
-    backward, write = torch.Tensor.backward, trainer.checkpoints._write
+    backward = torch.Tensor.backward
+    write = trainer.checkpoints._write
 
     def stop(*_):
         if rank == who:
@@ -139,7 +140,9 @@ def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
     armed = []  # for real it would end this process, which no beat tells that all is well
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: armed.append(seconds))
     watch = Watch(0, 1, dist.HashStore(), None)
-    watch.timeout, watch._moved, watch.saving = 0.2, time.monotonic() - 5.0, lambda: True
+    watch.timeout = 0.2
+    watch._moved = time.monotonic() - 5.0
+    watch.saving = lambda: True
     watch._give_up = lambda stood: pytest.fail(f"ended after {stood} s")
     watch._guard()
     watch.saving = lambda: False
@@ -257,7 +260,9 @@ def test_26_one_rank_raises(tmp_path, where):
 def strays(rank: int, world: int, argv: list[str], how: str) -> None:
     """In step 3 the last rank leaves the others' path; whoever changes weights in it says so."""
     trainer = start(rank, world, argv)
-    mine, scalar, real = rank == world - 1, torch.ones(()), dist.all_reduce
+    mine = rank == world - 1
+    scalar = torch.ones(())
+    real = dist.all_reduce
 
     def part(batch):
         if how == "skipped by one":

@@ -49,7 +49,8 @@ def in_two_files(folder: Path, tensors: dict[str, torch.Tensor]):
 
 def quantised(folder: Path, block: list[int], fmt: str = "fp8") -> dict[str, torch.Tensor]:
     """Turns a folder into what DeepSeek publishes; returns its values in fp32."""
-    tensors, values = tensors_of(folder), {}
+    tensors = tensors_of(folder)
+    values = {}
     for name in [n for n in tensors if n.endswith("_proj.weight") or "kv_a_proj" in n]:
         w = tensors[name].float()
         blocks = [-(-n // b) for n, b in zip(w.shape, block, strict=True)]
@@ -101,7 +102,8 @@ def test_fp8_that_does_not_fit_is_listed(tmp_path):
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
     quantised(hf_dir, [4, 4])
     tensors = tensors_of(hf_dir)
-    lost, bent = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+    lost = "model.layers.0.self_attn.o_proj.weight"
+    bent = "model.layers.1.mlp.experts.2.up_proj.weight"
     del tensors[f"{lost}_scale_inv"]
     tensors[f"{bent}_scale_inv"] = torch.ones(3, 3)
     in_two_files(hf_dir, tensors)
@@ -165,7 +167,8 @@ def start_of(hf_dir: Path) -> dict[str, torch.Tensor]:
 def test_every_wrong_tensor_is_listed(tmp_path):
     hf_dir = saved(tmp_path / "hf", "deepseek_v2")
     file = hf_dir / "model.safetensors"
-    tensors, A = load_file(file), "model.layers.1.self_attn"
+    tensors = load_file(file)
+    A = "model.layers.1.self_attn"
     del tensors[f"{A}.kv_a_layernorm.weight"], tensors[f"{A}.q_a_proj.weight"]
     tensors[f"{A}.kv_b_proj.weight"] = tensors[f"{A}.kv_b_proj.weight"][:-1].contiguous()
     tensors[f"{A}.q_proj.weight"] = torch.zeros(32, 16)  # the other way to make queries

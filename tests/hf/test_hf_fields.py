@@ -150,7 +150,9 @@ class Theirs:
     """transformers' models of the configs that it takes, each way of reading them once."""
 
     def __init__(self, folder):
-        self.folder, self.models, self.far = folder, {}, {}
+        self.folder = folder
+        self.models = {}
+        self.far = {}
 
     def model(self, config):
         key = reading(config)
@@ -233,7 +235,8 @@ def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
     try:
         key, built = theirs.model(CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf)))
     except Exception as error:  # strict checks raise errors of several kinds
-        key, built = "", error
+        key = ""
+        built = error
     if isinstance(built, tuple):
         try:
             apart = theirs.apart(key, hf)

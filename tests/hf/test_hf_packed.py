@@ -36,7 +36,8 @@ def published(tmp_path, monkeypatch) -> Path:
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6)
     model.save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    tensors, draw = load_file(file), torch.Generator().manual_seed(1)
+    tensors = load_file(file)
+    draw = torch.Generator().manual_seed(1)
     file.unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         rows, width = tensors.pop(name).mT.shape[1:]
@@ -150,10 +151,8 @@ def test_parts_that_do_not_fit_are_listed(published, tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(MismatchError) as error:
         import_hf(published, tmp_path / "step")
-    lost, bent = (
-        f"{down}_scales: missing, but {down}_blocks is there",
-        f"{up}_scales: shape (3, 192, 2), must be the blocks'",
-    )
+    lost = f"{down}_scales: missing, but {down}_blocks is there"
+    bent = f"{up}_scales: shape (3, 192, 2), must be the blocks'"
     assert "2 differences" in str(error.value) and lost in str(error.value) and bent in str(error.value)
     edit_config(published, quantization_config=dict(quant_method="awq"))
     with pytest.raises(ValueError, match=r"quantization_config=.*awq"):

@@ -22,7 +22,8 @@ from tmoe.hf.plan import plan_folder
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 NAMES = [a.model_type for a in ARCHITECTURES]
 NORM = "model.layers.1.post_attention_layernorm.weight"
 QUERY = "model.layers.1.self_attn.{}_proj"

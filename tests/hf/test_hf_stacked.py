@@ -62,7 +62,8 @@ def test_the_same_model_and_every_byte_back(tmp_path, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_are_one_model(tmp_path, name):
     """The same step from either, laid out for several ranks, and --like chooses the spelling of an export."""
-    usual, held = saved(tmp_path / "usual", name, torch.bfloat16, files=3), tmp_path / "held"
+    usual = saved(tmp_path / "usual", name, torch.bfloat16, files=3)
+    held = tmp_path / "held"
     stacked(held, name, torch.bfloat16, size="8KB")
     assert len(list(held.glob("*.safetensors"))) > 2
     for folder in (usual, held):
@@ -86,7 +87,8 @@ def in_one_file(path: Path, original: Path, tensors: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
-    usual, held = tensors_of(saved(tmp_path / "usual", name)), tensors_of(stacked(tmp_path / "held", name))
+    usual = tensors_of(saved(tmp_path / "usual", name))
+    held = tensors_of(stacked(tmp_path / "held", name))
     tail = "layers.1."
     each = {n: t for n, t in usual.items() if tail not in n} | {n: t for n, t in held.items() if tail in n}
     hf_dir = in_one_file(tmp_path / "each", tmp_path / "usual", each)

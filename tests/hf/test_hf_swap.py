@@ -74,7 +74,8 @@ def test_swap_keeps_parameters_that_an_optimizer_holds():
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_plain_loop_trains_it_alike(name):
     def losses(model):
-        optimizer, found = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-4), []
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-4)
+        found = []
         draw = torch.Generator().manual_seed(3)
         for _ in range(4):
             x = torch.randint(8, (4, 16), generator=draw)
@@ -122,7 +123,8 @@ def test_swapped_under_autocast():
     ours = swap_experts(copy.deepcopy(theirs))
     x = torch.randint(31, (2, 20))
     with torch.autocast("cpu", torch.bfloat16):
-        a, b = theirs(x).logits, ours(x).logits
+        a = theirs(x).logits
+        b = ours(x).logits
     assert a.dtype == b.dtype and far(b, a) < 0.05
     exact = theirs(x).logits
     assert far(b, exact) < 1.5 * far(a, exact) + 1e-3
@@ -134,7 +136,8 @@ def whole(tensor):
 
 def spread(rank: int, world: int, ep: int, names: list[str]):
     """Distances of spread experts' logits and gradients, of the mean loss over all ranks' tokens, from one whole model's."""
-    mesh, found = build_mesh(ep=ep), {}
+    mesh = build_mesh(ep=ep)
+    found = {}
     x = torch.randint(31, (2 * world, 20), generator=torch.Generator().manual_seed(5))
     mine = slice(2 * rank, 2 * rank + 2)
     for name in names:
@@ -169,7 +172,8 @@ def test_swapped_and_spread(gloo, world, ep):
 def recomputing(rank: int, world: int) -> list[float]:
     norms = []
     for recompute in (False, True):
-        model, mesh = make("qwen3_moe"), build_mesh(ep=world)
+        model = make("qwen3_moe")
+        mesh = build_mesh(ep=world)
         parallelize(swap_experts(model, mesh), mesh)
         if recompute:
             model.gradient_checkpointing_enable()
@@ -210,7 +214,9 @@ def test_swap_refuses_what_it_does_not_compute():
 
 
 def out_of_order(rank: int, world: int) -> list[str]:
-    mesh, whole_mesh, said = build_mesh(ep=world), build_mesh(ep=1), []
+    mesh = build_mesh(ep=world)
+    whole_mesh = build_mesh(ep=1)
+    said = []
     wrong = [
         lambda model: swap_experts(parallelize(model, whole_mesh), mesh),
         lambda model: swap_experts(fully_shard(model)),

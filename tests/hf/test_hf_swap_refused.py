@@ -50,7 +50,8 @@ def begin_anew(model) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "granitemoe", "gpt_oss", "deepseek_v3"])
 def test_initialize_weights_draws_swapped_experts_as_it_draws_theirs(name):
-    theirs, ours = make(name), swap_experts(make(name))
+    theirs = make(name)
+    ours = swap_experts(make(name))
     for model in (theirs, ours):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -253,7 +254,8 @@ def test_a_model_on_the_cpu_with_a_device_map_is_swapped(tmp_path, elsewhere):
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     model = placed(tmp_path, **elsewhere)
-    want, before = model(TOKENS).logits, dict(model.named_parameters())
+    want = model(TOKENS).logits
+    before = dict(model.named_parameters())
     for layer in model.model.layers:
         add_hook_to_module(layer.mlp.experts, AlignDevicesHook("cpu"))
     swap_experts(model)
@@ -272,7 +274,8 @@ class Wrapper(nn.Module):
     def __init__(self, base_layer: nn.Module, parameter_name: str):
         super().__init__()
         self.base_layer, self.parameter_name = base_layer, parameter_name
-        rank, weight = 2, getattr(getattr(base_layer, "base_layer", base_layer), parameter_name)
+        rank = 2
+        weight = getattr(getattr(base_layer, "base_layer", base_layer), parameter_name)
         self.lora_A = nn.ModuleDict(dict(default=nn.Linear(weight.shape[2], rank * len(weight), bias=False)))
         self.lora_B = nn.ModuleDict(dict(default=nn.Linear(rank * len(weight), weight.shape[1], bias=False)))
 

@@ -154,7 +154,8 @@ def test_without_renormalising_a_block_is_the_dense_one_times_what_its_experts_w
     dense = save(tmp_path, LLAMA)
     flags = ["--experts", experts, "--granularity", granularity, "--top-k", top_k, "--no-renormalize"]
     run(tmp_path / "step-5", tmp_path / "moe", *flags)
-    model, x = load_step(tmp_path / "moe"), torch.randn(50, 16)
+    model = load_step(tmp_path / "moe")
+    x = torch.randn(50, 16)
     assert not model.cfg.moe.renormalize
     for ours, theirs in zip(model.blocks, dense.blocks, strict=True):
         share = ours.moe.router(x).weights_TK.sum(-1, keepdim=True) * experts / top_k

@@ -92,7 +92,8 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
     did not return within `timeout` seconds (their stacks are then in the captured stderr).
     """
     start_server()
-    key, job = f"run{next(_calls)}", pickle.dumps((fn, args))
+    key = f"run{next(_calls)}"
+    job = pickle.dumps((fn, args))
     workers, inboxes = [], []
     try:
         for rank in range(world):
@@ -123,7 +124,9 @@ def _store() -> dist.TCPStore:
 def _collect(workers: list, inboxes: list[Connection], deadline: float, timeout: float) -> list[Any]:
     """Results by rank. A rank that failed stays silent but alive, so that no peer fails because of it."""
     open_ranks = {inbox: rank for rank, inbox in enumerate(inboxes)}
-    results, errors, dead = {}, [], []
+    results = {}
+    errors = []
+    dead = []
     while open_ranks and (ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic()))):
         for inbox in ready:
             rank = open_ranks.pop(inbox)

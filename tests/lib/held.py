@@ -18,7 +18,9 @@ class MostHeld(TorchDispatchMode):
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
-        self.given, self.held, self.bytes = {t.untyped_storage()._cdata for t in given}, {}, 0
+        self.given = {t.untyped_storage()._cdata for t in given}
+        self.held = {}
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -283,7 +283,8 @@ def assert_same_function(folder: Path, name: str):
     hf_dir = saved(folder / "hf", name)
     import_hf(hf_dir, folder / "step")
     assert verify(folder / "step") == []
-    model, theirs = load_step(folder / "step"), make(name)
+    model = load_step(folder / "step")
+    theirs = make(name)
     x, targets = torch.randint(31, (2, 3, 40))
     logits = theirs(x).logits
     assert far(model(x), logits) < 1e-5

@@ -37,8 +37,10 @@ def descendants() -> set[int]:
             continue
         if state != "Z":
             parents[int(stat.parent.name)] = int(parent)
-    found, grown = {os.getpid()}, True
+    found = {os.getpid()}
+    grown = True
     while grown:
         more = {pid for pid, parent in parents.items() if parent in found} - found
-        found, grown = found | more, bool(more)
+        found = found | more
+        grown = bool(more)
     return found - {os.getpid()}

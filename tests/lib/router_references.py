@@ -16,7 +16,8 @@ def naive_losses(logits_BSE, ids_BSK, keep_BS, scope: str) -> tuple[torch.Tensor
     K = ids_BSK.shape[-1]
     probs = [[0.0] * E for _ in range(B)]
     counts = [[0] * E for _ in range(B)]
-    tokens, z = [0] * B, 0.0
+    tokens = [0] * B
+    z = 0.0
     for b in range(B):
         for s in range(S):
             if not keep_BS[b, s]:

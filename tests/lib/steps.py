@@ -125,14 +125,16 @@ def steps_of(folder: Path) -> set[str]:
 
 def save_layout(rank, world, folder, ep, seed, mode="sync"):
     torch.manual_seed(100 + rank)
-    store, tensors = checkpoints(folder, mode=mode), sharded(world, ep, seed)
+    store = checkpoints(folder, mode=mode)
+    tensors = sharded(world, ep, seed)
     store.save(seed, tensors, {"step": seed, "tokens": 4096}, {"cpu": torch.get_rng_state()})
     store.finish()
     return whole(tensors), torch.get_rng_state()
 
 
 def load_layout(rank, world, folder, ep):
-    store, tensors = checkpoints(folder), sharded(world, ep, seed=0)
+    store = checkpoints(folder)
+    tensors = sharded(world, ep, seed=0)
     path = store.find("auto")
     state, rng = store.load(path, tensors)
     stock = sharded(world, ep, seed=0)

@@ -71,9 +71,13 @@ class Ranks:
         from tmoe.moe import symm
 
         ex = object.__new__(symm.Exchange)
-        ex.rank, ex.world, ex.capacity = p, self.world, self.capacity
+        ex.rank = p
+        ex.world = self.world
+        ex.capacity = self.capacity
         ex.sections = {name: ts[p].view(-1).view(torch.uint8) for name, ts in self.of.items()}
-        ex.peers, ex.starts, ex.tables = self.memory, self.starts, {}
+        ex.peers = self.memory
+        ex.starts = self.starts
+        ex.tables = {}
         ex.addresses = self.at | dict(main=self.at["state"])
         return ex
 

@@ -54,7 +54,8 @@ def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
     def number(turns):
         return dim * math.log(rope.original_max_seq / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(number(32)), 0), min(math.ceil(number(1)), dim - 1)
+    low = max(math.floor(number(32)), 0)
+    high = min(math.ceil(number(1)), dim - 1)
     stretched = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
     return angle * (1 - stretched) + angle / rope.factor * stretched
 
@@ -63,7 +64,9 @@ def written_out(
     attention: LatentAttention, cfg: ModelConfig, x: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
     """DeepSeek-V2, eq. 9 to 13, 14 to 19 (2024), head by head and token by token in complex numbers."""
-    m, H, eps = cfg.mla, cfg.heads, 1e-6
+    m = cfg.mla
+    H = cfg.heads
+    eps = 1e-6
     w = {n: p.double() for n, p in attention.named_parameters()}
     rows = w["qkv_a.weight"]
     q_a, kv_a, k_r = rows.split([len(rows) - m.kv_rank - m.rope_dim, m.kv_rank, m.rope_dim])
@@ -103,7 +106,8 @@ def written_out(
 def test_equals_the_equations(shape, documents):
     cfg = config(**SHAPES[shape])
     torch.manual_seed(0)
-    attention, S = LatentAttention(cfg), 23
+    attention = LatentAttention(cfg)
+    S = 23
     for p in attention.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.4)
     x = torch.randn(2, S, cfg.dim, requires_grad=True)

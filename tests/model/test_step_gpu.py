@@ -90,7 +90,8 @@ def test_offloaded_moments_change_no_bit(monkeypatch):
 @pytest.mark.parametrize("offset", [1, 2, 8])
 def test_one_pass_adamw_takes_any_alignment(offset):
     """What misses 16 bytes gives what an aligned copy gives, and writes nothing beside it."""
-    one, hyper = torch.ones((), device=CUDA), (1e-2, (0.9, 0.95), 1e-8, 0.1)
+    one = torch.ones((), device=CUDA)
+    hyper = (1e-2, (0.9, 0.95), 1e-8, 0.1)
     whole = [torch.rand(5000, device=CUDA).to(t) for t in (*[torch.float32] * 4, torch.bfloat16)]
     for shifted in (range(5), (1,), (4,), (0, 2)):
         aligned = [t[offset:-7].clone() for t in whole]
@@ -130,7 +131,8 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
     targets[::5] = -100
     loss = cross_entropy_sum(h, w, targets)
     grads = torch.autograd.grad(0.37 * loss, (h, w))
-    h64, w64 = h.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    h64 = h.detach().double().requires_grad_()
+    w64 = w.detach().double().requires_grad_()
     want = F.cross_entropy(h64 @ w64.T, targets, reduction="sum")
     wants = torch.autograd.grad(0.37 * want, (h64, w64))
     limit = 1e-5 if dtype == torch.float32 else 6e-3
@@ -189,7 +191,8 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_every_block_is_read_in_the_backward(window, lengths, sinks):
     """Eight blocks a side, rows of blocks that do not begin at their diagonal: the orders by queries and by keys are different ones."""
-    S, draw = 1024, torch.Generator().manual_seed(1)
+    S = 1024
+    draw = torch.Generator().manual_seed(1)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, S).to(CUDA)
     q, k, v = (torch.randn(2, S, n, 64, generator=draw).to(CUDA).requires_grad_() for n in (4, 2, 2))
     sink = torch.randn(4, generator=draw).to(CUDA).requires_grad_() if sinks else None
@@ -282,7 +285,8 @@ def train(steps: int, strict: bool = False, **settings):
     tokens = torch.randint(16, (steps, 2, SEQ), generator=draw).to(CUDA)
     documents = (torch.arange(SEQ) // 100).expand(2, SEQ).to(CUDA)
     totals = Totals(*torch.tensor([2.0 * SEQ, 2.0 * SEQ, 2.0], device=CUDA))
-    losses, grads = [], {}
+    losses = []
+    grads = {}
     for step in range(steps):
         torch.cuda.set_sync_debug_mode("error" if strict and step > 2 else "default")
         loss = model(tokens[step], tokens[step].roll(-1, 1), documents_BS=documents, totals=totals)

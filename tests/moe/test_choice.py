@@ -65,7 +65,8 @@ def choose(cfg: MoEConfig, logits: list[float], bias: list[float]) -> dict[int, 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_choice_and_weights(name):
-    cfg, router = ROUTERS[name], filled(ROUTERS[name])
+    cfg = ROUTERS[name]
+    router = filled(ROUTERS[name])
     routing = router(torch.randn(200, 7))
     bias = [0.0] * cfg.experts if router.choice_bias is None else router.choice_bias.tolist()
     changed = 0
@@ -84,7 +85,8 @@ def test_choice_and_weights(name):
 
 def test_the_bias_has_no_gradient_and_weighs_nothing():
     cfg = ROUTERS["V3, every group, weights as they are"]
-    router, x = filled(cfg), torch.randn(50, 7)
+    router = filled(cfg)
+    x = torch.randn(50, 7)
     routing = router(x)
     assert torch.equal(routing.weights_TK, routing.logits_TE.sigmoid().gather(1, routing.ids_TK.long()))
     assert dict(router.named_parameters()).keys() == {"weight"}
@@ -141,7 +143,8 @@ def test_sigmoid_scores_are_shares_in_the_balancing_loss():
 def test_counts_stay_exact_beyond_what_fp32_counts():
     cfg = MoEConfig(experts=3, top_k=1)
     routing = Routing(torch.ones(4097, 1), torch.full((4097, 1), 1, dtype=torch.int32), torch.zeros(4097, 3))
-    load, balancer = measure(routing, 1, None), Balancer(cfg)
+    load = measure(routing, 1, None)
+    balancer = Balancer(cfg)
     for _ in range(4200):  # 17.2 million pairs: 2^24 is 16.8
         balancer.record(type(load)(*(t[None] for t in load)))
     assert balancer.read_log().counts_LE.tolist() == [[0, 4200 * 4097, 0]]
@@ -206,7 +209,8 @@ def test_it_evens_the_load_out():
     """60 steps of the rule on frozen weights: the fullest expert goes from twice its share and more to within a fifth of it."""
     router = filled(MoEConfig(experts=16, top_k=2, score="sigmoid", choice_bias=True, bias_speed=0.01), 32)
     router.weight.data *= 0.1
-    x, violation = torch.randn(2048, 32) + 0.5, []
+    x = torch.randn(2048, 32) + 0.5
+    violation = []
     for _ in range(60):
         counts = measure(router(x), 1, None).counts_BE[0]
         violation.append((counts.max() / counts.mean() - 1).item())
@@ -355,7 +359,8 @@ def test_an_evaluation_between_micro_batches_changes_no_gradient(training):
     model.init_weights(0)
     tokens = torch.randint(64, (2, 2, 16))
     tokens[1] //= 8
-    totals, grads = Totals(*map(torch.tensor, (64.0, 64.0, 4.0))), []
+    totals = Totals(*map(torch.tensor, (64.0, 64.0, 4.0)))
+    grads = []
     for between in (False, True):
         model.zero_grad()
         model.balancer.start_step()

@@ -212,7 +212,8 @@ def test_gradient_matches_finite_differences_of_the_formula():
         aux, z = naive_losses(logits.view(2, 5, 4), ids.view(2, 5, 2), torch.ones(2, 5), "sequence")
         return (weights * c.double()).sum() + aux + 0.3 * z
 
-    w, eps = r.weight.detach().double(), 1e-6
+    w = r.weight.detach().double()
+    eps = 1e-6
     want = torch.zeros_like(w)
     for i in range(w.numel()):
         step = torch.zeros_like(w)
@@ -240,7 +241,8 @@ def test_losses_equal_the_loop(scope):
     aux, z = naive_losses(exact.view(4, 9, 6), routing.ids_TK.view(4, 9, 2), ~padding, scope)
     want = 0.7 * aux + 0.2 * z
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
-    grad, grad_want = torch.autograd.grad(loss, routing.logits_TE)[0], torch.autograd.grad(want, exact)[0]
+    grad = torch.autograd.grad(loss, routing.logits_TE)[0]
+    grad_want = torch.autograd.grad(want, exact)[0]
     assert ((grad - grad_want).norm() / grad_want.norm()).item() < 1e-5
 
 
@@ -274,7 +276,8 @@ def test_sequence_and_z_loss_do_not_see_the_split(split):
     routing, padding = routed(cfg)
     whole = measure(routing, 4, padding.flatten())
     totals = totals_of(whole)
-    parts, start = 0.0, 0
+    parts = 0.0
+    start = 0
     for n in split:
         rows = slice(start * 9, (start + n) * 9)
         part = Routing(*(t[rows] for t in routing))
@@ -289,7 +292,9 @@ def test_sequence_and_z_loss_do_not_see_the_split(split):
 
 def parts_of(routing, padding, sizes):
     """The loads of consecutive groups of sequences."""
-    S, start, loads = padding.shape[1], 0, []
+    S = padding.shape[1]
+    start = 0
+    loads = []
     for n in sizes:
         rows = slice(start * S, (start + n) * S)
         loads.append(measure(Routing(*(t[rows] for t in routing)), n, padding.flatten()[rows]))
@@ -351,8 +356,10 @@ def test_a_call_that_is_all_remembers_nothing():
 
 def test_log_equals_a_recount():
     cfg = config()
-    balancer, recount = Balancer(cfg), torch.zeros(2, 6, dtype=torch.long)
-    entropies, dropped = [[], []], [0, 0]
+    balancer = Balancer(cfg)
+    recount = torch.zeros(2, 6, dtype=torch.long)
+    entropies = [[], []]
+    dropped = [0, 0]
     assert balancer.read_log() is None
     for _ in range(3):  # micro-batches
         loads = []
@@ -461,7 +468,8 @@ def test_layer_equals_the_loop(kw):
 def test_flat_and_batched_inputs_agree():
     moe = layer(5, config())
     x = torch.randn(4, 6, 5, dtype=torch.float64)
-    y, load = moe(x), moe.load
+    y = moe(x)
+    load = moe.load
     assert torch.equal(moe(x.flatten(0, 1)).view_as(x), y)
     assert load.counts_BE.shape == (4, 6) and moe.load.counts_BE.shape == (1, 6)
     assert torch.equal(load.counts_BE.sum(0), moe.load.counts_BE[0])

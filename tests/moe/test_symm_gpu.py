@@ -48,7 +48,8 @@ def layer(through, moe, x, w, ids, dy):
     """y, all gradients, and the shared expert's y unless there is none."""
     from tmoe.moe.router import Routing
 
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    w = w.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
     ys = moe.experts(lambda experts: through(x, Routing(w, ids, torch.empty(0)), experts))
     torch.autograd.backward(ys, [dy, -dy][: len(ys)])
@@ -82,7 +83,8 @@ NAMES = "y", "dx", "dw", "gate_up", "down", "shared gate_up", "shared down", "sh
 def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
     from tmoe.moe.dispatch import AllToAllDispatcher, SymmDispatcher
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     moe = make_layer(dtype, shared=shared)
     E, K, D = 16, 4, 128
     assert isinstance(moe.dispatcher, SymmDispatcher), "auto"
@@ -110,11 +112,16 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
 def check_no_sync_and_graph(shared=0):
     """No host sync, one compiled graph, and a CUDA graph that replays with new routing: all give eager's bits."""
     torch.compiler.reset()  # other rules, and other layers, from the same code
-    rank, n, D, K, E = dist.get_rank(), 96, 128, 4, 16
+    rank = dist.get_rank()
+    n = 96
+    D = 128
+    K = 4
+    E = 16
     moe = make_layer(torch.bfloat16, shared=shared)
     draw = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(n, D, generator=draw).bfloat16().cuda() for _ in range(2))
-    w, ids = torch.rand(n, K, generator=draw).cuda(), routes("random", n, E, K, draw).cuda()
+    w = torch.rand(n, K, generator=draw).cuda()
+    ids = routes("random", n, E, K, draw).cuda()
     other = routes("first rank", n, E, K, draw).cuda()
     eager = way(moe.dispatcher, moe)
     want = [layer(eager, moe, x, w, i, dy) for i in (ids, other)]
@@ -156,7 +163,8 @@ def check_whole_layer(shared=0):
     x = torch.randn(64, 128, device="cuda").bfloat16().requires_grad_()
     y, _ = moe.experts(moe.route, x, None)
     y.sum().backward()
-    want, x.grad = (y.detach(), x.grad), None
+    want = (y.detach(), x.grad)
+    x.grad = None
     route = torch.compile(moe.route, fullgraph=True, dynamic=False)
     moe.experts(route, x, None)[0].sum().backward()
     x.grad = None

@@ -19,7 +19,8 @@ class Streams:
     """torch.cuda's streams, as a list of (stream, what it was given)."""
 
     def __init__(self):
-        self.now, self.log = "main", []
+        self.now = "main"
+        self.log = []
 
     def stream(self, name):
         return SimpleNamespace(
@@ -28,7 +29,8 @@ class Streams:
 
     @contextlib.contextmanager
     def on(self, stream):
-        before, self.now = self.now, stream.name
+        before = self.now
+        self.now = stream.name
         yield
         self.now = before
 

@@ -72,7 +72,8 @@ def met(ex):
 def asks(rank, world, folder, tokens, late=0.0):
     """One reserve a list of tokens, each followed by a meeting: capacities, then what was raised and after how long."""
     with shared_files(folder):
-        ex, got = symm.Exchange(dist.group.WORLD), []
+        ex = symm.Exchange(dist.group.WORLD)
+        got = []
         for of_ranks in tokens:
             dist.barrier()
             time.sleep(late * rank)
@@ -88,7 +89,8 @@ def asks(rank, world, folder, tokens, late=0.0):
             met(ex)
             got.append(ex.capacity)
         dist.barrier()
-        store, prefix = _get_process_group_store(dist.group.WORLD), f"tmoe room of {list(range(world))}"
+        store = _get_process_group_store(dist.group.WORLD)
+        prefix = f"tmoe room of {list(range(world))}"
         left = any(store.check([f"{prefix} {call}{end}"]) for call in range(9) for end in ("", " 0"))
         return [*got, left, int(ex.sections["x"].numel()), ex.ahead()]
 
@@ -131,7 +133,8 @@ def wrapped(rank, world, folder):
 
 def capture_first(rank, world, folder):
     with shared_files(folder):
-        ex, said = symm.Exchange(dist.group.WORLD), []
+        ex = symm.Exchange(dist.group.WORLD)
+        said = []
         for capturing, tokens in ((True, 4), (False, 4), (True, 3), (False, 5)):
             with mock.patch.object(
                 torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
@@ -179,10 +182,8 @@ def test_nobody_waits_for_ever(gloo):
 
 def split_groups(rank, world):
     """Two pairs of ranks with one store, as split_group leaves them, one after the other."""
-    groups, store = (
-        [dist.new_group([0, 1]), dist.new_group([2, 3])],
-        _get_process_group_store(dist.group.WORLD),
-    )
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    store = _get_process_group_store(dist.group.WORLD)
     with mock.patch.object(collectives, "_get_process_group_store", lambda group: store):
         time.sleep(rank // 2 * 0.3)
         return collectives.together(groups[rank // 2], "room", rank, list)
@@ -212,7 +213,10 @@ def test_copies_after_an_evaluation_in_inference_mode(gloo, tmp_path):
 def test_a_graphs_table_is_not_kept(monkeypatch):
     """Under capture nothing is computed: who kept the table would read addresses before the first replay."""
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity, ex.tables = 0, 2, 3, {}
+    ex.rank = 0
+    ex.world = 2
+    ex.capacity = 3
+    ex.tables = {}
     ex.sections = {name: torch.zeros(2 * 3 * D * 4, dtype=torch.uint8) for name in ("y", "sums")}
     y = mock.Mock(wraps=ex.rows("y", D, torch.float32), is_cuda=True, device="cpu", itemsize=4)
     y.__getitem__ = lambda self, i: torch.zeros(D)
@@ -234,9 +238,12 @@ def test_a_graphs_table_is_not_kept(monkeypatch):
 )
 def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_k, dtype, biased):
     """What `precompile.trace` names is all that a rank's share of a layer launches, so that nobody compiles while peers wait."""
-    L, pairs = E // world, pairs_bound(T, top_k, world, E // world)
+    L = E // world
+    pairs = pairs_bound(T, top_k, world, E // world)
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity = 0, world, T
+    ex.rank = 0
+    ex.world = world
+    ex.capacity = T
     widths = dict.fromkeys(("x", "dy", "y"), dim * dtype.itemsize) | dict.fromkeys(
         ("ids", "weights", "d_weights"), 4 * top_k
     )
@@ -271,7 +278,9 @@ def refusals(rank, world):
     from tmoe.moe.dispatch import AllToAllDispatcher
     from tmoe.parallel import build_mesh
 
-    moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
+    moe = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8))
+    mesh = build_mesh(ep=world)
+    said = []
     for dispatch, wire in (("symm", "same"), ("auto", "fp8")):
         with pytest.raises(ValueError) as error:
             apply_ep(moe, mesh, dispatch, 8, wire)

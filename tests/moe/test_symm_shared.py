@@ -69,8 +69,10 @@ def test_who_takes_the_shared_expert(monkeypatch):
     """The op where the rule says so and rows travel unpacked; else whoever calls it, as without peers."""
     taken = []
     monkeypatch.setattr(symm, "moe", lambda *args: taken.append(len(args)) or (args[0] * 2, args[0] * 3))
-    x, shared = torch.randn(4, 8), SwiGLU(8, SHARED)
-    routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
+    x = torch.randn(4, 8)
+    shared = SwiGLU(8, SHARED)
+    routing = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x)
+    local = LocalExperts(x, x)
     for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr(symm, "hides", rule(beside, True))
         dispatcher = SymmDispatcher(
@@ -103,16 +105,15 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
     """Told at parallelize, all ranks call it; later, when others may not know, it is an error."""
     monkeypatch.setattr(symm, "hides", rule(True, True))
     monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
-    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    shared = SwiGLU(8, SHARED)
+    x = torch.randn(3, 8)
     up, down = shared.matrices(x) or ()
     assert up is shared.gate_up.weight and down is shared.down.weight and shared.plain
     change(shared)
     assert not shared.plain
-    group, routing, local = (
-        SimpleNamespace(group_name="g", size=lambda: 2),
-        Routing(x, x.int(), x),
-        LocalExperts(x, x),
-    )
+    group = SimpleNamespace(group_name="g", size=lambda: 2)
+    routing = Routing(x, x.int(), x)
+    local = LocalExperts(x, x)
     for now in (shared, torch.nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
             SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
@@ -121,7 +122,8 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
 
 
 def agreed(rank, world):
-    before, symm.obstacle = symm.obstacle, lambda group: ""
+    before = symm.obstacle
+    symm.obstacle = lambda group: ""
     try:
         widths = [96, 96 if rank else 0]  # of two layers, here
         return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, False, width).width for width in widths]
@@ -134,7 +136,8 @@ def test_all_ranks_pass_a_shared_expert_by_or_none(gloo):
 
 
 def test_a_shared_expert_that_is_cast_runs_itself():
-    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    shared = SwiGLU(8, SHARED)
+    x = torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert shared.matrices(x) is None
     assert shared.matrices(x.bfloat16()) is None and shared.bfloat16().matrices(x) is None
@@ -171,11 +174,14 @@ def test_the_warm_up_knows_the_kernels():
             trace(*args)
 
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity = 0, 4, T
+    ex.rank = 0
+    ex.world = 4
+    ex.capacity = T
     ex.addresses = dict.fromkeys(
         ("x", "ids", "weights", "main", "side"), torch.empty(4, dtype=torch.int64, device="meta")
     )
-    ex.side, ex.copy = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
+    ex.side = SimpleNamespace(wait_stream=lambda other: None)
+    ex.copy = lambda *_: None
     x, h = (torch.empty(T, width, dtype=torch.bfloat16, device="meta") for width in (D, 2 * G))
     ids, weights = torch.empty(T, K, dtype=torch.int32, device="meta"), torch.empty(T, K, device="meta")
 
@@ -252,7 +258,8 @@ class Late:
     """Copies that begin when somebody waits for them."""
 
     def __init__(self, ex):
-        self.ex, self.pending = ex, []
+        self.ex = ex
+        self.pending = []
 
     def beside(self, copy, wire):
         self.pending.append((copy, wire))
@@ -274,7 +281,8 @@ class Net:
     """Two layers, of which rank p has L experts each and all the shared matrices; every rank knows the others' tokens and matrices."""
 
     def __init__(self, tokens, kind, L, seed, width=64, hidden=32, top_k=2):
-        world, draw = len(tokens), torch.Generator().manual_seed(seed)
+        world = len(tokens)
+        draw = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
         self.tokens, self.L, self.seed = tokens, L, seed
         self.x, self.dys = ([normal(n, width) for n in tokens] for _ in range(2))
@@ -356,9 +364,12 @@ def one_rank(rank, ranks, tokens, L):
     repair_interpreter()
     small_tiles(gpu, False, True, 1)
     poison()
-    ex, pace = ranks.exchange(rank), torch.Generator().manual_seed(rank)
-    ex.side, ex.reserve = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
-    early, late = ex.beside, Late(ex)
+    ex = ranks.exchange(rank)
+    pace = torch.Generator().manual_seed(rank)
+    ex.side = SimpleNamespace(wait_stream=lambda other: None)
+    ex.reserve = lambda *_: None
+    early = ex.beside
+    late = Late(ex)
     symm.exchange_of, symm._all = lambda _: ex, lambda t: 2  # programs; no GPU to ask
     symm._lib.impl("symm_moe", symm._forward, "CPU")
     symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
@@ -393,7 +404,8 @@ def one_rank(rank, ranks, tokens, L):
                 else (early, functools.partial(symm.Exchange.arrived, ex))
             )
             net = Net(tokens, ("random", "first rank", "holes")[i % 3], L, i)
-            got, want = net.got(rank, call, uses, around, frozen), net.want(rank, uses)
+            got = net.got(rank, call, uses, around, frozen)
+            want = net.want(rank, uses)
             for j, (g, t) in enumerate(zip(got, want, strict=True)):
                 if j == 1 and frozen:
                     assert g is None
@@ -429,7 +441,8 @@ def in_the_interpreter():
         [21, 0, 9],
         [12, 12],
     ):  # forked before autograd has run here, which could not run there again
-        L, world = 2, len(tokens)
+        L = 2
+        world = len(tokens)
         fork(world, one_rank, Ranks(world, max(tokens) + 3, 64, 2, torch.float32), tokens, L)
     repair_interpreter()
     for T, width, dtype in (

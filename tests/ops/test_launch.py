@@ -94,12 +94,16 @@ def cuda(monkeypatch):
 def binary(cuda, signature=SIGNATURE, meta=META):
     """A compiled kernel with triton's own launcher, whose C function writes down what it is given."""
     run = object.__new__(nvidia.CudaLauncher)
-    run.launch_cooperative_grid, run.launch_pdl, run.num_ctas, run.gsan_enabled = 0, 1, 1, False
+    run.launch_cooperative_grid = 0
+    run.launch_pdl = 1
+    run.num_ctas = 1
+    run.gsan_enabled = False
     run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = (
         run.profile_scratch_align
     ) = 0
     if NEWER:
-        run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+        run.arg_annotations = ["annotations"]
+        run.kernel_signature = b"signature"
 
     def keep(*args):
         cuda.handed.append((*args[:-1], *args[-1]) if NEWER else args)
@@ -107,7 +111,10 @@ def binary(cuda, signature=SIGNATURE, meta=META):
     c_function = functools.partial(keep)  # no Python function, as triton's is none
     run.launch = nvidia.wrap_handle_tensordesc(c_function, signature, meta)
     compiled = object.__new__(CompiledKernel)
-    compiled._run, compiled.module, compiled.function, compiled.packed_metadata = run, None, 7, (8, 1, 0)
+    compiled._run = run
+    compiled.module = None
+    compiled.function = 7
+    compiled.packed_metadata = (8, 1, 0)
     compiled._init_handles = lambda: None
     compiled.launch_metadata = lambda *_: "facts"
     return compiled
@@ -115,11 +122,14 @@ def binary(cuda, signature=SIGNATURE, meta=META):
 
 def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch, cuda):
     """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
-    handed, encoded, heard = cuda.handed, cuda.encoded, []
+    handed = cuda.handed
+    encoded = cuda.encoded
+    heard = []
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def both_ways(compiled, values):
-        short, before = launch.launcher(compiled, None, values), len(encoded)
+        short = launch.launcher(compiled, None, values)
+        before = len(encoded)
         assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
@@ -140,7 +150,8 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch,
     before = len(encoded)
     short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
     assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
-    other, turned = t.clone(), t.view(128, 256)[:, :128]
+    other = t.clone()
+    turned = t.view(128, 256)[:, :128]
     for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
         described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
         short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
@@ -365,18 +376,18 @@ def test_a_second_derivative_is_refused(straight, way, named, summed):
     gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
     topk_of = {"straight": topk._Straight.apply, "registered": ops.softmax_topk}
     if way in topk_of:
-        of, y = logits, topk_of[way](logits, 2, True)[0][:, 0]
+        of = logits
+        y = topk_of[way](logits, 2, True)[0][:, 0]
     elif way == "router":
         of = torch.randn(7, 16, dtype=torch.bfloat16, requires_grad=True)
         y = router_product(of, torch.randn(4, 16, dtype=torch.bfloat16))
     elif way == "grouped":
-        of, y = x, ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
+        of = x
+        y = ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
     else:
         args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
-        of, y = (
-            x,
-            mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args),
-        )
+        of = x
+        y = mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
     (first,) = torch.autograd.grad(y.sum() if summed else y.square().sum(), of, create_graph=True)
     loss = first.square().sum() + of.sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -394,7 +405,8 @@ def test_who_watches():
     class Mine(torch.Tensor):
         pass
 
-    x, seen = torch.randn(3), []
+    x = torch.randn(3)
+    seen = []
     assert unwatched(x, None, torch.nn.Parameter(x))
     assert not unwatched(x.as_subclass(Mine)) and not unwatched(x, x.as_subclass(Mine))
     with Mode():

@@ -103,7 +103,9 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
     assert all(
         torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
     )
-    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 5, 12], dtype=torch.int32)
+    a = torch.randn(12, 24)
+    b = torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 5, 12], dtype=torch.int32)
     scattered = strided(a), strided(b), ends
     assert_near(run(ops.grouped_mm, scattered), run(reference.grouped_mm, (a, b, ends), torch.float64), 3e-6)
     for op, inputs in (
@@ -285,7 +287,8 @@ def test_widths_of_nothing_are_named():
 def test_forward_mode_is_refused(how):
     """torch would take the tangents for zeros."""
     args = layer(5, 8, 8, 4, 2)
-    b, ends = torch.randn(3, 16, 8), torch.tensor([1, 2, 3], dtype=torch.int32)
+    b = torch.randn(3, 16, 8)
+    ends = torch.tensor([1, 2, 3], dtype=torch.int32)
     for name, call, x in (
         ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]), ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
         ("logits", lambda logits: ops.softmax_topk(logits, 2, True)[0], torch.randn(5, 4)),
@@ -307,7 +310,9 @@ def test_backward_inside_autocast_is_no_less_exact():
 
 
 def test_grouped_mm_errors_name_the_argument():
-    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 2, 3], dtype=torch.int32)
+    a = torch.randn(12, 24)
+    b = torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 2, 3], dtype=torch.int32)
     bad = [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]
     for wrong in ([5, 2, 7], [1, 2, 13], [-1, 2, 3]):
         bad.append(((a, b, torch.tensor(wrong, dtype=torch.int32)), r"ends: got .*non-decreasing, 0 to N=12"))

@@ -149,7 +149,8 @@ def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
         y = ops.moe_mlp(*leaves, ids, pairs=None if share == 1 else pairs)
         return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
-    modes, kept = ("random", "zipf", "absent", "one", "random"), []
+    modes = ("random", "zipf", "absent", "one", "random")
+    kept = []
     for mode in modes:
         args = layer(*shape, mode, dtype)
         for t in args[:3]:
@@ -317,7 +318,8 @@ def trace_few(T, D, F, E, K, dtype, rows):
 @pytest.mark.parametrize("shape", FEW_SHAPES, ids=str)
 def test_one_launch_for_few_rows_equals_two(shape, dtype, rows, mode, monkeypatch):
     x, gate_up, down, weights, ids, _ = layer(*shape, mode, dtype)
-    cut, here = table.few("cuda:90", rows, True), int((ids >= 0).sum())
+    cut = table.few("cuda:90", rows, True)
+    here = int((ids >= 0).sum())
     for bias, activation, pairs, keep in few_calls(gate_up, ids.numel()):
         got, want = [], []
         for choice, out in ((cut, got), (cut, got), (None, want)):

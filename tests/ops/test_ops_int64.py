@@ -52,7 +52,9 @@ def metadata(E):
     meta.offsets[E - 1 :] = torch.tensor([N - n, N])
     meta.by_size[0] = E - 1
     for bm, tiles in meta.tiles.items():
-        tiles[0], tiles[4], tiles[4 + meta.capacity(N, E, bm)] = 1, E - 1, N - n
+        tiles[0] = 1
+        tiles[4] = E - 1
+        tiles[4 + meta.capacity(N, E, bm)] = N - n
     meta.order[N - n :] = torch.arange(N - 1, N - n - 1, -1)
     meta.row_of[N - n :] = torch.arange(N - 1, N - n - 1, -1)
     return meta
@@ -85,7 +87,8 @@ def main():
     weights = torch.rand(n, 1)
 
     # what it should be, in float64; rows are tokens in reverse
-    rows, w = x.double().flip(0).requires_grad_(), weights.double().flip(0).requires_grad_()
+    rows = x.double().flip(0).requires_grad_()
+    w = weights.double().flip(0).requires_grad_()
     h = rows @ gate_up[-1].double().T
     h.retain_grad()
     act = torch.nn.functional.silu(h[:, :F]) * h[:, F:]
@@ -94,7 +97,8 @@ def main():
 
     gate_up, down = huge(gate_up, E), huge(down, E)
     layer = gpu.Layer(huge(x), (E, D, F), 1, metadata(E), huge(weights), (gate_up, down))
-    h_N2F, dy_ND = torch.empty(N, 2 * F, dtype=x.dtype), huge(dy)
+    h_N2F = torch.empty(N, 2 * F, dtype=x.dtype)
+    dy_ND = huge(dy)
     near("gather", layer.gathered(layer.x), rows.detach(), 1e-9)
     act_NF = layer.up(gate_up, None, h_N2F)
     near("H", h_N2F, h.detach())

@@ -60,7 +60,8 @@ def check_metadata(routing):
         assert torch.equal(counts[meta.by_size.long()], counts.sort(descending=True).values)
         for bm, table in meta.tiles.items():
             tiles = (counts + bm - 1) // bm
-            m, capacity = int(table[0]), meta.capacity(T * K, E, bm)
+            m = int(table[0])
+            capacity = meta.capacity(T * K, E, bm)
             assert m == tiles.sum() and m <= capacity
             expert = table[4 : 4 + m].long()
             assert torch.equal(expert, torch.repeat_interleave(torch.arange(E), tiles))
@@ -91,7 +92,8 @@ def check_layer(
     activation="swiglu",
 ):
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
-    gate_up, down = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype), (torch.randn(E, D, F) * F**-0.5).to(dtype)
+    gate_up = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype)
+    down = (torch.randn(E, D, F) * F**-0.5).to(dtype)
     bias = torch.randn(E, 2 * F).to(dtype) if biased else None
     if activation == "clamped":
         gate_up *= 6  # far enough for the clamps to act
@@ -139,11 +141,9 @@ def check_topk(topk, T, E, K, renormalize, hard=False):
 
 
 def check_grouped(gpu, reference, ends, dtype=torch.float32):
-    a, b, dc = (
-        torch.randn(130, 40).to(dtype),
-        torch.randn(3, 72, 40).to(dtype),
-        torch.randn(130, 72).to(dtype),
-    )
+    a = torch.randn(130, 40).to(dtype)
+    b = torch.randn(3, 72, 40).to(dtype)
+    dc = torch.randn(130, 72).to(dtype)
     ends = torch.tensor(ends, dtype=torch.int32)
     got = gpu.grouped_mm(a, b, ends), *gpu.grouped_mm_backward(dc, a, b, ends)
     leaves = [t.double().requires_grad_() for t in (a, b)]

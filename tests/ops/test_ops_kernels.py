@@ -106,7 +106,8 @@ def everything(visit):
 
 def half(part, cache):
     """One process's half of the binaries: {(architecture, key): Binary}."""
-    knobs.cache.dir, knobs.nvidia.dump_ptxas_log = f"{cache}/{part}", True
+    knobs.cache.dir = f"{cache}/{part}"
+    knobs.nvidia.dump_ptxas_log = True
     found, seen, reports = {}, {}, {}
 
     def visit(test, arch):
@@ -126,7 +127,8 @@ def binaries(tmp_path_factory):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         cache = str(tmp_path_factory.mktemp("triton"))
         one, other = pool.starmap(half, [(0, cache), (1, cache)], chunksize=1)
-    found, of = {**one, **other}, {}
+    found = {**one, **other}
+    of = {}
 
     def visit(test, arch):
         return lambda name, key, compile: of.setdefault(test, {}).setdefault(key, found[arch, key])

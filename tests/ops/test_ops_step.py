@@ -41,11 +41,9 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_warm_up_knows_what_a_step_launches(dtype):
     tiny = presets()["tiny"]
-    cfg, V, D = (
-        replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32")),
-        50304,
-        2048,
-    )
+    cfg = replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32"))
+    V = 50304
+    D = 2048
     cfg = replace(cfg, model=replace(cfg.model, vocab=V, dim=D))
 
     def launched(what):
@@ -55,7 +53,8 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
         return found
 
     def step():
-        one, copy = torch.ones(()), None if dtype == torch.float32 else dtype
+        one = torch.ones(())
+        copy = None if dtype == torch.float32 else dtype
         tensors = [
             parameter(n, grad, low, 1)
             for n in (64, 100, 7)
@@ -133,7 +132,9 @@ def test_adamw(dtype, finite):
             continue
         # Loshchilov & Hutter 2017, algorithm 2
         w, m, v, g = (t.double() for t in (*was, grad.double() * 0.25))
-        m, v, n = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g, step.item()
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        n = step.item()
         w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**n)) / ((v / (1 - 0.95**n)).sqrt() + 1e-8)
         for got, want in zip((weight, mean, square), (w, m, v), strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
@@ -153,7 +154,8 @@ def test_adamw(dtype, finite):
 def test_adamw_takes_no_other_tensors(at, change, message):
     """It gets addresses alone: what they lead to must be what it takes it for."""
     tensors = list(parameter(64, torch.float32, torch.bfloat16, 1))
-    tensors[at], one = change(tensors[at]), torch.ones(())
+    tensors[at] = change(tensors[at])
+    one = torch.ones(())
     before = [t.clone() for t in tensors]
     with pytest.raises(ValueError, match=rf"adamw_: .*{message}"):
         adamw.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -166,7 +168,8 @@ def test_adamw_takes_no_other_tensors(at, change, message):
 def test_cross_entropy(V, grad):
     logits = torch.randn(5, V) * 4
     targets = torch.tensor([0, V - 1, -100, V // 2, 7])
-    before, keep = logits.clone(), targets != -100
+    before = logits.clone()
+    keep = targets != -100
     got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
     torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
     want = before.softmax(-1)
@@ -178,7 +181,8 @@ def test_cross_entropy(V, grad):
 @interpreted
 @pytest.mark.parametrize("grad", [True, False])
 def test_further_columns_of_logits_have_no_share(grad):
-    V, targets = 9001, torch.tensor([0, 9000, -100, 9001, 9003])
+    V = 9001
+    targets = torch.tensor([0, 9000, -100, 9001, 9003])
     logits = torch.randn(5, 9004) * 4
     logits[:, V:] = 100.0
     before = logits.clone()
@@ -222,7 +226,8 @@ def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
 @pytest.mark.parametrize("masked", [slice(0, 8192), slice(0, 8195), slice(8192, None)], ids=str)
 def test_logits_of_minus_infinity_have_no_share(masked):
     """A whole block of them, first or last: nothing that is subtracted is infinite on both sides."""
-    logits, targets = torch.randn(3, 8200), torch.tensor([8199, 0, 8195])
+    logits = torch.randn(3, 8200)
+    targets = torch.tensor([8199, 0, 8195])
     logits[:, masked] = float("-inf")
     logits[1, 0] = 1.0
     logits[:2, 8199] = logits[2, 8195] = 0.5
@@ -239,7 +244,8 @@ def test_logits_of_minus_infinity_have_no_share(masked):
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype, grad):
     """Not a neighbouring row's logit, nor what lies around the logits."""
-    V, outside = 50, torch.tensor([0, 2, 3, 5])
+    V = 50
+    outside = torch.tensor([0, 2, 3, 5])
     targets = torch.tensor([-1, 7, 50, -101, -100, 2**40, 49])
     inside = targets.clone()
     inside[outside] = 3

@@ -102,10 +102,8 @@ def step(tensors, pairs, run):
     """forward without and with what backward keeps, and backward; the shapes of all results."""
     x, gate_up, down, weights, _, bias = tensors
     how = "swiglu", pairs
-    (alone, *_), (y, h, packed) = (
-        run(gpu.forward, tensors, *how, False),
-        run(gpu.forward, tensors, *how, True),
-    )
+    (alone, *_) = run(gpu.forward, tensors, *how, False)
+    (y, h, packed) = run(gpu.forward, tensors, *how, True)
     grads = run(
         gpu.backward, (torch.empty(x.shape, dtype=x.dtype), x, gate_up, down, weights, h, packed, bias), *how
     )
@@ -160,7 +158,8 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
     for _ in range(3):
         replay.remembered(gpu.forward, (gaps, *others), "swiglu", 1024, True)
     assert len(replay._programs) == len(changes) + 3 and str(gaps.data_ptr()) not in repr(calls)
-    tf32, before = torch.backends.cuda.matmul.allow_tf32, len(calls)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    before = len(calls)
     try:
         torch.backends.cuda.matmul.allow_tf32 = not tf32
         replay.remembered(gpu.forward, (x, *others), "swiglu", 1024, True)
@@ -186,7 +185,8 @@ def test_tf32_by_fp32_precision(calls):
 
 def test_threads_may_fill_the_memory_together(monkeypatch):
     monkeypatch.setattr(replay, "_programs", {})
-    failed, interval = [], sys.getswitchinterval()
+    failed = []
+    interval = sys.getswitchinterval()
 
     def fill(thread):
         x = torch.zeros(1)
@@ -211,7 +211,9 @@ def test_threads_may_fill_the_memory_together(monkeypatch):
 def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
     """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer. Afterwards
     nothing is alive."""
-    own, peaks, alive = torch.empty, [], [0, 0]
+    own = torch.empty
+    peaks = []
+    alive = [0, 0]
 
     def gone(size):
         alive[0] -= size
@@ -281,7 +283,8 @@ def test_what_torch_does_no_program_repeats(calls):
 
 
 def test_inside_compile_only_nothing_is_remembered(calls):
-    asked, tensors = [], inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
+    asked = []
+    tensors = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
     for _ in range(3):
         replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     driver = triton.runtime.driver._active
@@ -294,7 +297,8 @@ def test_inside_compile_only_nothing_is_remembered(calls):
 def test_memory_that_was_let_go_is_nobodys():
     """Another tensor, of which nobody heard, may have got it since."""
     t = torch.zeros(64)
-    tape, address = replay.Tape(()), t.data_ptr()
+    tape = replay.Tape(())
+    address = t.data_ptr()
     tape.allocated(t)
     assert tape._find(address + 8) == (0, 8) and tape.whole
     del t
@@ -355,8 +359,12 @@ def test_an_expert_groups_parts(calls, monkeypatch, share, D, dtype, biased):
     pairs = -(-T * K // share // 128) * 128
     logs, found = [], []
     for again in range(5):
-        ex, weights = Sections(T, D, K, dtype), inputs(8, D, F, L, K, dtype, biased)
-        gate_up, down, bias, h = weights[1], weights[2], weights[5], torch.zeros(pairs, 2 * F, dtype=dtype)
+        ex = Sections(T, D, K, dtype)
+        weights = inputs(8, D, F, L, K, dtype, biased)
+        gate_up = weights[1]
+        down = weights[2]
+        bias = weights[5]
+        h = torch.zeros(pairs, 2 * F, dtype=dtype)
         calls.clear()
         with monkeypatch.context() as patch:
             if again == 0:

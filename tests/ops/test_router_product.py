@@ -66,14 +66,13 @@ def test_infinity_and_nan_stay_in_the_first_piece():
 
 @pytest.mark.parametrize("shape", [(5, 3), (8, 16), (1, 61)], ids=str)
 def test_where_pieces_lie(shape):
-    (R, C), a = shape, torch.randn(shape)
+    (R, C) = shape
+    a = torch.randn(shape)
     pieces = three_pieces(a)
     for order in ORDERS:
         columns, rows = (C + 7) // 8 * 8, (R + 7) // 8 * 8
-        wide, tall = (
-            beside(a, order).view(R, len(order), columns),
-            stacked(a, order).view(len(order), rows, C),
-        )
+        wide = beside(a, order).view(R, len(order), columns)
+        tall = stacked(a, order).view(len(order), rows, C)
         assert not wide[:, :, C:].any() and not tall[:, R:].any()
         for i, piece in enumerate(order):
             assert torch.equal(wide[:, i, :C], pieces[piece]) and torch.equal(tall[i, :R], pieces[piece])
@@ -217,7 +216,8 @@ def every_layout(T=40, D=16, E=6):
 
 @pytest.mark.parametrize(("x", "w"), every_layout())
 def test_any_strides_and_either_gradient_alone(x, w):
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    x = x.detach().requires_grad_()
+    w = w.detach().requires_grad_()
     g = torch.randn(len(x), 1).expand(-1, len(w))
     want = step(
         x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_(), g.contiguous()

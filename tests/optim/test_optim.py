@@ -100,11 +100,15 @@ def test_fused_adamw_on_two_meshes_equals_one_process(gloo, world):
 def test_fused_adamw_is_the_published_rule():
     """Loshchilov & Hutter 2017, algorithm 2, in fp64."""
     params, _ = train(0, 1, 3)
-    start, (beta1, beta2) = draw(0), CFG.betas
+    start = draw(0)
+    (beta1, beta2) = CFG.betas
     for name in ("gate_up", "norm"):
-        w, m, v = start[name].double(), 0.0, 0.0
+        w = start[name].double()
+        m = 0.0
+        v = 0.0
         for t in range(1, 4):
-            g, lr = draw(99 + t)[name].double(), CFG.lr / t
+            g = draw(99 + t)[name].double()
+            lr = CFG.lr / t
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             w = w * (1 - lr * CFG.weight_decay * (w.ndim >= 2))
             w = w - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + CFG.eps)
@@ -243,7 +247,8 @@ def averaged(rank, world):
             p.data.copy_(new.data)
             values[name] = 0.9 * values[name] + 0.1 * whole(new.detach()).double()
         ema.update()
-    before, inside = snapshot(params), {}
+    before = snapshot(params)
+    inside = {}
     try:
         with ema.swapped():
             inside = {name: whole(p.detach()) for name, p in params.items()}
@@ -303,7 +308,8 @@ def test_grad_scaler_unscales_and_skips(monkeypatch):
     """torch lets optimizers that are fused do both themselves; ours on a GPU would not, so it leaves them to the scaler."""
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([("p", p)], OptimConfig(lr=0.1), torch.device("cpu"))
-    seen, real = [], AdamW.step
+    seen = []
+    real = AdamW.step
     monkeypatch.setattr(AdamW, "step", lambda self: seen.append(p.grad.clone()) or real(self))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for factor in (3.0, math.inf, 5.0):

@@ -124,7 +124,8 @@ def count(rank: int, world: int):
     monkeypatch = pytest.MonkeyPatch()
     model, optimizer = build(1, "bf16", 16.0)
     step(model, rank, 0)
-    calls, n = Calls(monkeypatch), len(copies(model))
+    calls = Calls(monkeypatch)
+    n = len(copies(model))
     told = []
     for i in range(1, 4):
         optimizer.step()

@@ -58,7 +58,8 @@ def two_meshes(world: int, ep: int) -> dict[str, nn.Parameter]:
     grid = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
     grads = hand_made()
-    experts, dense = Experts(grads, grid["ep"]), Dense(grads)
+    experts = Experts(grads, grid["ep"])
+    dense = Dense(grads)
     fully_shard(experts, mesh=grid["dp"])
     fully_shard(dense, mesh=flat)
     assert len(experts.gate_up.placements) == 2 and len(dense.tiny.placements) == 1
@@ -262,7 +263,8 @@ def foreign_loop(rank, world, clip):
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    draw, norms = torch.Generator().manual_seed(1), []
+    draw = torch.Generator().manual_seed(1)
+    norms = []
     for _ in range(5):
         x, y = torch.randn(12, 6, generator=draw), torch.randn(12, 3, generator=draw)
         mine = slice(rank * 12 // world, (rank + 1) * 12 // world)

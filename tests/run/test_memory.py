@@ -109,7 +109,10 @@ def test_published_parameter_counts(model, total, active, digits):
 
 def test_counts_worked_by_hand():
     attention = 10 * 6 * 24 * 2 + 10 * 2 * 24 * 2 + (60 + 20)  # q and o, k and v, the two QK-norms
-    norms, dense, shared, router = 2 * 24, 3 * 24 * 40, 3 * 24 * 12 + 24, 6 * 24
+    norms = 2 * 24
+    dense = 3 * 24 * 40
+    shared = 3 * 24 * 12 + 24
+    router = 6 * 24
     expert = 3 * 24 * 14
     root = 100 * 24 + 24
     # blocks: dense, MoE, dense, MoE, dense
@@ -280,7 +283,9 @@ def test_exchange_worked_by_hand():
 def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     keeps = Config(model=OLMOE, parallel=ParallelConfig(ep=ep))
     frees = Config(model=OLMOE, parallel=ParallelConfig(ep=ep, checkpoint=policy))
-    layer, sparse, row = layer_bytes(keeps, ep, 0), moe_bytes(keeps, ep), 16384 * 2048 * 2
+    layer = layer_bytes(keeps, ep, 0)
+    sparse = moe_bytes(keeps, ep)
+    row = 16384 * 2048 * 2
     norm = 16384 * 4  # the feed-forward's root mean square
     freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[
         policy
@@ -325,7 +330,9 @@ def test_windows_of_pairs_do_not_pile_up(tokens, windows):
             y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
         with MostHeld(x, gate_up, down, weights, ids, h, packed) as backward:
             grads = [g for g in gpu.backward(x, x, gate_up, down, weights, h, packed, *how) if g is not None]
-    act, row, small = pairs * F * 2, pairs * D * 2, 8 * tokens * K * 4 + 8 * pairs * 4
+    act = pairs * F * 2
+    row = pairs * D * 2
+    small = 8 * tokens * K * 4 + 8 * pairs * 4
     assert 0 <= forward.bytes - y.nbytes - h.nbytes - (act + row) < small
     # H once more, dH, activations, and gathered rows where no kernel gathers
     assert 5 * act <= backward.bytes - sum(g.nbytes for g in grads) < 5 * act + row + small
@@ -333,7 +340,8 @@ def test_windows_of_pairs_do_not_pile_up(tokens, windows):
 
 def test_the_losss_worst_moment_worked_by_hand():
     """The head's gradient in fp32, beside it a chunk's logits or the gradient again in bf16; hidden states twice and their gradient."""
-    D, hidden = 2048, 3 * 16384 * 2048 * 2
+    D = 2048
+    hidden = 3 * 16384 * 2048 * 2
     for model, V, rows in ((OLMOE, 50304, 16384), (QWEN3, 151936, 4096)):
         assert loss_bytes(Config(model=model)) == hidden + 4 * V * D + 2 * rows * V
     odd = dataclasses.replace(OLMOE, vocab=50299)  # and the head once more, with five rows of zeros
@@ -359,7 +367,8 @@ def test_offloaded_moments_and_document_masks_take_nothing():
 
 def test_what_no_rank_can_hold_is_refused():
     cfg = Config(model=QWEN3, train=TrainConfig(batch=4, seq=4096))
-    parts, GiB = memory_per_rank(cfg, 1, 4), 2**30
+    parts = memory_per_rank(cfg, 1, 4)
+    GiB = 2**30
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
     with pytest.raises(
         ConfigError, match=r"--parallel.dp=1 --parallel.ep=4: a rank has 80.0 GiB of memory and needs 1\d\d"
@@ -477,7 +486,8 @@ def test_ep_that_does_not_divide_is_named():
 )
 def test_experts_that_fsdp2_pads_are_told(capsys, words, times, without):
     cfg = parse([*words.split(), "--dry-run"], "")
-    dp, said = cfg.world // cfg.parallel.ep, capsys.readouterr().err
+    dp = cfg.world // cfg.parallel.ep
+    said = capsys.readouterr().err
     assert padding(cfg, dp, cfg.parallel.ep) == pytest.approx(times)
     if times < 1.5:
         assert "note" not in said

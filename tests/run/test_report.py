@@ -146,7 +146,8 @@ def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
 
 def test_smoothing_ignores_spikes_and_gaps():
     values = np.full(200, 2.0)
-    values[50], values[60] = 1e6, np.nan
+    values[50] = 1e6
+    values[60] = np.nan
     steps, smoothed = report.smooth(np.arange(200.0), values)
     assert (smoothed == 2.0).all() and 60 not in steps
     ramp = np.arange(1000.0)

@@ -26,7 +26,8 @@ from tmoe.run.metrics import write_config
 class Other(ByteTokenizer):
     """Bytes, told apart by name and end alone."""
 
-    eos, fingerprint = 1, "other"
+    eos = 1
+    fingerprint = "other"
 
 
 def facts(path, seq):

@@ -218,7 +218,8 @@ def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     run = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=writes, stderr=writes, cwd=HERE)
     os.close(writes)
     try:
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 100
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 100
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.1)
