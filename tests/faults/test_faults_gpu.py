@@ -1,6 +1,8 @@
-"""On GPUs, too, a run ends soon when a rank stops or raises, though kernels wait for that rank's and Python may wait behind a full queue.
+"""On GPUs, too, a run ends soon when a rank stops or raises.
 
-As tests they start themselves under torchrun, on four ranks; where there are fewer GPUs, the ranks share them (benchmarks/shared.py).
+Kernels then wait for that rank's kernels, and Python may wait behind a full queue. As tests they start
+themselves under torchrun, on four ranks. Where there are fewer GPUs, the ranks share them
+(benchmarks/shared.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from symm_ranks import ROOT
 
 TIMEOUT = 15.0  # of a step
 TORCHRUN = 30.0  # s that it gives a rank to end by itself; a stopped one does not
-FLAGS = "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batches 1 --parallel.ep 4 --checkpoint.mode off".split()
+FLAGS = (
+    "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batches 1 "
+    "--parallel.ep 4 --checkpoint.mode off"
+).split()
 
 
 @pytest.mark.gpu
@@ -26,7 +31,7 @@ FLAGS = "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batch
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("how", "layers"), [("stops", 4), ("stops", 16), ("raises", 4)])
 def test_the_others_end(tmp_path, how, layers):
-    """16 layers are more launches than a GPU's queue takes."""
+    """16 layers are more launches than the queue of a GPU takes."""
     shared = [] if torch.cuda.device_count() >= 4 else ["-m", "benchmarks.shared"]
     flags = [*FLAGS, "--model.layers", str(layers), "--train.timeout", str(TIMEOUT), "--out", str(tmp_path)]
     command = [

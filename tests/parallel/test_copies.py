@@ -1,4 +1,6 @@
-"""Working copies: what stands in while a module runs, what its gradient becomes, and that nobody outside ever sees it.
+"""Working copies: what stands in while a module runs, what its gradient becomes, and who may see it.
+
+Nothing outside ever sees a copy.
 
 next: test_recompute.py
 """
@@ -104,7 +106,10 @@ def test_two_forwards_before_their_backwards():
 
 
 def test_weights_that_change_between_forwards_are_seen():
-    """By whoever they are written, unless the writer has said that the copy is fresh; an average swapped in says that it is not."""
+    """Whatever writes the weights, unless the writer has said that the copy is fresh.
+
+    An average that is swapped in says that the copy is not fresh.
+    """
     module = net()
     x = torch.randn(3, 6)
     ema = Ema(dict(module.named_parameters()).items(), 0.5)
@@ -127,7 +132,10 @@ def test_weights_that_change_between_forwards_are_seen():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_backward_behind_a_write_is_refused(dtype, again):
-    """What autograd does for plain parameters; two forwards of equal weights do not disturb each other (above)."""
+    """Autograd does the same for plain parameters.
+
+    Two forwards with equal weights do not disturb each other (above).
+    """
     module = net(dtype)
     x = torch.randn(3, 6, requires_grad=True)
     loss = module(x).float().sum()

@@ -1,4 +1,7 @@
-"""Experts that ranks share and keep whole: FSDP2's numbers to the bit, one gathering a step, whatever happens in between."""
+"""Experts that ranks share and keep whole: FSDP2's numbers to the bit, with one gathering a step.
+
+Whatever happens in between.
+"""
 
 from dataclasses import replace
 
@@ -44,7 +47,7 @@ def copies(model) -> list[GatheredCopy]:
 
 
 class Calls:
-    """Counts what the sharers exchange."""
+    """Counts the exchanges between the ranks that share experts."""
 
     def __init__(self, monkeypatch):
         self.counts = dict(gather=0, send=0)
@@ -148,7 +151,10 @@ def test_one_gathering_and_one_way_home_a_step(gloo):
 
 
 def disturbed(rank: int, world: int, fresh: bool, event: str):
-    """Norms and parameters of three steps, with something in between that changes nothing, and whether it took place."""
+    """Three steps with something in between that changes nothing.
+
+    Returns norms and parameters, and whether it took place.
+    """
     model, optimizer = build(1, "bf16", 16.0)
     ema = Ema(model.named_parameters(), 0.9)
     norms = []
@@ -239,7 +245,7 @@ def test_a_backward_behind_a_write_is_refused(gloo):
 
 
 def heard(rank: int, world: int, whole: float):
-    """Hooks on experts' parameters, as an optimizer in the backward has them, and what they find."""
+    """Hooks on experts' parameters, as an optimizer in the backward has them; returns what they find."""
     model, _ = build(1, "bf16", whole)
     found = []
     for p in model.blocks[1].moe.experts.parameters():
@@ -258,7 +264,10 @@ def test_hooks_on_parameters_are_called(gloo):
 
 
 def left(rank: int, world: int, whole: float, frozen: str):
-    """A micro-batch that does not sync, then one that does while the first layer's experts are frozen, or all."""
+    """A micro-batch that does not sync, then one that does.
+
+    In the second the first layer's experts are frozen, or all experts.
+    """
     model, _ = build(1, "fp32", whole)
     experts = model.blocks[1].moe.experts
     model.set_requires_gradient_sync(False)
@@ -280,7 +289,7 @@ def test_what_earlier_micro_batches_left_goes_at_the_end_of_the_step(gloo, froze
 
 
 def alone(rank: int, world: int):
-    """The first of these micro-batches, which syncs."""
+    """The first of these micro-batches, with a sync."""
     model, _ = build(1, "fp32", 16.0)
     x = tokens(rank, 0)
     model(x, x.roll(-1, 1)).backward()

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ returns and applies what one process holding everything would, on any mixture of meshes."""
+"""clip_grad_norm_ returns and applies what one process with all tensors would, on any mixture of meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EPS = 2e-6  # fp32 gradients scaled by a factor that is rounded to fp32
 
 
 def hand_made() -> dict[str, torch.Tensor]:
-    """Gradients of very different sizes; experts 2 and 5 received no token; `tiny` leaves most ranks without a row."""
+    """Gradients of very different sizes.
+
+    Experts 2 and 5 received no token; `tiny` leaves most ranks without a row.
+    """
     g = torch.Generator().manual_seed(7)
     shapes = dict(
         gate_up=(8, 6, 5),
@@ -53,8 +56,10 @@ class Dense(nn.Module):
 
 
 def two_meshes(world: int, ep: int) -> dict[str, nn.Parameter]:
-    """Parameters as tmoe places them: experts on (dp, ep), FSDP2 over dp; dense FSDP2 over all; one plain. Each carries
-    its hand-made gradient, except `unused`."""
+    """Parameters as tmoe places them: experts on (dp, ep), FSDP2 over dp; dense FSDP2 over all; one plain.
+
+    Each carries its hand-made gradient, except `unused`.
+    """
     grid = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
     grads = hand_made()
@@ -158,8 +163,11 @@ def with_grad(t):
 
 
 def uneven_ownership(rank, world):
-    """Rank 0 and 1 alone share `pair`; ranks of two pipeline stages hold different tensors; `copied` lives on the columns
-    of a grid, so each row holds a copy."""
+    """Parameters that not all ranks hold alike.
+
+    Ranks 0 and 1 alone share `pair`. Ranks of two pipeline stages hold different tensors. `copied` lives
+    on the columns of a grid, so each row holds a copy.
+    """
     g = torch.Generator().manual_seed(3)
     everywhere, pair, copied, *stages = (torch.randn(6, 4, generator=g) * 3**i for i in range(7))
     flat = init_device_mesh("cpu", (4,))
@@ -256,7 +264,10 @@ def foreign_model():
 
 
 def foreign_loop(rank, world, clip):
-    """FSDP2 as anyone uses it; FSDP2 averages over ranks, so one process takes the mean over the whole batch."""
+    """FSDP2 as any code uses it.
+
+    FSDP2 averages over ranks, so one process takes the mean over the whole batch.
+    """
     model = foreign_model()
     if world > 1:
         for layer in (model[0], model[2]):

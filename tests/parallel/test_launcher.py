@@ -1,4 +1,4 @@
-"""Which world torchrun, mpiexec and srun announce, what is refused, and that build_mesh and train.py join it."""
+"""Which world torchrun, mpiexec and srun announce, and what is refused; build_mesh and train.py join it."""
 
 import json
 import os
@@ -224,7 +224,10 @@ def test_the_first_host_of_slurms_list(nodes, first):
 
 
 def test_a_shell_on_a_terminal_of_srun_is_alone(environment, monkeypatch):
-    """`srun -n 9 --pty bash`: the other eight shells have ended long ago. What that shell starts by srun has no terminal."""
+    """`srun -n 9 --pty bash`: the other eight shells have ended long ago.
+
+    What that shell starts by srun has no terminal.
+    """
     environment(**SRUN | dict(SLURM_PROCID="0", SLURM_PTY_PORT="44263"))
     monkeypatch.setattr(os, "isatty", lambda fd: fd == 0)
     assert launcher_world().size == 1
@@ -276,7 +279,7 @@ def announced(by: str, rank: int, port: str) -> dict[str, str]:
 
 
 def run_both(words: list[str], by: str) -> list[str]:
-    """What two processes print that a launcher `by` would have started; all must end with 0."""
+    """What two processes print that a launcher `by` would have started; both must end with 0."""
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -302,7 +305,7 @@ def run_both(words: list[str], by: str) -> list[str]:
 
 @pytest.mark.parametrize("by", ["torchrun", "mpiexec", "pmi", "srun"])
 def test_build_mesh_joins_the_world_that_is_announced(by):
-    """Each process would train a model of its own otherwise, and nothing would say so."""
+    """Otherwise each process would train a model of its own, and nothing would say so."""
     for rank, said in enumerate(run_both(["-c", MESH], by)):
         assert f"rank {rank} of 2: [0, 1]" in said
 
@@ -352,7 +355,7 @@ def test_a_rank_that_never_comes_is_one_line(environment):
 
 
 def patient(rank: int, world: int) -> tuple[timedelta, timedelta]:
-    """Of the default group and of a mesh's, in a group of one that runtime.start makes."""
+    """The timeouts of the default group and of a mesh's, in a group of one that runtime.start makes."""
     dist.destroy_process_group()
     run = runtime.start(0, timeout=77.0)
     return runtime.patience(), build_mesh().ep.get_group()._get_backend(run.device).options._timeout
