@@ -1,6 +1,6 @@
 """What every test shares: the `gloo` fixture, the markers `gpu` and `slow`, seeds, a time limit.
 
-next: gloo.py
+next: tests/lib/gloo.py
 """
 
 from __future__ import annotations

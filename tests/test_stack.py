@@ -1,6 +1,6 @@
 """Other torches and tritons: a start says nothing that is not for the user, and what has no public name may be missing.
 
-next: test_train.py
+next: tests/end_to_end/test_train.py
 """
 
 import collections

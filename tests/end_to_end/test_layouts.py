@@ -1,4 +1,7 @@
-"""Layout never changes the mathematics: one model on the same global batches, however it is spread and split."""
+"""Layout never changes the mathematics: the same model on the same global batches.
+
+However model and batches are spread and split.
+"""
 
 from dataclasses import replace
 

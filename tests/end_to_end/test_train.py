@@ -197,7 +197,8 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, times):
     """The second one arrives in the step in which the first did, and that step never ends."""
     program = f"""if True:
         import os, signal, sys, train
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
+        # a shell's background job is started without it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         step = train.Trainer.forward_backward
         def interrupted(trainer, *args):
             if trainer.step == 2:

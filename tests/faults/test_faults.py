@@ -194,7 +194,7 @@ def test_19_run_to_run(tmp_path):
     outs = [tmp_path / str(i) for i in range(3)]
     text = tmp_path / "text"
     text.mkdir()
-    # little text, so that three runs start soon
+    for name in ("train", "val"):  # little text, so that three runs start soon
         (text / f"{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(3000)))
     flags = [*EP2, *NOISY, "--data.path", str(text), "--data.val-fraction", "0.5"]
     for out, who in zip(outs, range(2), strict=False):

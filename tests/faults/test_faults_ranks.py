@@ -138,9 +138,9 @@ def test_25_who_waits_has_not_failed(tmp_path):
 
 
 def test_25_the_cause_is_said(tmp_path):
-    """The cause is the error of the rank that raised, though its end takes longer than a step may stand still.
+    """The cause is the error of the rank that raised.
 
-    (Its metrics may be on their way to a server, for example.)
+    Its end may take longer than a step may stand still: metrics on their way to a server, for example.
     """
     ends = launch(
         2, stands, [*EP2, "--train.timeout", "2", "--out", str(tmp_path)], "slow to end", timeout=60, limit=40

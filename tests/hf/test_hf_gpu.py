@@ -1,6 +1,6 @@
-"""Swapped experts and imported models on a GPU, where tmoe's kernels run, against transformers' own on the same GPU.
+"""Swapped experts and imported models with tmoe's kernels, against transformers' own on the same GPU.
 
-next: ../../tmoe/hf_swap.py
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -14,12 +14,15 @@ from hf_tiny import MODELS, SPARSE, far, gradients_by_their_names, load_step, ma
 from tmoe.hf import import_hf, swap_experts
 
 pytestmark = pytest.mark.gpu
-# weights of 0.3 are large for 128 columns: roundings grow
+# weights of 0.3 are large for 128 columns, so roundings grow
 LOGITS, GRADIENTS = dict(tiny=1e-5, wide=5e-5), dict(tiny=2e-5, wide=2e-3)
 
 
 def wide(name, monkeypatch, dtype=torch.float32):
-    """The tiny model with experts of 128 x 64, which have descriptors in 16 bits, in place of 16 x 10, which have none."""
+    """The tiny model with experts of 128 x 64, which have descriptors in 16 bits.
+
+    Its usual 16 x 10 have none.
+    """
     config = MODELS[name]()
     for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if hasattr(config, key):

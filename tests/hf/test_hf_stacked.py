@@ -1,6 +1,6 @@
-"""Folders whose experts lie stacked, as transformers 5 holds them: read, started from and written back in that spelling.
+"""Folders with stacked experts, as transformers 5 holds them: read, started from and written back so.
 
-next: ../../tmoe/hf_rules.py
+next: tmoe/hf/rules.py
 """
 
 import shutil
@@ -61,7 +61,7 @@ def test_the_same_model_and_every_byte_back(tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_are_one_model(tmp_path, name):
-    """The same step from either, laid out for several ranks, and --like chooses the spelling of an export."""
+    """The same step from either, for several ranks; --like chooses the spelling of an export."""
     usual = saved(tmp_path / "usual", name, torch.bfloat16, files=3)
     held = tmp_path / "held"
     stacked(held, name, torch.bfloat16, size="8KB")

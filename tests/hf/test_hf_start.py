@@ -1,6 +1,6 @@
 """Direct start: each rank reads its own slices of a Hugging Face folder.
 
-next: ../../tmoe/hf.py
+next: tmoe/hf/importer.py
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """tmoe's experts in transformers' models: the same function, trained alike, spread over ranks.
 
-next: ../../tmoe/hf_swap.py
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -24,7 +24,10 @@ def swapped(model) -> list[SwappedExperts]:
 
 
 def has_auxiliary_loss(model) -> bool:
-    """DeepSeek's classes have none; Granite's records no router in transformers 5.17, where its loss fails, swapped or not."""
+    """Whether the class has one: DeepSeek's classes have none.
+
+    Granite's records no router in transformers 5.17, where its loss fails, swapped or not.
+    """
     kind = model.config.model_type
     recorded = "router_logits" in type(model)._can_record_outputs
     assert recorded or kind == "granitemoe" or kind.startswith("deepseek")
@@ -99,9 +102,17 @@ def test_trainer_trains_it_alike(tmp_path):
 
     def losses(model, out):
         args = TrainingArguments(
-            out, max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, use_cpu=True, logging_steps=1,
-            report_to=[], save_steps=4, adam_epsilon=1e-4, disable_tqdm=True,
-        )  # fmt: skip
+            out,
+            max_steps=4,
+            per_device_train_batch_size=4,
+            learning_rate=3e-3,
+            use_cpu=True,
+            logging_steps=1,
+            report_to=[],
+            save_steps=4,
+            adam_epsilon=1e-4,
+            disable_tqdm=True,
+        )
         trainer = Trainer(model, args, train_dataset=data)
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -118,7 +129,7 @@ def test_trainer_trains_it_alike(tmp_path):
 
 
 def test_swapped_under_autocast():
-    """The op runs in bf16 as F.linear would: near to what the loop over experts gives, and exactly typed."""
+    """The op runs in bf16 as F.linear would: near to the loop over experts, and of exactly its types."""
     theirs = make("qwen3_moe")
     ours = swap_experts(copy.deepcopy(theirs))
     x = torch.randint(31, (2, 20))
@@ -135,7 +146,10 @@ def whole(tensor):
 
 
 def spread(rank: int, world: int, ep: int, names: list[str]):
-    """Distances of spread experts' logits and gradients, of the mean loss over all ranks' tokens, from one whole model's."""
+    """How far spread experts are from one whole model.
+
+    In logits, in gradients and in the mean loss over all ranks' tokens.
+    """
     mesh = build_mesh(ep=ep)
     found = {}
     x = torch.randint(31, (2 * world, 20), generator=torch.Generator().manual_seed(5))
@@ -233,7 +247,10 @@ def out_of_order(rank: int, world: int) -> list[str]:
 
 
 def test_another_order_or_mesh_is_refused(gloo):
-    """Sharded experts computed as if they were whole, or never summed over the ranks that share them, are wrong in silence."""
+    """Two mistakes that would be wrong in silence.
+
+    Sharded experts computed as if they were whole, or never summed over the ranks that share them.
+    """
     for said in gloo(2, out_of_order):
         assert all(
             "mlp.experts is sharded already; swap before parallelize or fully_shard" in s for s in said[:2]

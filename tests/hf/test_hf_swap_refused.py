@@ -1,6 +1,8 @@
-"""Which experts swap_experts takes and which it refuses, by what the modules say of themselves; a refused model is as it was.
+"""Which experts swap_experts takes and which it refuses, by what the modules say of themselves.
 
-next: ../../tmoe/hf_swap.py
+A refused model stays as it was.
+
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -95,7 +97,7 @@ def test_silu_by_either_name(act):
 
 
 def test_an_activation_that_the_experts_do_not_read():
-    """gpt-oss's experts have a gate of their own; what its configuration says of hidden_act they never see."""
+    """gpt-oss's experts have a gate of their own, and never see hidden_act of the configuration."""
     theirs = AutoModelForCausalLM.from_config(
         GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4, hidden_act="gelu")
     ).eval()
@@ -155,7 +157,10 @@ def test_marks_of_other_mathematics_are_refused(name, mark, says):
 
 
 def test_a_line_for_a_class_with_its_own_gate_is_refused_by_name(monkeypatch):
-    """DeepSeek-V4 clamps both sides of its SiLU: a line in the table that does not say so would be wrong on large weights only."""
+    """DeepSeek-V4 clamps both sides of its SiLU.
+
+    A line in the table that does not say so would be wrong on large weights only.
+    """
     v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     sizes = dict(
         num_local_experts=4, hidden_size=16, intermediate_size=24, hidden_act="silu", swiglu_limit=10.0
@@ -269,7 +274,10 @@ def test_a_model_on_the_cpu_with_a_device_map_is_swapped(tmp_path, elsewhere):
 
 
 class Wrapper(nn.Module):
-    """As PEFT's ParamWrapper lies around an experts module for `target_parameters`, one for each parameter."""
+    """Lies around an experts module as PEFT's ParamWrapper does for `target_parameters`.
+
+    There is one for each parameter.
+    """
 
     def __init__(self, base_layer: nn.Module, parameter_name: str):
         super().__init__()

@@ -1,6 +1,6 @@
 """How many bytes the results of operations hold at once: what a GPU's allocator would have to have.
 
-next: test_loss.py
+next: tests/model/test_loss.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Tiny random models that transformers makes, saved as Hugging Face folders, and what tests compare them by.
 
-next: test_hf_models.py
+next: tests/hf/test_hf_models.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """What tests of step folders share: small tensors in every layout, saving and loading them, damage, hostile files, the offline tools.
 
-next: test_checkpoint.py
+next: tests/checkpoint/test_checkpoint.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Latent attention against DeepSeek's equations written out in fp64, its counts and memory, and a block that holds it compiled.
 
-next: ../../tmoe/mla.py
+next: tmoe/model/latent.py
 """
 
 import math

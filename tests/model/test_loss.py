@@ -1,6 +1,6 @@
 """The chunked cross-entropy against F.cross_entropy, and what it never allocates.
 
-next: test_router.py
+next: tests/moe/test_router.py
 """
 
 import pytest

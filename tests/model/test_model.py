@@ -1,6 +1,6 @@
 """The whole Transformer against Hugging Face's models, its parts against its whole, presets and initial weights.
 
-next: ../../tmoe/model.py
+next: tmoe/model/transformer.py
 """
 
 import math

@@ -1,6 +1,6 @@
 """A whole MoE layer on a GPU, router to combined output: no host sync, one graph, replayed with other routing.
 
-next: test_ops_gpu.py
+next: tests/ops/test_ops_gpu.py
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Router, balancing losses and the MoE layer against formulas written out token by token, and against Hugging Face.
 
-next: test_attention.py
+next: tests/model/test_attention.py
 """
 
 import math

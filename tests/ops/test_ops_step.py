@@ -1,6 +1,6 @@
 """The step's own kernels, compiled and in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
 
-next: test_step_gpu.py
+next: tests/model/test_step_gpu.py
 """
 
 import os

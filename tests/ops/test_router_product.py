@@ -2,7 +2,7 @@
 
 As a test it starts itself once in a process with TRITON_INTERPRET=1, where the kernel that splits is run by triton's interpreter.
 
-next: test_router_gpu.py
+next: tests/moe/test_router_gpu.py
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Nothing outside ever sees a copy.
 
-next: test_recompute.py
+next: tests/model/test_recompute.py
 """
 
 import gc

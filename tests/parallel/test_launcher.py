@@ -254,8 +254,9 @@ import torch.distributed as dist, tmoe
 mesh = tmoe.parallel.build_mesh(ep=2)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {mesh.ep.mesh.tolist()}", flush=True)
 """
-SMALL = "tiny --model.layers 1 --model.dim 32 --model.heads 2 --model.kv-heads 2 --model.head-dim 16 --train.seq 32"
-SMALL += " --train.batch 2 --steps 2 --no-compile --train.eval-batches 1 --log.no-progress --parallel.ep 2"
+SMALL = "tiny --model.layers 1 --model.dim 32 --model.heads 2 --model.kv-heads 2 --model.head-dim 16"
+SMALL += " --train.seq 32 --train.batch 2 --steps 2 --no-compile --train.eval-batches 1"
+SMALL += " --log.no-progress --parallel.ep 2"
 
 
 def free_port() -> str:
@@ -374,7 +375,8 @@ def test_a_collective_timeout_that_cannot_be(capsys, seconds):
 
 def test_home_in_every_path_of_a_command_line(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = "tiny --out=~/run --init ~/step --resume=~/other --data.path ~/a.txt:0.5 ~/b --data.tokenizer=~/t.json"
+    words = "tiny --out=~/run --init ~/step --resume=~/other --data.path ~/a.txt:0.5 ~/b"
+    words += " --data.tokenizer=~/t.json"
     cfg = parse(words.split(), "")
     home = str(tmp_path)
     assert (cfg.out, cfg.init, cfg.resume) == (f"{home}/run", f"{home}/step", f"{home}/other")

@@ -1,6 +1,6 @@
 """What a run that goes on, or begins beside other files, says, refuses and leaves alone.
 
-next: test_checkpoint.py
+next: tests/checkpoint/test_checkpoint.py
 """
 
 import json
