@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import gloo as gloo_module
 import numpy as np
@@ -16,11 +17,15 @@ import torch
 
 from tmoe.checkpoint import dcp as shards
 
+LIB = Path(__file__).parent / "lib"
 CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
 TEST_TIMEOUT_S = 360  # a neighbour that computes on the same cores must fail none
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a test that starts its own file as a program finds its helpers
+    known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(known)
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
     config.addinivalue_line(
         "markers", "whole_gpu: starts ranks of its own, or needs several GPUs or most of one's memory"

@@ -98,7 +98,7 @@ def traces() -> list[tuple]:
 def warm(processes: int, env: dict[str, str]) -> None:
     """Compile in a process of its own, so that none forks behind CUDA's start; its error is the tests' to repeat."""
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.precompile import precompile; "
+        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.launch.precompile import precompile; "
         "from tmoe.warmup import local_arch; "
         f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
     )

@@ -1,6 +1,6 @@
 """No message is longer than twenty lines, and the alike are counted together.
 
-next: ../tmoe/listing.py
+next: tmoe/listing.py
 """
 
 import pytest

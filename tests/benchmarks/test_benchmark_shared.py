@@ -22,7 +22,7 @@ shared.main()
 """
 TARGET = """
 import json, os, sys
-from tmoe.parallel import symm
+from tmoe.moe import symm
 names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 print(json.dumps([__name__, sys.argv[1:], [os.environ.get(name) for name in names], symm._obstacle_here([("host", "gpu")] * 4)]))
 """

@@ -65,8 +65,8 @@ def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, ki
     calls += [["inspect", str(step), "--tensor", "model.w"]] if name != "empty" else []
     source = """if True:
         import sys
-        from tmoe import offline
-        from tmoe.checkpoint import Checkpoints, Path
+        from tmoe.checkpoint import tools as offline
+        from tmoe.checkpoint.checkpoints import Checkpoints, Path
         for words in eval(sys.argv[2]):
             try:
                 offline.main(words)

@@ -514,7 +514,7 @@ def test_a_dry_run_writes_nothing_and_its_bytes_suffice(step, tmp_path, capsys):
 RSS = """
 import re, sys
 from pathlib import Path
-from tmoe import offline, rewrite
+from tmoe.checkpoint import tools as offline, rewrite
 
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on

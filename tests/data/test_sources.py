@@ -1,6 +1,6 @@
 """What a source is taken for, by its first bytes: rows under any name and compression, texts, folders of several kinds.
 
-next: ../../tmoe/rows.py
+next: tmoe/data/rows.py
 """
 
 from __future__ import annotations

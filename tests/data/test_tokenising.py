@@ -1,6 +1,6 @@
 """Tokenising: long documents in windows, written-out separators, bounded memory, one process of a node for all.
 
-next: ../../tmoe/tokenizer.py
+next: tmoe/data/tokenizer.py
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ MEASURE = """if True:
     import resource, sys
     import numpy as np
     from pathlib import Path
-    from tmoe import corpus, data, tokenizer
+    from tmoe.data import sources as corpus, dataset as data, tokenizer
     chosen = tokenizer.load_tokenizer(sys.argv[2])
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before = peak()
@@ -256,12 +256,12 @@ def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
     (tmp_path / "t").mkdir()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(dict(text=prose(n, 50))) + "\n" for n in range(40)))
     code = (
-        "import os, sys, tempfile; from pathlib import Path; from tmoe import corpus\n"
+        "import os, sys, tempfile; from pathlib import Path; from tmoe.data import sources as corpus\n"
         "tempfile.tempdir, corpus.IN_MEMORY = sys.argv[3], 1000\n"
         "write = corpus._write_shard\n"
         "corpus._write_shard = lambda path, *a: (write(path, *a), os.kill(os.getpid(), 9))\n"
         "corpus.open_corpus(sys.argv[1], corpus_tokenizer(sys.argv[2]), 300, 0.05, 'train')"
-    ).replace("corpus_tokenizer", "__import__('tmoe.data.tokenizer').tokenizer.load_tokenizer")
+    ).replace("corpus_tokenizer", "__import__('tmoe.data.tokenizer').data.tokenizer.load_tokenizer")
     command = [sys.executable, "-c", code, str(tmp_path / "a.jsonl"), str(bpe), str(tmp_path / "t")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr

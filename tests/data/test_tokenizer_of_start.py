@@ -1,6 +1,6 @@
 """The tokenizer of the weights that a run starts from: the default for its data; data of another are refused, on every road.
 
-next: ../../tmoe/hf_tokenizer.py
+next: tmoe/hf/tokenizer.py
 """
 
 from __future__ import annotations

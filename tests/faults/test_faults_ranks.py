@@ -202,7 +202,7 @@ def test_a_process_leaves_behind_what_nobody_catches(how):
     """
     code = f"""
 import atexit, gc, weakref
-from tmoe.watch import _leave_behind
+from tmoe.run.watch import _leave_behind
 atexit.register(print, "the end")
 class Model: pass
 def fails(held):

@@ -2,7 +2,7 @@
 
 What cannot work is refused.
 
-next: ../../tmoe/upcycle.py
+next: tmoe/upcycle.py
 """
 
 import os
@@ -346,7 +346,7 @@ def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
 RSS = """
 import re, sys
 from pathlib import Path
-from tmoe import rewrite, upcycle
+from tmoe.checkpoint import rewrite; from tmoe import upcycle
 
 rewrite.MEMORY = int(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -1,6 +1,6 @@
 """Which experts a token may choose: groups, sigmoid scores, and the choice bias from rule to checkpoint.
 
-next: ../../tmoe/router.py
+next: tmoe/moe/router.py
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """A top-1 router whose one weight is divided by itself gets nothing from the loss: refused in new models, told of in given ones.
 
-next: ../../tmoe/config.py
+next: tmoe/config/run.py
 """
 
 import warnings

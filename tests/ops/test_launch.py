@@ -346,9 +346,10 @@ def test_the_straight_way_gives_what_the_registered_op_gives(straight, use, froz
     ]
     args = [t.requires_grad_(i not in frozen) for i, t in enumerate(args)]
     args[4] = args[4] if biased else None
-    direct = lambda *a: mlp._Straight.apply(
-        *a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a)
-    )  # noqa: E731
+
+    def direct(*a):
+        return mlp._Straight.apply(*a, "swiglu", 2 * T, any(t is not None and t.requires_grad for t in a))
+
     got = through(*args, how=(direct, topk._Straight.apply), use=use)
     want = through(*args, how=(ops.moe_mlp, ops.softmax_topk), use=use)
     assert len(got) == len(want)

@@ -117,7 +117,7 @@ def test_a_killed_process_ends_the_warm_up(monkeypatch):
 def test_a_cache_without_room_for_locks_is_read(tmp_path):
     """Whole and read-only, or another user's: triton reads it, and so do we. (Root may write anywhere: a file is in the way here.)"""
     (tmp_path / "tmoe-locks").touch()
-    asks = "import torch; from tmoe.ops import adamw, precompile; print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
+    asks = "import torch; from tmoe.ops import adamw; from tmoe.ops.launch import precompile; print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     first, second = (
         eval(
@@ -132,7 +132,7 @@ def test_a_cache_without_room_for_locks_is_read(tmp_path):
 
 DAMAGE = """
 import os, pathlib, sys, torch
-from tmoe.ops import parts, precompile
+from tmoe.ops import sum_parts as parts; from tmoe.ops.launch import precompile
 
 def start():
     if (child := os.fork()) == 0:  # a process that has compiled nothing yet
@@ -178,7 +178,7 @@ TORN = """
 import os, sys, torch
 from pathlib import Path
 from tmoe import warmup
-from tmoe.zoo import presets
+from tmoe.config.presets import presets
 if len(sys.argv) > 1:
     for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.so"):
         os.truncate(path, int(sys.argv[1]))

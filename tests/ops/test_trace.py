@@ -101,9 +101,9 @@ def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_pa
 
 
 def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
-    of = lambda steps, start: [
-        runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)
-    ]  # noqa: E731
+    def of(steps, start):
+        return [runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)]
+
     assert of((2, 3, 5), 0) == [
         "NONE",
         "WARMUP",

@@ -186,7 +186,7 @@ def test_a_picture_may_raise_anything(tmp_path, monkeypatch, capsys, error):
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "tmoe.report")
+    monkeypatch.delitem(sys.modules, "tmoe.run.report")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with start(config(tmp_path)) as log:
         step(log, 0)
@@ -199,7 +199,7 @@ def test_the_picture_needs_no_backend(tmp_path, backend):
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"loss":1.0}\n')
     code = f"""
 import os
-from tmoe import report
+from tmoe.run import report
 report.draw({str(tmp_path)!r})
 import matplotlib
 print(os.environ["MPLBACKEND"], matplotlib.get_backend(auto_select=False))

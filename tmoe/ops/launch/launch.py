@@ -138,7 +138,7 @@ def gluon_lacks() -> str:
     """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have; "" if nothing."""
     missing = set()
     try:
-        modules = [importlib.import_module(f"tmoe.ops.{name}") for name in ("few", "hopper")]
+        modules = [importlib.import_module(f"tmoe.ops.experts.{name}") for name in ("few_rows", "hopper")]
     except ImportError as error:
         return str(error)
     for module in modules:
