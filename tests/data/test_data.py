@@ -1,4 +1,7 @@
-"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader. Every error is in test_data_errors.py."""
+"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader.
+
+Every error is in test_data_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures
 
 
-# ---- order ----------------------------------------------------------------------------------------------------------
+# ---- order ----
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 16, 17, 97, 1000, 4097])
@@ -38,7 +41,10 @@ def test_permute_is_a_bijection_that_depends_on_its_key(n: int):
 
 
 def test_permute_spreads_every_index_evenly():
-    """Chi-square of where 2,000 keys send each of 13 indices: 12 degrees of freedom, mean 12, sd sqrt(24)."""
+    """Chi-square of the places to which 2,000 keys send each of 13 indices.
+
+    12 degrees of freedom: mean 12, standard deviation sqrt(24).
+    """
     n, keys = 13, 2000
     for index in range(n):
         hits = Counter(permute(index, n, f"{key}/0/0") for key in range(keys))
@@ -50,7 +56,7 @@ def test_permute_spreads_every_index_evenly():
     "weights", [[1], [3, 1], [1, 999], [5, 3, 2], [1] * 7, [70, 1, 1, 13, 2, 40, 9, 5, 1, 1, 1]]
 )
 def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
-    """Bound of choose's docstring; counts handed out must also be the counts that happened."""
+    """The bound of choose's docstring; the counts that it returns must also be what happened."""
     total = sum(weights)
     depth = max(len(weights) - 1, 0).bit_length()
     given = [0] * len(weights)
@@ -142,7 +148,7 @@ def test_order_is_the_same_in_another_process(texts: Path, jsonl: Path):
     assert run.stdout.strip() == digest_of_order(*paths), run.stderr
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches ----
 
 
 def test_targets_and_documents_stop_at_borders(tmp_path: Path):
@@ -179,7 +185,7 @@ def test_unigram_entropy_by_hand(tmp_path: Path):
     assert unigram_entropy(mine) is None, "tokens that are no bytes"
 
 
-# ---- sources and splits ---------------------------------------------------------------------------------------------
+# ---- sources and splits ----
 
 
 def test_stdlib_is_a_corpus():
@@ -251,7 +257,7 @@ def test_weights_are_exact_proportions(texts: Path, jsonl: Path):
     assert parse_sources([str(odd)]) == ([str(odd)], [])
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----
 
 
 def test_bytes_lose_nothing():
@@ -294,7 +300,7 @@ def test_text_through_a_tokenizer_json(texts: Path, bpe: Path):
     assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt"))
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------
+# ---- shards ----
 
 
 def test_shards_hold_what_the_texts_held(shards: Path, texts: Path, jsonl: Path):
@@ -367,7 +373,7 @@ def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts", "zz.jsonl"]
 
 
-# ---- loader ---------------------------------------------------------------------------------------------------------
+# ---- loader ----
 
 
 def test_loader_prefetches_and_raises_the_error_of_its_step(texts: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""A whole MoE layer on a GPU, router to combined output: no host sync, one graph, replayed with other routing.
+"""A whole MoE layer on a GPU, router to combined output: no host sync, one graph for all routings.
 
 next: tests/ops/test_ops_gpu.py
 """
@@ -27,7 +27,7 @@ def build(name):
 
 
 def step(moe, call, x, dy):
-    """y and every gradient; call is the layer or its compiled form."""
+    """y and every gradient; `call` is the layer or its compiled form."""
     y = call(x)
     grads = torch.autograd.grad(y, [x, *moe.parameters()], dy)
     return [y.detach(), *grads]

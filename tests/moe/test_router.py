@@ -1,4 +1,4 @@
-"""Router, balancing losses and the MoE layer against formulas written out token by token, and against Hugging Face.
+"""Router, balancing losses and the MoE layer against formulas token by token, and against Hugging Face.
 
 next: tests/model/test_attention.py
 """
@@ -52,7 +52,7 @@ def balance_loss(cfg: MoEConfig, load: Load, totals: Totals | None = None) -> to
 
 
 def test_fixed_values():
-    """FEATURES §3's numbers."""
+    """The numbers of FEATURES, section 3."""
     cfg = config(experts=4, renormalize=False, balance="batch")
     routing = identity_router(cfg)(torch.tensor(FIXED))
     assert routing.ids_TK[0].tolist() == [1, 0] and routing.ids_TK.dtype == torch.int32
@@ -107,7 +107,10 @@ FAR_APART = [[0.0, -300.0, -200.0, -150.0], [-150.0, -300.0, 0.0, -200.0], [-400
     ids=str,
 )
 def test_underflowed_scores_are_chosen_by_logit(kw):
-    """exp(-150) is 0 in fp32: the second weight is 0 whoever has it, but counts and balancing losses see who it is."""
+    """exp(-150) is 0 in fp32, so the second weight is 0 whichever expert has it.
+
+    But counts and balancing losses see which expert it is.
+    """
     cfg = replace(MoEConfig(experts=4, top_k=2, ffn_dim=4), **kw)
     logits = torch.tensor(FAR_APART) - 200.0 * (cfg.score == "sigmoid")
     got = identity_router(cfg)(logits)
@@ -247,7 +250,7 @@ def test_losses_equal_the_loop(scope):
 
 
 def test_balanced_routing_costs_the_coefficient():
-    """The least value, 1, at uniform probabilities; E/K when one set of K experts takes all."""
+    """1, the least value, at uniform probabilities; E/K when one set of K experts takes all."""
     cfg = config(experts=4, top_k=2)
     ids = torch.tensor([[0, 1], [2, 3]]).repeat(5, 1)
     assert balance_loss(cfg, measure(Routing(ids, ids, torch.zeros(10, 4)), 1, None)).item() == pytest.approx(
@@ -271,7 +274,7 @@ def test_one_sequence_has_one_scope(scope, padded):
 
 @pytest.mark.parametrize("split", [(1, 1, 1, 1), (2, 2), (3, 1)])
 def test_sequence_and_z_loss_do_not_see_the_split(split):
-    """Parts add up to the whole: every layout and number of micro-batches is a split like these."""
+    """Parts add up to the whole: every layout and number of micro-batches is such a split."""
     cfg = config(z_coeff=0.4)
     routing, padding = routed(cfg)
     whole = measure(routing, 4, padding.flatten())
@@ -329,7 +332,7 @@ def test_global_loss_of_two_ranks_is_the_loss_of_their_union():
 
 
 def test_global_counts_run_over_a_steps_micro_batches():
-    """Micro-batch m is weighed with the counts of micro-batches 1 to m; a new step starts afresh."""
+    """Micro-batch m is weighed with the counts of micro-batches 1 to m; a new step starts from zero."""
     cfg = config(balance="global")
     routing, padding = routed(cfg)
     loads = parts_of(routing, padding, (1, 1, 2))
@@ -345,7 +348,10 @@ def test_global_counts_run_over_a_steps_micro_batches():
 
 
 def test_a_call_that_is_all_remembers_nothing():
-    """Without totals each call is a step of its own: a plain training loop gets the same loss for the same batch."""
+    """Without totals each call is a step of its own.
+
+    A plain training loop gets the same loss for the same batch.
+    """
     cfg = config(balance="global")
     first, second = (measure(routed(cfg, padded=0.0)[0], 4, None) for _ in range(2))
     balancer = Balancer(cfg)
@@ -383,7 +389,10 @@ def test_log_equals_a_recount():
 
 @pytest.mark.parametrize("padded", [0.0, 0.4])
 def test_hugging_faces_loss_where_it_is_right(padded):
-    """One layer, counts over the batch. It does not divide by K, and pools layers (transformers #31464), so only one."""
+    """For one layer, with counts over the batch.
+
+    Theirs does not divide by K, and pools layers (transformers #31464), so it is right for one layer only.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     cfg = config(balance="batch", top_k=3)
@@ -394,7 +403,10 @@ def test_hugging_faces_loss_where_it_is_right(padded):
 
 
 def test_layers_add_up_each_on_its_own_counts():
-    """Pooling the layers (as Hugging Face does) would call two layers that collapse onto different experts balanced."""
+    """Pooled layers, as in Hugging Face, would hide a collapse.
+
+    Two layers that collapse onto different experts would be called balanced.
+    """
     cfg = config(balance="batch", balance_coeff=0.5)
     loads = [measure(routed(cfg, padded=0.0)[0], 4, None) for _ in range(3)]
     together = Balancer(cfg).loss(stack(loads), None)
@@ -405,7 +417,7 @@ def test_layers_add_up_each_on_its_own_counts():
 
 
 def layer(dim: int, cfg: MoEConfig) -> MoE:
-    """fp64 weights of a size at which every nonlinearity bends."""
+    """fp64 weights so large that every nonlinearity bends."""
     moe = MoE(dim, cfg).double()
     with torch.no_grad():
         for p in moe.parameters():

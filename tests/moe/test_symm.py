@@ -64,7 +64,7 @@ def test_programs_for_few_tokens(tokens, programs, rows):
 
 
 def check_exchange(kind, tokens, D, K, L, dtype):
-    """Every row is where it should be and nowhere else; pulled back, sums are those of a loop over ranks."""
+    """Every row is where it should be and nowhere else; sums pulled back are those of a loop over ranks."""
     from tmoe.ops import exchange
 
     world = len(tokens)
@@ -120,9 +120,9 @@ def check_exchange(kind, tokens, D, K, L, dtype):
 
 
 def check_packed(tokens, D, K, L, dtype):
-    """Rows of float8's own values times a power of two travel packed without loss, and come back added up.
+    """Rows of float8's own values times a power of two travel packed without loss.
 
-    (Others the interpreter rounds wrongly: 124 becomes 64, not 128.)
+    They come back added up. (Other values the interpreter rounds wrongly: 124 becomes 64, not 128.)
     """
     from tmoe.ops import exchange
 
@@ -196,7 +196,7 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
 
 
 def check_meeting():
-    """Ranks as processes that share their sections, meeting for real, through counts that wrap."""
+    """Ranks are processes that share their sections and really meet, with counts that wrap."""
     from tmoe.ops import exchange
 
     world = 3
@@ -213,9 +213,9 @@ def check_meeting():
 
 
 def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
-    """The whole layer, forward and backward, against one process that holds all experts; `pairs` may take several rounds.
+    """The whole layer, forward and backward, against one process that holds all experts.
 
-    Backward as kernels move its rows, and as copies do.
+    `pairs` may take several rounds. In the backward rows are moved by kernels, and by copies.
     """
     from tmoe.moe import symm
     from tmoe.ops import exchange, reference

@@ -1,7 +1,8 @@
-"""On GPUs one MoE layer through the peers' memory equals the nccl dispatcher's, waits for no host, compiles whole and replays in a graph.
+"""On GPUs one MoE layer through the peers' memory equals the nccl dispatcher's.
 
-As a test it starts itself under torchrun on up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
-    torchrun --nproc-per-node 2 tests/moe/test_symm_gpu.py
+It waits for no host, compiles whole and replays in a graph. As a test it starts itself under torchrun on
+up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
+torchrun --nproc-per-node 2 tests/moe/test_symm_gpu.py
 
 next: test_symm_shared.py
 """
@@ -34,7 +35,7 @@ def test_on_gpus():
 
 
 def way(dispatcher, moe):
-    """From x, its routing and the experts to (y,), or (y, the shared expert's y)."""
+    """From x, its routing and the experts to (y,), or to (y, the shared expert's y)."""
 
     def through(x, routing, experts):
         if moe.shared is None:
@@ -45,7 +46,7 @@ def way(dispatcher, moe):
 
 
 def layer(through, moe, x, w, ids, dy):
-    """y, all gradients, and the shared expert's y unless there is none."""
+    """y, all gradients, and the shared expert's y if there is one."""
     from tmoe.moe.router import Routing
 
     x = x.clone().requires_grad_()
@@ -110,7 +111,10 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
 
 
 def check_no_sync_and_graph(shared=0):
-    """No host sync, one compiled graph, and a CUDA graph that replays with new routing: all give eager's bits."""
+    """No host sync, one compiled graph, and a CUDA graph that replays with new routing.
+
+    All give eager's bits.
+    """
     torch.compiler.reset()  # other rules, and other layers, from the same code
     rank = dist.get_rank()
     n = 96

@@ -1,9 +1,11 @@
-"""Rows that travel beside a shared expert: when they may, and the same sums and gradients, by ranks that really exchange.
+"""Rows that travel beside a shared expert: when they may, and that sums and gradients stay the same.
 
-The kernels run in the interpreter, in processes that share their sections; as a test it starts itself for that:
-    TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
+The ranks really exchange: kernels run in the interpreter, in processes that share their sections. As a
+test it starts itself for that:
+TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
+
 On GPUs test_symm_gpu.py compares such layers with the nccl dispatcher, and whole runs are compared by
-    python -m benchmarks.layouts --gpus 4
+python -m benchmarks.layouts --gpus 4
 
 next: test_dispatch.py
 """
@@ -57,7 +59,8 @@ def test_the_rule(preset, ep, hides):
     assert symm.hides(ep, 2, moe.shared_dim) == hides
     cfg = Config(model=presets()[preset].model, parallel=ParallelConfig(ep=ep))
     assert runs_beside(cfg, ep) == hides and not runs_beside(cfg, 1)
-    packed, nccl = (Config(model=cfg.model, parallel=ParallelConfig(ep=ep, **how)) for how in ({"wire": "fp8"}, {"dispatch": "nccl"}))  # fmt: skip
+    packed = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, wire="fp8"))
+    nccl = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, dispatch="nccl"))
     assert not runs_beside(packed, ep) and not runs_beside(nccl, ep)
     T = cfg.train.batch * cfg.train.seq
     assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, (
@@ -66,7 +69,7 @@ def test_the_rule(preset, ep, hides):
 
 
 def test_who_takes_the_shared_expert(monkeypatch):
-    """The op where the rule says so and rows travel unpacked; else whoever calls it, as without peers."""
+    """The op where the rule says so and rows travel unpacked; else the caller, as without peers."""
     taken = []
     monkeypatch.setattr(symm, "moe", lambda *args: taken.append(len(args)) or (args[0] * 2, args[0] * 3))
     x = torch.randn(4, 8)
@@ -94,15 +97,23 @@ class Scaled(SwiGLU):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("change", [
-    lambda m: with_hook(m, "register_forward_hook"), lambda m: with_hook(m, "register_full_backward_hook"),
-    lambda m: with_hook(m.down, "register_forward_pre_hook"), lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
-    lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up), lambda m: setattr(m, "__class__", Scaled),
-    lambda m: setattr(m, "forward", m.forward), lambda m: setattr(m.down, "forward", lambda x: x),
-    lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))), lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: with_hook(m, "register_forward_hook"),
+        lambda m: with_hook(m, "register_full_backward_hook"),
+        lambda m: with_hook(m.down, "register_forward_pre_hook"),
+        lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
+        lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up),
+        lambda m: setattr(m, "__class__", Scaled),
+        lambda m: setattr(m, "forward", m.forward),
+        lambda m: setattr(m.down, "forward", lambda x: x),
+        lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))),
+        lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
+    ],
+)
 def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change, monkeypatch):
-    """Told at parallelize, all ranks call it; later, when others may not know, it is an error."""
+    """Told at parallelize, all ranks call it; later, when other ranks may not know, it is an error."""
     monkeypatch.setattr(symm, "hides", rule(True, True))
     monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
     shared = SwiGLU(8, SHARED)
@@ -116,7 +127,8 @@ def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change,
     local = LocalExperts(x, x)
     for now in (shared, torch.nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
-            SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
+            dispatcher = SymmDispatcher(group, 1, width=SHARED)  # type: ignore[bad-argument-type]
+            dispatcher.beside(x, routing, local, now)  # type: ignore[bad-argument-type]
     _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
     assert torch.equal(y, shared(x))
 
@@ -255,7 +267,7 @@ def no_streams():
 
 
 class Late:
-    """Copies that begin when somebody waits for them."""
+    """Copies that begin only when something waits for them."""
 
     def __init__(self, ex):
         self.ex = ex
@@ -278,7 +290,10 @@ def swiglu_of(x, gate_up, down):
 
 
 class Net:
-    """Two layers, of which rank p has L experts each and all the shared matrices; every rank knows the others' tokens and matrices."""
+    """Two layers; rank p has L experts of each and all the shared matrices.
+
+    Every rank knows the others' tokens and matrices.
+    """
 
     def __init__(self, tokens, kind, L, seed, width=64, hidden=32, top_k=2):
         world = len(tokens)
@@ -286,7 +301,8 @@ class Net:
         normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
         self.tokens, self.L, self.seed = tokens, L, seed
         self.x, self.dys = ([normal(n, width) for n in tokens] for _ in range(2))
-        self.ids, self.w = ([f(n) for n in tokens] for f in (lambda n: routes(kind, n, world * L, top_k, draw), lambda n: torch.rand(n, top_k, generator=draw)))  # fmt: skip
+        self.ids = [routes(kind, n, world * L, top_k, draw) for n in tokens]
+        self.w = [torch.rand(n, top_k, generator=draw) for n in tokens]
         self.layers = [
             (normal(world * L, 2 * hidden, width) / 8, normal(world * L, width, hidden) / 6,
              normal(2 * SHARED, width) / 8, normal(width, SHARED) / 10)
@@ -294,7 +310,10 @@ class Net:
         ]  # fmt: skip
 
     def leaves(self, p, whole=False):
-        """x, w and matrices of a rank, or x and w of all ranks, and a copy of the shared matrices for each."""
+        """x, w and matrices of a rank.
+
+        Or x and w of all ranks, with a copy of the shared matrices for each.
+        """
         own = slice(None) if whole else slice(p * self.L, (p + 1) * self.L)
         kind = torch.float64 if whole else torch.float32
         take = lambda t: t.clone().to(kind).requires_grad_()  # noqa: E731
@@ -307,7 +326,7 @@ class Net:
         return x, w, layers
 
     def want(self, p, uses):
-        """What rank p should get, of one process that holds all."""
+        """What rank p should get, computed by one process that holds all."""
         from tmoe.ops import reference
 
         xs, ws, layers = self.leaves(p, whole=True)
@@ -385,7 +404,8 @@ def one_rank(rank, ranks, tokens, L):
 
         return call
 
-    cases = [  # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+    # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+    cases = [
         (True, True, False, dispatcher.beside, both, paced, False),
         (True, False, rank == 0, dispatcher.beside, both, checkpointed, False),
         (False, True, False, dispatcher.beside, both, paced, False),
@@ -418,7 +438,7 @@ def one_rank(rank, ranks, tokens, L):
 
 
 def keeps_nothing(rank, net, dispatcher, tokens):
-    """Without gradients the same values, and no pre-activations; x of an inference is copied as well."""
+    """Without gradients the values are the same, without pre-activations; x of an inference is copied too."""
     x, w, [(up, down, [(shared_up, shared_down)]), _] = net.leaves(rank)
     symm.hides = rule(True, True)
     tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down
