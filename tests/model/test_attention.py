@@ -171,7 +171,7 @@ def test_rotation_keeps_the_type():
 
 
 def naive(a: Attention, x_BSD, cos, sin, allowed):
-    """A query and a head at a time, in fp64; allowed(b, i, j): may i look at j."""
+    """One query and one head at a time, in fp64; allowed(b, i, j) says whether i may look at j."""
     cfg = a.cfg
     H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
     x = x_BSD.double()
@@ -268,7 +268,7 @@ def test_one_document_is_plain_causal_attention():
 
 
 def test_packed_documents_equal_each_alone():
-    """Positions run on through the row: attention sees their differences only."""
+    """Positions run on through the row, but attention sees only their differences."""
     cfg = config(qk_norm="head", rope=RopeConfig(scaling="yarn", factor=4, original_max_seq=16))
     a = attention(cfg)
     x = torch.randn(1, 20, 12)
@@ -293,7 +293,10 @@ def test_nothing_comes_from_later_tokens():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 24)])
 def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
-    """A GPU's way, here without its kernels: short documents, ids that come again, padding, windows, sinks."""
+    """A GPU's way, here without its kernels.
+
+    Short documents, ids that come again, padding, windows and sinks.
+    """
     monkeypatch.setattr(attend_module, "fused", lambda fn, *sizes: fn)
     ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
     ids[1, 40:49] = -1
@@ -307,7 +310,10 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
 @pytest.mark.parametrize("window", [0, 1, 50, 128, 129, 400])
 @pytest.mark.parametrize("S", [5, 128, 129, 700, 1024])
 def test_blocks_are_those_that_hold_anything(S, window):
-    """torch looks at every pair for them. Documents one after another: the same blocks, in the same order. Ids that come again: none less."""
+    """torch finds them by looking at every pair.
+
+    Documents one after another: the same blocks in the same order. Ids that come again: no block is missing.
+    """
     lengths = [torch.randint(1, 400, (S,)).cumsum(0) for _ in range(3)]
     rows = torch.stack([torch.bucketize(torch.arange(S), ends, right=True) for ends in lengths])
     for ids in (None, torch.zeros_like(rows), rows, rows.remainder(3).masked_fill(torch.rand(S) < 0.02, -1)):
@@ -367,7 +373,10 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
 
 
 def test_compiled_blocks_ask_for_no_mode(monkeypatch):
-    """torch 2.11's Dynamo cannot trace the question for inference mode: every compiled run with documents kept apart ended there."""
+    """torch 2.11's Dynamo cannot trace the question for inference mode.
+
+    Every compiled run with documents kept apart ended there.
+    """
     real = torch.is_inference_mode_enabled
 
     def asked():
@@ -384,7 +393,10 @@ def test_compiled_blocks_ask_for_no_mode(monkeypatch):
 
 
 def test_tiles_fit_into_shared_memory():
-    """Queries once, stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
+    """Queries once, stages of keys and values, and rows rounded up to powers of two.
+
+    What torch takes where we set nothing fits as well.
+    """
     room = 232448 - 16 * 1024
     kept = 0
     for dtype, hopper in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
@@ -414,7 +426,7 @@ def test_tiles_fit_into_shared_memory():
 
 
 def test_on_a_gpu_sinks_take_blocks_too():
-    """A dense mask takes four times as long, and plain causal attention has no room for them."""
+    """A dense mask takes four times as long, and plain causal attention has no place for sinks."""
     meta = torch.device("meta")  # a GPU's rules
     assert isinstance(make_mask(None, 0, 70, meta, 16, sinks=True), BlockMask)
     assert make_mask(None, 0, 70, meta, 16) is None and make_mask(None, 0, 70, CPU, 16, sinks=True) is None

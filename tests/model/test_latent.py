@@ -1,4 +1,6 @@
-"""Latent attention against DeepSeek's equations written out in fp64, its counts and memory, and a block that holds it compiled.
+"""Latent attention against DeepSeek's equations written out in fp64, its counts and its memory.
+
+And a compiled block that holds it.
 
 next: tmoe/model/latent.py
 """
@@ -44,8 +46,11 @@ def config(**kw) -> ModelConfig:
 
 
 def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """Radians a position, from DeepSeek's description: pairs that turn more than 32 times over the trained range stay, those
-    that turn less than once are divided by the factor, in between linearly in the pair's number."""
+    """Radians per position, from DeepSeek's description.
+
+    Pairs that turn more than 32 times over the trained range stay. Those that turn less than once are
+    divided by the factor. In between the change is linear in the pair's number.
+    """
     pair = torch.arange(dim // 2, dtype=torch.float64)
     angle = rope.theta ** (-2 * pair / dim)
     if rope.scaling == "none":
@@ -63,7 +68,7 @@ def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
 def written_out(
     attention: LatentAttention, cfg: ModelConfig, x: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
-    """DeepSeek-V2, eq. 9 to 13, 14 to 19 (2024), head by head and token by token in complex numbers."""
+    """DeepSeek-V2 (2024), eq. 9 to 13 and 14 to 19, head by head and token by token in complex numbers."""
     m = cfg.mla
     H = cfg.heads
     eps = 1e-6
@@ -169,7 +174,8 @@ def test_flops_worked_by_hand():
     cfg = config(**SHAPES["query latent"])
     matrices = 20 * (7 + 9 + 6) + 7 * 3 * 10 + 9 * 3 * (4 + 5) + 3 * 5 * 20 + 3 * 20 * 24
     active = 2 * (matrices + 7 + 9 + 2 * 20) + 31 * 20 + 20
-    # a causal token of 64 sees 32 on average: products over 10 channels and sums over 5, forward and twice backward
+    # a causal token of 64 sees 32 on average: products over 10 channels and sums over 5, forward and
+    # twice backward
     assert flops_per_token(cfg, 64) == 6 * active + 2 * 3 * (2 * 10 * 32 + 2 * 5 * 32) * 3
 
 

@@ -1,4 +1,4 @@
-"""tmoe's parts in someone else's model and loop: no Transformer, no config file, real tensors instead of meta ones."""
+"""tmoe's parts in someone else's model and loop: no Transformer, no config file, no meta tensors."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ D, STEPS, ROWS = 16, 6, 8
 
 
 class Theirs(nn.Module):
-    """A classifier of somebody's own, with two of tmoe's layers in it."""
+    """A classifier as a user might write it, with two of tmoe's layers in it."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def test_mesh_errors_name_the_axis(axes, says):
     ids=["transposed", "one", "float", "list", "scalar", "elsewhere"],
 )
 def test_marks_of_another_shape_or_type_are_refused(padding):
-    """Transposed, they would flatten in another order; of one element, they would leave every token out."""
+    """Transposed marks would flatten in another order; marks of one element would leave every token out."""
     with pytest.raises(
         ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\) on cpu, one for each token"
     ):
@@ -329,7 +329,10 @@ def changed_inside(rank: int, world: int) -> list[str]:
 
 
 def test_weights_written_between_a_forward_and_its_backward_are_refused(gloo):
-    """As autograd itself does: the second backward would use the new weights where the first forward had the old ones."""
+    """Autograd refuses this itself for plain tensors.
+
+    The second backward would use the new weights where the first forward had the old ones.
+    """
     first, second = gloo(1, changed_inside)[0]
     assert all(
         "modified by an inplace operation" in text or "between a forward and its backward" in text
@@ -362,7 +365,10 @@ def lay_out_shared(rank: int, world: int, shared: str) -> None:
     with torch.no_grad():
         before = model(x)
     if shared != "layer":
-        says = r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, valid is one of this layer alone"
+        says = (
+            r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, "
+            r"valid is one of this layer alone"
+        )
         with pytest.raises(ValueError, match=says):
             tmoe.parallel.parallelize(model, mesh)
         assert type(first.experts.down.data) is torch.Tensor
@@ -374,7 +380,7 @@ def lay_out_shared(rank: int, world: int, shared: str) -> None:
 
 @pytest.mark.parametrize("shared", ["weight", "module", "layer"])
 def test_experts_of_two_layers_are_refused_and_a_layer_called_twice_is_not(gloo, shared):
-    """Spread one by one, what two layers share would be trained as two, in silence."""
+    """Spread one by one, parameters that two layers share would be trained as two, in silence."""
     gloo(2, lay_out_shared, shared)
 
 
@@ -470,7 +476,7 @@ def small_transformer(**router) -> tmoe.Transformer:
 
 
 def under_another_wrapper(rank: int, world: int) -> list[str]:
-    """DDP, say: the router is steered by all ranks' counts, or not at all."""
+    """DDP, for example: the router is steered by all ranks' counts, or not at all."""
     torch.manual_seed(0)
     said = []
     tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))

@@ -1,4 +1,6 @@
-"""The whole Transformer against Hugging Face's models, its parts against its whole, presets and initial weights.
+"""The whole Transformer against Hugging Face's models, its parts against its whole.
+
+And presets and initial weights.
 
 next: tmoe/model/transformer.py
 """
@@ -105,7 +107,10 @@ def qwen3(renormalize=True, **kw):
 
 
 def qwen3_interleaved():
-    """One leading dense layer, then every second layer MoE: Qwen's own rule (i + 1) % 2 == 0 picks layers 1 and 3."""
+    """One leading dense layer, then every second layer MoE.
+
+    Qwen's own rule (i + 1) % 2 == 0 picks layers 1 and 3.
+    """
     cfg, _ = qwen3(layers=4, dense_layers=1, moe_every=2)
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -222,7 +227,7 @@ def test_no_target_at_all():
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
 def test_balancing_losses_are_added(scope):
-    """Each MoE layer's own, from what its router said."""
+    """Each MoE layer adds its own, from what its router said."""
     cfg = small(
         layers=4, dense_layers=1, moe_every=2, moe=dict(balance=scope, balance_coeff=0.3, z_coeff=0.1)
     )
@@ -246,7 +251,7 @@ def test_balancing_losses_are_added(scope):
 
 
 def test_parts_of_a_step_add_up():
-    """Micro-batches of any size under the step's totals: value and every gradient."""
+    """Micro-batches of any size under the step's totals add up in value and in every gradient."""
     model = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1)))
     x = tokens(B=5)
     y = tokens(B=5)
@@ -270,7 +275,10 @@ def test_documents_in_a_row_equal_each_alone():
 
 
 def test_padding_is_left_out():
-    """Padded on the left or right: the loss, its gradients and the other tokens are those of the tokens alone."""
+    """Padded on the left or right.
+
+    The loss, its gradients and the other tokens are those of the tokens alone.
+    """
     model = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1)))
     x = tokens(B=1, S=12)
     y = torch.cat([x[:, 1:], x[:, :1]], 1)
@@ -432,7 +440,10 @@ def seeded(cfg: ModelConfig, seed: int) -> dict:
 
 
 def test_spread_of_every_weight():
-    """Within five standard errors (two-sided chance 6e-7 a tensor) of its documented mean and deviation."""
+    """Within five standard errors of its documented mean and deviation.
+
+    The two-sided chance is 6e-7 for each tensor.
+    """
     kinds = set()
     for name, p in seeded(INIT, seed=3).items():
         if p.dim() == 1:
@@ -487,7 +498,7 @@ def test_unseeded_weights_follow_the_global_generator():
 
 
 def test_cutting_layers_keeps_the_others_draws():
-    """Same numbers by name; what writes to the residual stream is scaled by its own depth."""
+    """The numbers are the same by name; what writes to the residual stream is scaled by its own depth."""
     whole, cut = seeded(INIT, seed=3), seeded(replace(INIT, layers=3), seed=3)
     assert cut.keys() < whole.keys()
     for name, p in cut.items():
@@ -498,7 +509,7 @@ def test_cutting_layers_keeps_the_others_draws():
 
 
 def test_other_modules_neither_shift_nor_share_the_draws():
-    """A tied head, another vocabulary or wider experts leave tensors of the same name and shape alone."""
+    """A tied head, another vocabulary or wider experts do not change tensors of equal name and shape."""
     a = seeded(INIT, seed=3)
     b = seeded(replace(INIT, tied=True, vocab=500, moe=replace(INIT.moe, ffn_dim=72)), seed=3)
     same = [n for n in b if b[n].shape == a[n].shape]

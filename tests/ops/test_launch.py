@@ -1,4 +1,6 @@
-"""How calls reach their kernels: the binary that a launch finds, triton's launcher and the short way past it, ops past the dispatcher.
+"""How calls reach their kernels: the binary of a launch, triton's launcher and the short way past it.
+
+And how ops go past the dispatcher.
 
 next: test_ops_kernels.py
 """
@@ -41,7 +43,10 @@ def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
-    """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""
+    """Asked for once in each thread.
+
+    Not while a CUDA graph is captured, when CUDA refuses most questions.
+    """
     asked, ran = [], []
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
@@ -121,7 +126,10 @@ def binary(cuda, signature=SIGNATURE, meta=META):
 
 
 def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch, cuda):
-    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
+    """Descriptors among other arguments, in any number.
+
+    A map is encoded once for each address, sizes and strides; hooks are called.
+    """
     handed = cuda.handed
     encoded = cuda.encoded
     heard = []
@@ -202,7 +210,7 @@ def another_encoder(monkeypatch):
 
 @pytest.mark.parametrize("change", [more_arguments, another_order, no_options, another_encoder])
 def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change):
-    """Whatever it changed: triton launches, with descriptors of its own kind, and one note says so."""
+    """Whatever it changed, triton launches, with descriptors of its own kind, and one note says so."""
     stack.note.cache_clear()
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
     values = [t.data_ptr(), launch.describe(t, [64, 64]), 5, launch.describe_ragged(u, [8, 32]), 16]
@@ -237,7 +245,10 @@ def test_another_gpus_launcher_is_left_to_itself(caplog):
 
 
 def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
-    """Gluon is experimental: where a name is gone, kernels that any GPU runs take their place, and a note says so."""
+    """Gluon is experimental, so a name may be gone.
+
+    Kernels that any GPU runs then take their place, and a note says so.
+    """
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     assert launch.gluon_lacks() == "" and launch._has_descriptors("cuda:90")
@@ -262,7 +273,7 @@ def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
 
 @pytest.fixture
 def straight(monkeypatch):
-    """The way that a GPU's tensors take, with the CPU's kernels behind it; how often it was taken."""
+    """The way that a GPU's tensors take, with the CPU's kernels behind it; returns how often it was taken."""
     taken = []
 
     def instead(module, *names):
@@ -276,7 +287,10 @@ def straight(monkeypatch):
 
 
 def through(*args, how, use):
-    """What `use` finds in y of a layer behind its router, by the gradients of all; how: moe_mlp and softmax_topk."""
+    """What `use` finds in y of a layer behind its router, by the gradients of all.
+
+    `how`: moe_mlp and softmax_topk.
+    """
     x, logits, gate_up, down, bias = leaves = [
         None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in args
     ]
@@ -317,7 +331,7 @@ def unused(y, leaves):
 
 
 def counted(y, leaves):
-    """How many of our ops a mode around backward alone sees."""
+    """How many of our ops a mode around the backward alone sees."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -372,7 +386,7 @@ def test_the_straight_way_without_gradients(straight):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("way", ["straight", "registered", "layer", "layer, straight", "grouped", "router"])
 def test_a_second_derivative_is_refused(straight, way, named, summed):
-    """A kernel has none: what went on without it would be a wrong number."""
+    """A kernel has none: a call that went on without it would give a wrong number."""
     x, logits = torch.randn(7, 16, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
     topk_of = {"straight": topk._Straight.apply, "registered": ops.softmax_topk}
@@ -396,7 +410,10 @@ def test_a_second_derivative_is_refused(straight, way, named, summed):
 
 
 def test_who_watches():
-    """A compiler, a dispatch mode, a functional transform and a tensor of a class of its own each see the registered op."""
+    """Each of these sees the registered op.
+
+    A compiler, a dispatch mode, a functional transform and a tensor of a class of its own.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):

@@ -91,7 +91,7 @@ def test_routings(mode, shape):
 
 
 def strided(t):
-    """The same numbers, every other element of a larger tensor in another order of dimensions."""
+    """The same numbers, as every other element of a larger tensor with another order of dimensions."""
     wide = torch.empty(*(2 * n for n in reversed(t.shape)), dtype=t.dtype).permute(*reversed(range(t.dim())))
     return wide[tuple(slice(None, None, 2) for _ in t.shape)].copy_(t)
 
@@ -119,7 +119,7 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
 
 
 def test_duplicate_scores():
-    """Equal logits: K different experts, and what the layer makes of them is by the definition."""
+    """Equal logits give K different experts; what the layer makes of them follows the definition."""
     logits = torch.randint(0, 2, (50, 8)).float()
     logits[0] = float("-inf")
     logits[0, 3] = 0
@@ -163,7 +163,7 @@ def test_opcheck():
 
 @torch.library.custom_op("tmoe_test::first_rows", mutates_args=())
 def first_rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """As many rows as a tensor says: what arrives from other ranks has a length that no graph knows."""
+    """As many rows as a tensor says: the number that arrives from other ranks is known to no graph."""
     return x[: int(n)].clone()
 
 
@@ -202,7 +202,7 @@ def test_compiled_equals_eager(how):
 
 
 def test_routing_does_not_recompile():
-    """Neither forward nor backward, whatever is empty, and both equal eager bit for bit."""
+    """Neither forward nor backward, whichever experts are empty; both equal eager bit for bit."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     fn = torch.compile(ops.moe_mlp, backend=counter, fullgraph=True)
@@ -247,7 +247,7 @@ def test_what_is_no_tensor_is_named(position, name):
 
 @pytest.mark.parametrize("position, name", [(1, "gate_up"), (2, "down"), (3, "weights"), (4, "ids")])
 def test_one_argument_on_meta_gives_no_numbers(position, name):
-    """torch runs the fake then: what it gives on the CPU was never written."""
+    """torch then runs the fake: what it gives on the CPU was never written."""
     args = list(layer(5, 8, 8, 4, 2))
     args[position] = args[position].to("meta")
     with pytest.raises(ValueError, match=f"{name}: got meta, valid is the input's cpu"):
@@ -257,7 +257,7 @@ def test_one_argument_on_meta_gives_no_numbers(position, name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("learns", [(0,), (1,), (0, 3)], ids=str)
 def test_a_mapped_op_keeps_what_backward_needs(learns):
-    """Behind torch.vmap a tensor says that it needs no gradient."""
+    """Inside torch.vmap a tensor says that it needs no gradient."""
     args = list(layer(5, 8, 6, 4, 2, absent=0.0))
     args[0] = torch.randn(3, 5, 8)
     for i in learns:
@@ -290,7 +290,8 @@ def test_forward_mode_is_refused(how):
     b = torch.randn(3, 16, 8)
     ends = torch.tensor([1, 2, 3], dtype=torch.int32)
     for name, call, x in (
-        ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]), ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
+        ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]),
+        ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
         ("logits", lambda logits: ops.softmax_topk(logits, 2, True)[0], torch.randn(5, 4)),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"{name}: got a forward-mode tangent"):

@@ -1,4 +1,6 @@
-"""moe_mlp and grouped_mm on a GPU: against fp64 of the same rounded inputs, under every kind of routing, bit for bit twice.
+"""moe_mlp and grouped_mm on a GPU, against fp64 of the same rounded inputs, under every kind of routing.
+
+Two calls give the same bits.
 
 next: test_ops.py
 """
@@ -62,10 +64,17 @@ def errors(got, want):
 
 
 SHAPES = [  # every D, F, T of KERNELS' list at least once; T over 128-row tiles and 64-row tiles
-    (300, 512, 64, 8, 2, "random"), (257, 576, 192, 16, 4, "zipf"), (1000, 512, 704, 8, 2, "one"), (129, 2048, 768, 4, 4, "random"),
-    (1, 512, 128, 4, 1, "random"), (127, 512, 128, 1, 1, "random"), (2000, 512, 256, 64, 8, "absent"), (300, 512, 128, 8, 2, "none"),
-    (700, 200, 72, 5, 3, "random"), (4096, 1536, 256, 128, 8, "random"),
-]  # fmt: skip
+    (300, 512, 64, 8, 2, "random"),
+    (257, 576, 192, 16, 4, "zipf"),
+    (1000, 512, 704, 8, 2, "one"),
+    (129, 2048, 768, 4, 4, "random"),
+    (1, 512, 128, 4, 1, "random"),
+    (127, 512, 128, 1, 1, "random"),
+    (2000, 512, 256, 64, 8, "absent"),
+    (300, 512, 128, 8, 2, "none"),
+    (700, 200, 72, 5, 3, "random"),
+    (4096, 1536, 256, 128, 8, "random"),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -135,7 +144,10 @@ def test_graph_replays_with_new_routing(E):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("share", [1, 3])
 def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
-    """Five calls of a kind, with other tensors and another routing each, then a graph captured from the sixth, replayed with others."""
+    """Five calls of a kind, each with other tensors and another routing.
+
+    Then a graph captured from the sixth, replayed with others.
+    """
     monkeypatch.setattr(replay, "_programs", {})
     slots = shape[0] * shape[4]
     pairs = -(-slots // share // 128) * 128 if share > 1 else slots
@@ -182,7 +194,10 @@ def test_what_one_gpu_remembers_runs_on_no_other():
 
 
 def test_launches_from_a_thread_that_never_called_cuda():
-    """Autograd's thread may be one: binaries are there already, from another thread, and no call has made its context current."""
+    """Autograd's thread may be one.
+
+    The binaries are there already, from another thread, and no call has made its context current.
+    """
     # dh gathers at this shape, so what the thread launches first is a kernel with tensor maps
     x, gate_up, down, weights, ids, dy = layer(2000, 512, 256, 16, 4)
     _, h, packed = gpu.forward(x, gate_up, down, weights, ids, None, "swiglu", 8000, True)
@@ -254,7 +269,8 @@ def opcheck(op, *args, **kwargs):
 def test_opcheck():
     *leaves, ids, dy = layer(300, 512, 128, 8, 2)
     how = None, "swiglu", 600
-    # not test_aot_dispatch: it compares whole outputs, and the tile tables' unused ends are not written (the CPU test runs it)
+    # not test_aot_dispatch: it compares whole outputs, and the unused ends of the tile tables are not
+    # written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     opcheck("moe_mlp", *[t.requires_grad_() for t in leaves], ids, *how, True, test_utils=checks)
     with torch.no_grad():
@@ -271,7 +287,10 @@ def test_opcheck():
 
 @pytest.mark.parametrize("pairs", [None, 768])
 def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
-    """fill=False, one rank's part of an expert group: rows of tokens with a slot as ever, in every window; the others keep theirs."""
+    """fill=False, for one rank's part of an expert group.
+
+    Rows of tokens with a slot are written as usual, in every window; the other rows keep what they hold.
+    """
     x, gate_up, down, weights, ids, _ = layer(1000, 512, 256, 16, 8, "absent")
     ids[::3] = -1
     here = (ids >= 0).any(1)
@@ -302,7 +321,7 @@ def few_calls(gate_up, slots):
 
 
 def trace_few(T, D, F, E, K, dtype, rows):
-    """The test's launches on meta tensors: fifteen tests would compile each of them anew."""
+    """The test's launches on meta tensors; without them each of fifteen tests would compile them anew."""
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
     x, down = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((T, D), (E, D, F)))
     weights, ids = (torch.empty(T, K, dtype=kind, device="meta") for kind in (torch.float32, torch.int32))
@@ -417,7 +436,11 @@ def test_edges_of_routing(shape, twice):
 
 @pytest.mark.whole_gpu
 def test_gradients_beyond_2_to_the_31_elements():
-    """N * D = 2^31 + 2^20: the first and the last tokens' gradients as by themselves, the weights' as the sum of two halves."""
+    """N * D = 2^31 + 2^20.
+
+    The gradients of the first and the last tokens equal those of these tokens alone, and the weights'
+    gradients are the sum of two halves.
+    """
     T, D, F, E, K = 131136, 2048, 64, 8, 8
     args = layer(T, D, F, E, K)
     _, dx, d_gate_up, d_down, d_weights = run(ops.moe_mlp, args)

@@ -1,7 +1,9 @@
-"""Rows, tokens and experts beyond 2^31 elements, in triton's CPU interpreter: only the ends of huge buffers are ever touched.
+"""Rows, tokens and experts beyond 2^31 elements, in triton's CPU interpreter.
 
-As a test it starts itself in a process with TRITON_INTERPRET=1: TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
-Memory that nobody touches is never there: 30 GB of buffers take 100 MB. (The descriptors of hopper.py address by coordinates.)
+Only the ends of huge buffers are ever touched, and memory that is never touched is never there: 30 GB of
+buffers take 100 MB. (The descriptors of hopper.py address by coordinates.) As a test it starts itself in
+a process with TRITON_INTERPRET=1:
+TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
 
 next: test_ops_gpu.py
 """
@@ -30,7 +32,7 @@ def test_offsets_beyond_31_bits():
 
 
 def frugal_interpreter():
-    """Run the last programs of a grid of millions, and do not copy arguments back onto themselves."""
+    """Runs only the last programs of a grid of millions, and does not copy arguments onto themselves."""
     from triton.runtime import interpreter
 
     def last(*bounds):
@@ -45,7 +47,10 @@ def frugal_interpreter():
 
 
 def metadata(E):
-    """The last of E experts has the last n of N rows, in reverse order of their tokens, with K = 1; the others have none."""
+    """The last of E experts has the last n of N rows, in reverse order of their tokens, with K = 1.
+
+    The other experts have none.
+    """
     from tmoe.ops.experts.routing import Metadata
 
     meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32), N, E)
@@ -86,7 +91,7 @@ def main():
     gate_up, down = (torch.randn(1, 2 * F, D) * D**-0.5).half(), (torch.randn(1, D, F) * F**-0.5).half()
     weights = torch.rand(n, 1)
 
-    # what it should be, in float64; rows are tokens in reverse
+    # what it should be, in float64; rows are tokens in reverse order
     rows = x.double().flip(0).requires_grad_()
     w = weights.double().flip(0).requires_grad_()
     h = rows @ gate_up[-1].double().T
@@ -111,7 +116,7 @@ def main():
     near("dh", dh_N2F, h.grad)
     near("ds", ds[:, N - n :].sum(0)[:, None], w.grad)
     near("dx", layer.rows("dx", dh_N2F, gate_up, False), rows.grad)
-    # the interpreter has no time for half a million experts
+    # the interpreter is too slow for half a million experts
     layer = gpu.Layer(layer.x, (1, D, F), 1, metadata(1), layer.weights)
     near(
         "d_down",

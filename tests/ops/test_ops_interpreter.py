@@ -1,8 +1,10 @@
-"""The Triton kernels themselves, run by triton's CPU interpreter: values against fp64, poisoned buffers, metadata.
+"""The Triton kernels themselves, run by triton's CPU interpreter: values against fp64, buffers, metadata.
 
-As a test it starts itself once in a process with TRITON_INTERPRET=1, which must be set before the kernels are defined:
-    TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
-Interpreted are the kernels of kernels.py with and without tensor descriptors; those of hopper.py (Gluon) have no interpreter.
+Buffers are poisoned before. As a test it starts itself once in a process with TRITON_INTERPRET=1, which
+must be set before the kernels are defined:
+TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
+The kernels of kernels.py are interpreted with and without tensor descriptors; those of hopper.py (Gluon)
+have no interpreter.
 
 next: test_ops_kernels.py
 """

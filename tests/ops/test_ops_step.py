@@ -1,4 +1,6 @@
-"""The step's own kernels, compiled and in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
+"""The step's own kernels, compiled and in Triton's interpreter: AdamW, the loss, scaling with rounding.
+
+AdamW takes one pass, and the loss writes its gradient in place.
 
 next: tests/model/test_step_gpu.py
 """
@@ -102,7 +104,10 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 
 
 def parameter(n: int, dtype, copy, step: float, offset: int = 0):
-    """weight, grad, mean, square, copy and step; offset: elements by which all miss what is 16-byte aligned."""
+    """weight, grad, mean, square, copy and step.
+
+    `offset`: the number of elements by which all of them miss 16-byte alignment.
+    """
     grad, weight, mean, square, low = (
         torch.empty(n + offset, dtype=t)[offset:]
         for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
@@ -116,13 +121,19 @@ def parameter(n: int, dtype, copy, step: float, offset: int = 0):
 @pytest.mark.parametrize("finite", [1.0, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw(dtype, finite):
-    """Tensors of many lengths, types and alignments in one call, of which each counts its own steps."""
+    """Tensors of many lengths, types and alignments in one call; each counts its own steps."""
     bf16, fp32 = torch.bfloat16, torch.float32
     tensors = [
-        parameter(2500, dtype, bf16, 3), parameter(1, dtype, bf16, 1), parameter(0, dtype, bf16, 9),
-        parameter(16, dtype, bf16, 2), parameter(1024, dtype, None, 3), parameter(33, bf16, None, 4),
-        parameter(3100, dtype, bf16, 5, offset=1), parameter(5000, fp32, bf16, 3), parameter(1025, dtype, bf16, 7),
-    ]  # fmt: skip
+        parameter(2500, dtype, bf16, 3),
+        parameter(1, dtype, bf16, 1),
+        parameter(0, dtype, bf16, 9),
+        parameter(16, dtype, bf16, 2),
+        parameter(1024, dtype, None, 3),
+        parameter(33, bf16, None, 4),
+        parameter(3100, dtype, bf16, 5, offset=1),
+        parameter(5000, fp32, bf16, 3),
+        parameter(1025, dtype, bf16, 7),
+    ]
     before = [[t.clone() for t in (weight, mean, square)] for weight, _, mean, square, _, _ in tensors]
     adamw.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
     for (weight, grad, mean, square, copy, step), was in zip(tensors, before, strict=True):
@@ -146,13 +157,18 @@ def test_adamw(dtype, finite):
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     [
-        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t[:8], r"float32 \[8\]"),
-        (2, lambda t: t.bfloat16(), "bfloat16"), (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t.int(), "int32"),
-        (4, lambda t: t.repeat(2), r"\[128\]"), (5, lambda t: t.long(), "int64"), (2, lambda t: t.to("meta"), "meta"),
+        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"),
+        (1, lambda t: t[:8], r"float32 \[8\]"),
+        (2, lambda t: t.bfloat16(), "bfloat16"),
+        (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"),
+        (1, lambda t: t.int(), "int32"),
+        (4, lambda t: t.repeat(2), r"\[128\]"),
+        (5, lambda t: t.long(), "int64"),
+        (2, lambda t: t.to("meta"), "meta"),
     ],
-)  # fmt: skip
+)
 def test_adamw_takes_no_other_tensors(at, change, message):
-    """It gets addresses alone: what they lead to must be what it takes it for."""
+    """It gets addresses alone, so the memory behind them must be what it is taken for."""
     tensors = list(parameter(64, torch.float32, torch.bfloat16, 1))
     tensors[at] = change(tensors[at])
     one = torch.ones(())
@@ -198,7 +214,10 @@ def test_further_columns_of_logits_have_no_share(grad):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
-    """A GPU's way: rows of logits that begin at multiples of 16 bytes, in chunks of which the last is shorter."""
+    """A GPU's way: rows of logits that begin at multiples of 16 bytes.
+
+    They come in chunks, of which the last is shorter.
+    """
     T, D, V = 23, 16, 51
     h, w = (torch.randn(n, D).to(dtype) * 0.5 for n in (T, V))
     targets = torch.randint(V, (T,))
@@ -225,7 +244,7 @@ def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("masked", [slice(0, 8192), slice(0, 8195), slice(8192, None)], ids=str)
 def test_logits_of_minus_infinity_have_no_share(masked):
-    """A whole block of them, first or last: nothing that is subtracted is infinite on both sides."""
+    """A whole block of them, first or last; no subtraction has infinity on both sides."""
     logits = torch.randn(3, 8200)
     targets = torch.tensor([8199, 0, 8195])
     logits[:, masked] = float("-inf")
@@ -243,7 +262,7 @@ def test_logits_of_minus_infinity_have_no_share(masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype, grad):
-    """Not a neighbouring row's logit, nor what lies around the logits."""
+    """It is not a neighbouring row's logit, nor what lies around the logits."""
     V = 50
     outside = torch.tensor([0, 2, 3, 5])
     targets = torch.tensor([-1, 7, 50, -101, -100, 2**40, 49])

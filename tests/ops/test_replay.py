@@ -1,6 +1,7 @@
-"""Calls that are remembered: the launches of the third are those of the first, but for the addresses, which are its own tensors'.
+"""Calls that are remembered: the third call launches what the first did, with addresses of its own tensors.
 
-Kernels go nowhere here: a stand-in for triton's C function writes down what it is given. test_ops_gpu.py compares results.
+No kernel runs here: a stand-in for triton's C function writes down what it is given. test_ops_gpu.py
+compares results.
 """
 
 import gc
@@ -21,11 +22,11 @@ from tmoe.ops.launch import launch, replay
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What reached the C function, each as a list; a GPU of sm_90 that is not there."""
+    """What reached the C function, each call as a list; a GPU of sm_90 that is not there."""
     handed = []
 
     class Compiled(SimpleNamespace):
-        """triton's own launch, where somebody hears."""
+        """triton's own launch, where hooks listen."""
 
         def __getitem__(self, grid):
             return lambda *args, stream: handed.append(["heard", *grid, stream, *args])
@@ -57,7 +58,7 @@ def calls(monkeypatch):
 
 
 class Memory:
-    """Gives every buffer of a call a name, the order of its allocation, so that two calls can be compared."""
+    """Names each buffer of a call by the order of its allocation, so that two calls can be compared."""
 
     def __init__(self, monkeypatch, inputs):
         self.named = [t for t in inputs if t is not None]
@@ -99,7 +100,7 @@ def inputs(T, D, F, E, K, dtype, biased, gap=0):
 
 
 def step(tensors, pairs, run):
-    """forward without and with what backward keeps, and backward; the shapes of all results."""
+    """forward without and with what backward keeps, and backward; returns the shapes of all results."""
     x, gate_up, down, weights, _, bias = tensors
     how = "swiglu", pairs
     (alone, *_) = run(gpu.forward, tensors, *how, False)
@@ -139,11 +140,22 @@ def test_the_third_call_launches_what_the_first_did(calls, monkeypatch, case):
 
 
 def test_another_kind_of_call_is_not_taken_for_it(calls):
-    """Other shapes, types, alignments, arguments: each is decided anew. Inputs with gaps are not remembered."""
+    """Other shapes, types, alignments or arguments: each kind is decided anew.
+
+    Inputs with gaps are not remembered.
+    """
     base = dict(T=300, D=64, F=64, E=3, K=2, dtype=torch.bfloat16, biased=False)
     changes = [
-        {}, dict(T=301), dict(D=128), dict(F=128), dict(E=4), dict(K=3), dict(dtype=torch.float16), dict(biased=True), dict(gap=1),
-    ]  # fmt: skip
+        {},
+        dict(T=301),
+        dict(D=128),
+        dict(F=128),
+        dict(E=4),
+        dict(K=3),
+        dict(dtype=torch.float16),
+        dict(biased=True),
+        dict(gap=1),
+    ]
     for change in changes:
         for _ in range(3):
             tensors = inputs(**(base | change))
@@ -169,7 +181,7 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
 
 
 def test_tf32_by_fp32_precision(calls):
-    """Who has set that may not be asked for allow_tf32: torch raises."""
+    """Where that is set, allow_tf32 may not be asked for: torch raises."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -209,8 +221,10 @@ def test_threads_may_fill_the_memory_together(monkeypatch):
 
 
 def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
-    """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer. Afterwards
-    nothing is alive."""
+    """Buffers are given back after their last use.
+
+    The most bytes at once are those of a call that decides for itself, or fewer; afterwards nothing is alive.
+    """
     own = torch.empty
     peaks = []
     alive = [0, 0]
@@ -237,7 +251,11 @@ def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
 
 
 def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
-    """No tokens (torch's own ops make the results), two inputs of one memory, memory that nobody heard of, triton's own launcher."""
+    """Four kinds of calls.
+
+    No tokens (torch's own ops make the results), two inputs in one memory, unknown memory, and triton's own
+    launcher.
+    """
     empty = inputs(0, 64, 64, 3, 2, torch.bfloat16, False)
     x, gate_up, down, weights, ids, bias = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
     shared = torch.zeros(3, 3, 64, 64, dtype=torch.bfloat16)
@@ -268,7 +286,10 @@ def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
 
 
 def test_what_torch_does_no_program_repeats(calls):
-    """A function that calls one of torch's ops, even on memory that it has allocated here, runs as it is for ever."""
+    """A function that calls one of torch's ops always runs as it is.
+
+    Even if the op works on memory that the function has allocated here.
+    """
 
     def run(x, through_a_view):
         y = launch.empty(x.shape, x.dtype, x.device)
@@ -295,7 +316,7 @@ def test_inside_compile_only_nothing_is_remembered(calls):
 
 
 def test_memory_that_was_let_go_is_nobodys():
-    """Another tensor, of which nobody heard, may have got it since."""
+    """An unknown tensor may have got it since."""
     t = torch.zeros(64)
     tape = replay.Tape(())
     address = t.data_ptr()
@@ -330,7 +351,7 @@ def test_hooks_hear_of_every_launch(calls, monkeypatch, hook):
 
 
 def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
-    """The oldest goes, and is written down anew when it comes again."""
+    """The oldest is dropped, and is written down anew when it comes again."""
     monkeypatch.setattr(replay, "KEPT", 4)
     for T in itertools.chain(range(300, 310), [300] * 3, range(310, 313)):
         replay.remembered(gpu.forward, inputs(T, 64, 64, 3, 2, torch.bfloat16, False), "swiglu", 1024, True)
@@ -338,7 +359,7 @@ def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
 
 
 class Sections:
-    """An exchange's, each a tensor of its own."""
+    """The sections of an exchange, each a tensor of its own."""
 
     def __init__(self, T, D, K, dtype):
         self.of = {name: torch.zeros(T, D, dtype=dtype) for name in ("x", "dy", "y")}
@@ -354,7 +375,10 @@ class Sections:
 @pytest.mark.parametrize("share", [1, 3])
 @pytest.mark.parametrize(("D", "dtype", "biased"), [(128, torch.bfloat16, True), (128, torch.float32, False)])
 def test_an_expert_groups_parts(calls, monkeypatch, share, D, dtype, biased):
-    """One launch after another as without memory, the two words of the exchange between the same ones, and x unread until it is here."""
+    """One launch after another as without memory.
+
+    The two words of the exchange come between the same launches, and x is not read until it is here.
+    """
     T, F, L, K = 6000, 64, 4, 2
     pairs = -(-T * K // share // 128) * 128
     logs, found = [], []

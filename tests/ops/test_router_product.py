@@ -1,6 +1,7 @@
-"""The router's product out of bf16 pieces: exactness of the pieces, fp64 beside values and gradients, what compiling and keeping see.
+"""The router's product out of bf16 pieces: the pieces are exact, values and gradients are compared with fp64.
 
-As a test it starts itself once in a process with TRITON_INTERPRET=1, where the kernel that splits is run by triton's interpreter.
+And what compiling and keeping see. As a test it starts itself once in a process with TRITON_INTERPRET=1,
+where triton's interpreter runs the kernel that splits.
 
 next: tests/moe/test_router_gpu.py
 """
@@ -95,7 +96,10 @@ def test_an_fp64_weight_counts_as_fp32():
 
 @TYPES
 def test_gradients_that_cancel(dtype):
-    """Experts whose rows nearly agree: of dx remains 2^-10 of its terms. One piece of dlogits would leave their rounding."""
+    """Experts whose rows nearly agree: 2^-10 of its terms remains of dx.
+
+    With one piece of dlogits their rounding would remain.
+    """
     x, w, g = operands(200, 64, 32, dtype)
     with torch.no_grad():
         w.copy_(torch.randn(64) + 2**-8 * torch.randn(32, 64))
@@ -194,7 +198,10 @@ def test_autocast_and_recomputation_change_nothing(dtype):
 
 @TYPES
 def test_a_second_derivative_is_refused(dtype):
-    """F.linear, which stands here on other devices, has one; this would leave its terms out without a word."""
+    """F.linear, which other devices use here, has one.
+
+    This would leave its terms out without a word.
+    """
     x, w, g = operands(30, 16, 6, dtype)
     y = router_product(x, w)
     dx, dw = torch.autograd.grad((y * y * g).sum(), (x, w), create_graph=True)
@@ -314,7 +321,10 @@ def test_the_kernel_in_the_interpreter():
 
 
 def main():
-    """The interpreter cuts fp32 off to bf16 instead of rounding: other pieces, whose sum is the number all the same."""
+    """The interpreter cuts fp32 off to bf16 instead of rounding.
+
+    The pieces are others, but their sum is the number all the same.
+    """
     torch.manual_seed(0)
     a = every_exponent(2**14)
     a = a[a.abs() >= 2.0**-100]  # nor does it round to bf16's subnormal numbers as a GPU does
