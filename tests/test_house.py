@@ -29,9 +29,8 @@ FLOORS = [
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}
-ALIASES = {
-    ("tmoe.parallel", "tmoe.model.parallelize")
-}  # tmoe.parallel.parallelize, a public name, looked up late
+# tmoe.parallel.parallelize, a public name, looked up late
+ALIASES = {("tmoe.parallel", "tmoe.model.parallelize")}
 
 FILES = [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]
 

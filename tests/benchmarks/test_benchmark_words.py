@@ -1,4 +1,7 @@
-"""What a benchmark cannot work with ends it at once with one line, and never with code 0; ended, it leaves no run behind."""
+"""What a benchmark cannot work with ends it at once with one line, and never with code 0.
+
+A benchmark that has ended leaves no run behind.
+"""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, and what is written of a model."""
+"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, what is written."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ def test_weights_once_moves_the_bytes_of_the_experts_that_have_tokens():
 
 
 def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys):
-    """The GPU's part is replaced: what is compiled first, compared, printed and kept."""
+    """With the GPU's part replaced: what is compiled first, compared, printed and kept."""
     compiled = []
     monkeypatch.setattr(shapes, "require_gpu", lambda parser: None)
     monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
@@ -62,7 +62,7 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
 
 
 def test_a_rival_that_raises_without_a_word_is_left_out_by_name(monkeypatch):
-    """The next one is timed none the less; so is one whose memory gives out behind its check."""
+    """The next one is still timed; one whose memory gives out after its check is left out as well."""
 
     def enter(who, *given):
         if who == "bare":

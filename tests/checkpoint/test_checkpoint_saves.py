@@ -1,4 +1,7 @@
-"""Which steps stay, what a kill leaves, and what one rank's failure means for the others: old or new, told to everyone."""
+"""Which steps stay, what a kill leaves, and what one rank's failure means for the others.
+
+The result is the old step or the new one, and every rank is told.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_retention_counts_verified_steps_only(two_steps, caplog):
-    (two_steps / "step-900").mkdir()  # no manifest: somebody else's, or another trainer's partial step
+    (two_steps / "step-900").mkdir()  # no manifest: not ours, or another trainer's partial step
     (two_steps / "step-30.backup").mkdir()  # a user's
     (two_steps / f"step-40.tmp-{'0' * 32}").mkdir()  # what a killed save leaves
     os.truncate(two_steps / "step-20" / "__0_0.distcp", 5)
@@ -82,7 +85,7 @@ def test_killed_at_any_write_sync_or_rename(tmp_path, again):
         assert torch.equal(found["w"], plain(seed)["model.w"])
         outcomes.append(seed)
         assert store.find(str(folder / "step-10")) or seed == 2
-        store.save(step, {"w": plain(3)["model.w"]}, {"seed": 3}, {})  # nobody has to clean up
+        store.save(step, {"w": plain(3)["model.w"]}, {"seed": 3}, {})  # no cleaning up is needed
         assert store.load(store.find("auto"), found)[0]["seed"] == 3
         assert steps_of(folder) == {f"step-{step}"}
         if not killed:
@@ -95,7 +98,7 @@ def test_killed_at_any_write_sync_or_rename(tmp_path, again):
 
 
 def failing(rank, world, folder, mode, sabotage):
-    """Save step 10, then step 20 with one rank sabotaged; what each rank was told."""
+    """Saves step 10, then step 20 with one rank sabotaged; returns what each rank was told."""
     shards.SMALL = 100  # several files and threads a rank, small as the tensors are
     store = checkpoints(folder, keep=1, mode=mode)
     tensors = sharded(world, 2, 10)
@@ -113,7 +116,7 @@ def failing(rank, world, folder, mode, sabotage):
             time.sleep(0.01)
     except CheckpointError as error:
         told = str(error)
-    dist.barrier()  # every rank goes on; nobody hangs
+    dist.barrier()  # every rank goes on; none hangs
     return told, store.find("auto")
 
 
@@ -210,7 +213,10 @@ def test_ranks_that_see_different_files_agree(gloo, tmp_path):
 
 
 def train_on(rank, world, folder):
-    """Async saves of steps 1 to 3 while the tensors change at once, and the same three saved synchronously."""
+    """Async saves of steps 1 to 3 while the tensors change at once.
+
+    And the same three steps saved synchronously.
+    """
     write_chunk = files.write_chunk
     files.write_chunk = lambda *args: (time.sleep(0.01), write_chunk(*args))[1]
     tensors = sharded(world, 2, 1)

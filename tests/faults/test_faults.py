@@ -394,9 +394,8 @@ def test_22_loss_spike(tmp_path):
         assert "highest on rank" not in ends[1].said
     assert len(said[0]) == 1 and said[0] == said[1]
     assert said[0][0].startswith("step 10: loss ") and "highest on rank 1 with " in said[0][0]
-    assert said[0][0].endswith(
-        ": samples [42, 43]"
-    )  # two ranks of two sequences: step 10 begins at sample 40
+    # two ranks of two sequences: step 10 begins at sample 40
+    assert said[0][0].endswith(": samples [42, 43]")
     assert numbers(out, 9) == numbers(tmp_path / "a", 9)
     log = lines(tmp_path / "a")
     assert log[10]["loss"] > 1000 * log[9]["loss"] and log[11]["skipped"] == 0  # clipped, and taken

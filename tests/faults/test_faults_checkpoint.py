@@ -22,13 +22,14 @@ pytestmark = [
         "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected pickle protocol"
     ),
 ]
+# on torch 2.13: a fresh step, an error that is asked for, another world
 STOCK_PASSES = {
     "1",
     "3a",
     "4",
     "7",
     "18",
-}  # on torch 2.13: a fresh step, an error that is asked for, another world
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c}-{CASES[c][1].__name__}")

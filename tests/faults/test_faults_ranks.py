@@ -288,9 +288,8 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
     def part(batch):
         if how == "skipped by one":
             mine or dist.all_reduce(scalar)
-        elif (
-            how == "skipped by each"
-        ):  # counts and sizes are equal, and so sums of unlike things pass for results
+        elif how == "skipped by each":
+            # counts and sizes are equal, and so sums of unlike things pass for results
             dist.all_reduce(scalar) if mine else None
             dist.all_reduce(torch.full((), 10.0)) if not mine else None
         elif how == "other operation":
@@ -301,9 +300,8 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
             dist.all_reduce(torch.ones(4, dtype=torch.int32 if mine else torch.float32))
         elif how.startswith("other size"):
             dist.all_reduce(torch.ones({"other size": 4, "other size, larger": 16}[how] if mine else 8))
-        elif (
-            how == "skipped inside" and mine
-        ):  # below whoever has replaced the function: only the group knows
+        elif how == "skipped inside" and mine:
+            # below any replacement of the function: only the group knows
             dist.all_reduce = lambda *args, **kwargs: setattr(dist, "all_reduce", real)
 
     before_step(trainer, 3, part)

@@ -56,9 +56,8 @@ def test_swapped_model_is_the_same_function(name, size, monkeypatch):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"])
 def test_swapped_in_16_bits_is_no_further_from_fp32(name, dtype, monkeypatch):
     exact = wide(name, monkeypatch)
-    exact.model.layers = exact.model.layers[
-        :1
-    ]  # a second block's router would choose otherwise for a rounding
+    # a second block's router would choose otherwise for a rounding
+    exact.model.layers = exact.model.layers[:1]
     with torch.no_grad():
         for p in exact.parameters():
             p.copy_(p.to(dtype))

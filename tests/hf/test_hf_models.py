@@ -54,9 +54,8 @@ def test_types_and_files_come_back(tmp_path, name, dtype):
     if "tied" in name:
         added["lm_head.weight"] = tensors_of(hf_dir)["model.embed_tokens.weight"]
     norm = next(key for key in index["weight_map"] if key.endswith("input_layernorm.weight"))
-    added[norm] = (
-        tensors_of(hf_dir)[norm].float() + 1e-6
-    )  # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
+    # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
+    added[norm] = tensors_of(hf_dir)[norm].float() + 1e-6
     owner = hf_dir / index["weight_map"][norm]
     save_file(load_file(owner) | added, owner, {"format": "pt"})
     index["weight_map"] |= dict.fromkeys(added, owner.name)
@@ -165,9 +164,8 @@ def test_every_wrong_setting_is_listed(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        dict(
-            rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40
-        ),  # beside it, and first
+        # beside it, and first
+        dict(rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40),
         dict(rope_scaling=dict(LLAMA3, factor=3.0), rope_parameters=dict(LLAMA3, factor=2.0)),
         dict(rope_scaling=None, rope_theta=3e4, rope_parameters=dict(LLAMA3, rope_theta=2e4)),
         dict(rope_scaling=dict(type="linear", factor=3.0), rope_theta=3e4),

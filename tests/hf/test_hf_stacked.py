@@ -93,9 +93,8 @@ def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
     each = {n: t for n, t in usual.items() if tail not in n} | {n: t for n, t in held.items() if tail in n}
     hf_dir = in_one_file(tmp_path / "each", tmp_path / "usual", each)
     import_hf(hf_dir, tmp_path / "step")
-    assert_bits(
-        AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict()
-    )  # read there too
+    # read there too
+    assert_bits(AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict())
     assert_bits(load_step(tmp_path / "step").state_dict(), started(tmp_path / "usual").state_dict())
     export_hf(tmp_path / "step", tmp_path / "back")
     assert files_of(tmp_path / "back") == files_of(hf_dir)

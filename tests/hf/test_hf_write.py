@@ -149,9 +149,8 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
 
 
 def full_disk(rank: int, world: int, step: Path, dst: Path) -> str:
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY)
-    )  # python ignores SIGXFSZ: writes fail
+    # python ignores SIGXFSZ: writes fail
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
     return refused("export", step, dst)
 
 

@@ -62,9 +62,8 @@ def measure(arch, name, compile, reports):
         map(int, re.search(r"\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", compiled.asm["ptx"]).groups("1"))
     )
     spilled = sum(map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups()))
-    registers = (
-        math.ceil(int(re.search(r"Used (\d+) registers", report).group(1)) / 8) * 8
-    )  # dealt out in eights
+    # dealt out in eights
+    registers = math.ceil(int(re.search(r"Used (\d+) registers", report).group(1)) / 8) * 8
     return Binary(
         name, programs, threads, compiled.metadata.shared, registers, spilled, "serialized" in report
     )

@@ -14,7 +14,10 @@ from tmoe.model.transformer import Block
 
 
 class MostHeld(TorchDispatchMode):
-    """`bytes`: the most that were alive at once, of what operations have returned; `given` is not counted."""
+    """Counts in `bytes` the most that was alive at once of what operations have returned.
+
+    The tensors `given` are not counted.
+    """
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
@@ -34,7 +37,10 @@ class MostHeld(TorchDispatchMode):
 
 
 def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
-    """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
+    """Bytes of the storages that autograd keeps of one call of a block.
+
+    Without the parameters of the block and RoPE's tables.
+    """
     tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
     own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
     kept: dict[int, torch.Tensor] = {}

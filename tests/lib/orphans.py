@@ -16,8 +16,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
-    """Descendants that live on after the test are orphans; the kernel is asked to hand them to us, not to init."""
-    gloo_module.start_server()  # it stays, with its resource tracker
+    """Fails the test if descendants live on after it.
+
+    The kernel is asked to hand such orphans to this process, not to init.
+    """
+    gloo_module.start_server()  # it may stay, with its resource tracker
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = descendants()
     yield

@@ -78,19 +78,18 @@ ROPES = [
     RopeConfig(scaling="llama3", theta=5e5, factor=8, original_max_seq=8192, max_seq=131072),  # Llama 3.1
     RopeConfig(scaling="llama3", theta=5e5, factor=32, original_max_seq=8192, max_seq=131072),  # Llama 3.2
     RopeConfig(scaling="llama3", factor=4, original_max_seq=512, low_freq_factor=2, high_freq_factor=16),
-    RopeConfig(
-        scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072
-    ),  # Qwen3's long range
+    # Qwen3's long range
+    RopeConfig(scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072),
     RopeConfig(scaling="yarn", factor=40, original_max_seq=4096, max_seq=163840),
     RopeConfig(scaling="yarn", factor=16, original_max_seq=2048, beta_fast=20, beta_slow=3),
     RopeConfig(scaling="yarn", factor=8, original_max_seq=4096, attention_factor=1.3),
     RopeConfig(scaling="yarn", factor=1, original_max_seq=4096),
+    # gpt-oss
     RopeConfig(
         scaling="yarn", theta=150000.0, factor=32, original_max_seq=4096, max_seq=131072, truncate=False
-    ),  # gpt-oss
-    RopeConfig(
-        scaling="yarn", factor=4, original_max_seq=6, truncate=False
-    ),  # a ramp that ends before it begins
+    ),
+    # a ramp that ends before it begins
+    RopeConfig(scaling="yarn", factor=4, original_max_seq=6, truncate=False),
     RopeConfig(scaling="yarn", factor=4, original_max_seq=5),
 ]
 

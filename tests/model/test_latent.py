@@ -183,9 +183,8 @@ def test_flops_worked_by_hand():
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(0, 48), (96, 40)])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, q_rank, v_dim):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr(
-        "tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16
-    )  # as on the GPU
+    # as on the GPU
+    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)
     moe = MoEConfig(experts=8, ffn_dim=128, score="sigmoid", choice_bias=True, groups=4, top_groups=2)
     mla = MLAConfig(q_rank=q_rank, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=v_dim)
     model = config(dim=256, heads=4, mla=mla, dense_layers=int(kind == "dense"), ffn_dim=512, moe=moe)

@@ -148,9 +148,8 @@ def test_logits_of_all_tokens_never_exist():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(
-    ("D", "rows"), [(4, 100), (200, 10)]
-)  # a chunk is more than the head's gradient, and less
+# a chunk is more than the head's gradient, and less
+@pytest.mark.parametrize(("D", "rows"), [(4, 100), (200, 10)])
 def test_one_chunk_of_logits_and_one_gradient_of_the_head_are_held(monkeypatch, grad, D, rows):
     V, T = 1000, 4 * rows
     h, weight, targets = batch(T, D, V, dtype=torch.float32)

@@ -125,9 +125,8 @@ def wire(rank: int, world: int) -> tuple:
         assert plan.splits_2P[0].tolist() == [sum(p in o for o in owners) for p in range(world)]
         sent.append((rows, plan, torch.tensor([len(o) for o in owners])))
     for (rows, plan, copies), x in zip(reversed(sent), reversed(xs), strict=True):
-        y = dispatcher.combine(
-            rows.x_RD.float(), plan
-        )  # each copy of a token comes back: the sum is copies * x
+        # each copy of a token comes back: the sum is copies * x
+        y = dispatcher.combine(rows.x_RD.float(), plan)
         back.append(torch.equal(y, x.float() * copies[:, None]))
     return back
 

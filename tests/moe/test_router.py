@@ -147,9 +147,8 @@ def test_fp32_under_bf16(autocast):
     assert got.weights_TK.dtype == got.logits_TE.dtype == torch.float32
     torch.testing.assert_close(got.weights_TK, want / want.sum(-1, keepdim=True))
     rounded = F.linear(x, r.weight).float().topk(8).indices
-    assert not torch.equal(
-        rounded, ids
-    )  # a bf16 product would choose otherwise: the test can see the difference
+    # a bf16 product would choose otherwise: the test can see the difference
+    assert not torch.equal(rounded, ids)
 
 
 def test_jitter_is_bounded_and_only_in_training():
@@ -258,9 +257,8 @@ def test_balanced_routing_costs_the_coefficient():
     )
     collapsed = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).repeat(10, 1)
     loss = balance_loss(cfg, measure(Routing(ids, torch.tensor([[0, 1]]).repeat(10, 1), collapsed), 1, None))
-    assert loss.item() == pytest.approx(
-        2.0, rel=1e-5
-    )  # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
+    # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
+    assert loss.item() == pytest.approx(2.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])

@@ -219,17 +219,15 @@ def on_gpus():
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     for hides in (False, True):  # layers as small as these would not
         symm.hides = rule(False, hides)
-        check_against_nccl(
-            torch.bfloat16, "random", [900], fp8=True
-        )  # before a captured graph fixes the buffers
+        # before a captured graph fixes the buffers
+        check_against_nccl(torch.bfloat16, "random", [900], fp8=True)
         for dtype in (torch.float32, torch.bfloat16):
             for kind, tokens in CASES if dtype == torch.float32 else CASES[::3]:
                 check_against_nccl(dtype, kind, tokens)
         check_no_sync_and_graph()
         check_whole_layer()
-        check_against_nccl(
-            torch.bfloat16, "random", [900], fp8=True, shared=SHARED
-        )  # which then stays in the graph
+        # which then stays in the graph
+        check_against_nccl(torch.bfloat16, "random", [900], fp8=True, shared=SHARED)
         check_against_nccl(torch.float32, "random", [40, 0], shared=SHARED)
         symm.hides = rule(True, hides)
         for dtype in (torch.float32, torch.bfloat16):

@@ -457,10 +457,11 @@ def keeps_nothing(rank, net, dispatcher, tokens):
 def in_the_interpreter():
     from interpreter import repair_interpreter
 
+    # forked before autograd has run here, which could not run there again
     for tokens in (
         [21, 0, 9],
         [12, 12],
-    ):  # forked before autograd has run here, which could not run there again
+    ):
         L = 2
         world = len(tokens)
         fork(world, one_rank, Ranks(world, max(tokens) + 3, 64, 2, torch.float32), tokens, L)

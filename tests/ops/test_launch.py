@@ -67,9 +67,8 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
 
 
 NEWER = hasattr(nvidia, "wrap_handle_tensordesc_impl")  # triton 3.8
-METADATA = (
-    8 if NEWER else 10
-)  # where a C function's arguments hold the launch's metadata; the hooks stand behind it
+# where a C function's arguments hold the launch's metadata; the hooks stand behind it
+METADATA = 8 if NEWER else 10
 SWIZZLED = dict(elem_size=2, elem_type=10, fp4_padded=False)
 META = [
     dict(swizzle=3, block_size=[64, 64], **SWIZZLED),
@@ -141,9 +140,8 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch,
         assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
-        assert len(encoded) - before == sum(
-            isinstance(v, launch.Descriptor) for v in values
-        )  # the second found them
+        # the second found them
+        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)
         natives = [launch._native(v, None) for v in values]
         compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *natives)
         first, second, own = handed[-3:]

@@ -108,10 +108,11 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
     ends = torch.tensor([1, 5, 12], dtype=torch.int32)
     scattered = strided(a), strided(b), ends
     assert_near(run(ops.grouped_mm, scattered), run(reference.grouped_mm, (a, b, ends), torch.float64), 3e-6)
+    # the gradient of a sum has no strides at all
     for op, inputs in (
         (ops.moe_mlp, args),
         (ops.grouped_mm, (a, b, ends)),
-    ):  # the gradient of a sum has no strides at all
+    ):
         x = inputs[0].clone().requires_grad_()
         (got,) = torch.autograd.grad(op(x, *inputs[1:]).sum(), x)
         y = op(x, *inputs[1:])
@@ -186,9 +187,8 @@ def test_compiled_equals_eager(how):
 
         def unbacked(x, gate_up, down, weights, ids, n=n):
             x = first_rows(x, n)
-            rows = torch.arange(
-                x.shape[0]
-            )  # a slice of unknown length has a gradient that inductor of torch 2.11 cannot place
+            # a slice of unknown length has a gradient that inductor of torch 2.11 cannot place
+            rows = torch.arange(x.shape[0])
             return 2 * ops.moe_mlp(
                 1.5 * x, gate_up, down, weights.index_select(0, rows), ids.index_select(0, rows)
             )

@@ -110,9 +110,8 @@ def test_nan_stays_with_its_experts():
     assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "E", [16, 64]
-)  # 64: one launch for both products; each replay must find its counters cleared
+# 64: one launch for both products; each replay must find its counters cleared
+@pytest.mark.parametrize("E", [16, 64])
 def test_graph_replays_with_new_routing(E):
     args = layer(2000, 512, 256, E, 4)
     x, gate_up, down, weights, ids, dy = args
@@ -257,9 +256,8 @@ def test_more_than_2_to_the_31_elements():
     args = layer(T, D, F, E, K)
     y = ops.moe_mlp(*args[:5])
     tail = [t[-256:] if i in (0, 3, 4) else t for i, t in enumerate(args[:5])]
-    assert (
-        errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3
-    )  # other tiles may be chosen for 256 rows
+    # other tiles may be chosen for 256 rows
+    assert errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3
 
 
 def opcheck(op, *args, **kwargs):
@@ -415,9 +413,8 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
         torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
     )
     x = args[0].requires_grad_()
-    (got,) = torch.autograd.grad(
-        ops.moe_mlp(*args[:5]).sum(), x
-    )  # the gradient of a sum has no strides at all
+    # the gradient of a sum has no strides at all
+    (got,) = torch.autograd.grad(ops.moe_mlp(*args[:5]).sum(), x)
     y = ops.moe_mlp(*args[:5])
     assert torch.equal(got, *torch.autograd.grad(y, x, torch.ones_like(y)))
 

@@ -40,9 +40,8 @@ def check_metadata(routing):
         (0, 4, 2, 0),
     ]:
         ids = torch.randint(low, E, (T, K))
-        torch.use_deterministic_algorithms(
-            True
-        )  # what is allocated holds the largest integers, no zeros by luck
+        # what is allocated holds the largest integers, no zeros by luck
+        torch.use_deterministic_algorithms(True)
         flat = ids.flatten()
         ids = torch.where(ids == low, E + 7, ids) if low < 0 else ids  # absent in either way
         meta = routing.route(ids, E)
@@ -164,13 +163,14 @@ def main():
     check_metadata(routing)
     routing.FEW = 0  # three launches instead of the one for few slots
     check_metadata(routing)
+    # the last in two tiles a row
     for T, E, K in [
         (70, 8, 2),
         (33, 60, 7),
         (5, 1, 1),
         (9, 16, 16),
         (2050, 40, 3),
-    ]:  # the last in two tiles a row
+    ]:
         for renormalize in (True, False):
             check_topk(topk, T, E, K, renormalize)
     check_topk(topk, 40, 16, 5, True, hard=True)
@@ -184,6 +184,7 @@ def main():
         (False, True, 1, 33, 40, 24, 3, 3, "random", torch.bfloat16),
         (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, None, True, "clamped"),
         (False, True, 1, 70, 40, 24, 5, 3, "empty", torch.float32, None, True, "clamped"),
+        # windows of 64 of up to 140 rows
         (
             True,
             True,
@@ -197,7 +198,7 @@ def main():
             torch.float32,
             64,
             True,
-        ),  # windows of 64 of up to 140 rows
+        ),
         (False, True, 1, 70, 40, 24, 5, 3, "one", torch.float32, 64),
         (True, False, 1, 40, 64, 64, 4, 2, "empty", torch.float32, 256),
     ]:

@@ -285,9 +285,8 @@ def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype
 def test_scaled():
     x = torch.randn(3, 1000)
     got = cross_entropy.scaled(x, torch.tensor(0.3), torch.bfloat16)
-    torch.testing.assert_close(
-        got.float(), x * 0.3, rtol=2**-7, atol=0
-    )  # the interpreter cuts where a GPU rounds
+    # the interpreter cuts where a GPU rounds
+    torch.testing.assert_close(got.float(), x * 0.3, rtol=2**-7, atol=0)
 
 
 @interpreted

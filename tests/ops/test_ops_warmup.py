@@ -220,9 +220,8 @@ def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch)
     (library,) = tmp_path.rglob("*.main.so")
     warmup.drop_torn_objects()
     os.truncate(library, library.stat().st_size - 1)
-    with FileLock(
-        tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"
-    ):  # somebody is just writing it
+    # another process is just writing it
+    with FileLock(tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"):
         warmup.drop_torn_objects()
         assert library.exists()
     warmup.drop_torn_objects()
@@ -243,6 +242,7 @@ def test_a_cache_that_is_a_file_is_one_error(tmp_path):
 
 def test_architectures_are_those_that_the_assembler_knows():
     known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
+    # of the ptxas that triton 3.6 brings
     assert known == [
         70,
         72,
@@ -257,7 +257,7 @@ def test_architectures_are_those_that_the_assembler_knows():
         103,
         120,
         121,
-    ]  # of the ptxas that triton 3.6 brings
+    ]
 
 
 if __name__ == "__main__":

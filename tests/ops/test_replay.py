@@ -78,9 +78,8 @@ class Memory:
             return tuple(map(self.name, value))
         if isinstance(value, int):
             found = [(i, value - begin) for i, (begin, end) in enumerate(self.spans) if begin <= value < end]
-            assert found or value < 2**34, (
-                value
-            )  # of a program that is loaded at a fixed address, all of the heap can lie below
+            # of a program that is loaded at a fixed address, all of the heap can lie below
+            assert found or value < 2**34, value
             return found[0] if found else value
         return value
 

@@ -160,9 +160,8 @@ def disturbed(rank: int, world: int, fresh: bool, event: str):
     norms = []
     for i in range(3):
         if event == "early exit" and i:
-            with (
-                torch.no_grad()
-            ):  # the second MoE layer's experts are on their way when nobody comes for them
+            # the second MoE layer's experts are on their way, and never waited for
+            with torch.no_grad():
                 stop = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     model(tokens(rank, 7))
@@ -227,9 +226,8 @@ def refuse(rank: int, world: int):
     model, _ = build(1, "bf16", 16.0)
     step(model, rank, 0)
     x = tokens(rank, 1)
-    losses = [
-        model(x, x.roll(-1, 1)) for _ in range(2)
-    ]  # two forwards, then both backwards: weights are the same
+    # two forwards, then both backwards: weights are the same
+    losses = [model(x, x.roll(-1, 1)) for _ in range(2)]
     sum(losses).backward()
     loss = model(x, x.roll(-1, 1))
     with torch.no_grad():

@@ -94,13 +94,14 @@ def environment(monkeypatch):
         (SRUN | OPEN_MPI, (1, 2), (1, 2), (None, None), "mpiexec"),  # whose daemons srun has started
         (SRUN | dict(PMI_RANK="5", PMI_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),  # srun --mpi=pmi2
         (SRUN | dict(PMI_RANK="5"), (5, 9), (1, 4), ("1", 3), "srun"),
+        # the job's, kept by --preserve-env
         (
             SRUN | dict(SLURM_NTASKS="64"),
             (5, 9),
             (1, 4),
             ("1", 3),
             "srun",
-        ),  # the job's, kept by --preserve-env
+        ),
         (SRUN | dict(WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),
         (SRUN | dict(RANK="5", WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "environment"),
         (BATCH, (0, 1), (None, None), (None, None), ""),
