@@ -107,7 +107,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
             inbox, outbox = multiprocessing.Pipe(duplex=False)
             worker = _context().Process(target=_work, args=(outbox, rank, world, _store().port, key, job))
             worker.start()
-            outbox.close()  # ours; the worker's copy is then the only one, so that its death reads as end of file
+            outbox.close()  # now the worker's copy is the only one, and its death reads as end of file
             workers.append(worker)
             inboxes.append(inbox)
         return _collect(workers, inboxes, time.monotonic() + timeout, timeout)

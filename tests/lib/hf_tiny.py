@@ -207,7 +207,7 @@ SPARSE += [
 
 
 def make(name: str, dtype: torch.dtype = torch.float32):
-    """A transformers model whose weights are so large that routing, gates and attention are not nearly linear."""
+    """A transformers model with weights so large that routing, gates and attention are far from linear."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(MODELS[name]()).to(dtype)
     with torch.no_grad():
