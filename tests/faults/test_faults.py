@@ -180,8 +180,8 @@ def test_18_other_worlds(tmp_path, gloo):
         assert ours["step"] == theirs["step"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-def late(rank: int, world: int, argv: list[str], who: int) -> None:
-    time.sleep(0.3 * (rank == who))
+def late(rank: int, world: int, argv: list[str], late_rank: int) -> None:
+    time.sleep(0.3 * (rank == late_rank))
     finish(start(rank, world, argv))
 
 
@@ -197,8 +197,8 @@ def test_19_run_to_run(tmp_path):
     for name in ("train", "val"):  # little text, so that three runs start soon
         (text / f"{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(3000)))
     flags = [*EP2, *NOISY, "--data.path", str(text), "--data.val-fraction", "0.5"]
-    for out, who in zip(outs, range(2), strict=False):
-        ends = launch(2, late, [*flags, "--out", str(out)], who)
+    for out, late_rank in zip(outs, range(2), strict=False):
+        ends = launch(2, late, [*flags, "--out", str(out)], late_rank)
         assert [end.code for end in ends] == [0, 0], ends[0].said
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

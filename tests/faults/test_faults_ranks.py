@@ -33,14 +33,14 @@ from tmoe.run.watch import Watch
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 
-def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
+def stops(rank: int, world: int, argv: list[str], stopped: int, where: str) -> None:
     """Stops in step 3, before the forward pass or when backward begins, or in the save that follows it."""
     trainer = start(rank, world, argv)
     backward = torch.Tensor.backward
     write = trainer.checkpoints._write
 
     def stop(*_):
-        if rank == who:
+        if rank == stopped:
             print("stopped", time.monotonic(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -55,20 +55,22 @@ def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
     finish(trainer)
 
 
-@pytest.mark.parametrize(("world", "who", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")])
-def test_25_stopped_rank_is_named(tmp_path, world, who, where):
+@pytest.mark.parametrize(
+    ("world", "stopped", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]
+)
+def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
     """Its peers end within the timeout and 2 s, also those in its subgroups.
 
     They name the rank, the step and the collective that the rank came to last.
     """
     flags = [*EP2, "--train.batch", "1", "--checkpoint.every", "4", "--out", str(tmp_path)]
-    ends = launch(world, stops, flags, who, where, timeout=TIMEOUT, waits=world - 1, limit=15)
-    stopped_at = float(ends[who].said.split("stopped ")[1].split()[0])
-    assert ends[who].code is None
+    ends = launch(world, stops, flags, stopped, where, timeout=TIMEOUT, waits=world - 1, limit=15)
+    stopped_at = float(ends[stopped].said.split("stopped ")[1].split()[0])
+    assert ends[stopped].code is None
     for rank, end in enumerate(ends):
-        if rank != who:
+        if rank != stopped:
             assert end.code == 1 and end.at - stopped_at < TIMEOUT + 2, end.said
-            assert f"rank {who} is silent for" in end.said, end.said
+            assert f"rank {stopped} is silent for" in end.said, end.said
             assert re.search("last heard of in step [34], in or after all_", end.said), end.said
             assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))

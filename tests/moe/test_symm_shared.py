@@ -389,7 +389,8 @@ def one_rank(rank, ranks, tokens, L):
     ex.reserve = lambda *_: None
     early = ex.beside
     late = Late(ex)
-    symm.exchange_of, symm._all = lambda _: ex, lambda t: 2  # programs; no GPU to ask
+    symm.exchange_of = lambda _: ex
+    symm._all = lambda t: 2  # programs; no GPU to ask
     symm._lib.impl("symm_moe", symm._forward, "CPU")
     symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
     dispatcher = SymmDispatcher(
