@@ -93,7 +93,6 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     symm._backward(x, None, x, w, ids, gate_up, down, *without, "swiglu", 4, 128, False, "group")
     assert at.log == [
         ("main", "push 8 columns meet=True"), ("main", "wire_x"),
-        ("main", "push 8 columns meet=True"), ("main", "wire_x"),
         ("side", "after main"), ("side", "copy_x"), ("side", "half wait=False"),
         ("main", "route"), ("main", "dx"),
         ("main", "after side"), ("main", "half arrive=False"), ("main", "wire_y"),
