@@ -142,7 +142,7 @@ def digest_of_order(*paths: str) -> str:
 def test_order_is_the_same_in_another_process(texts: Path, jsonl: Path):
     paths = f"{texts}:2", f"{jsonl}:0.5"
     code = "import sys, test_data; print(test_data.digest_of_order(*sys.argv[1:]))"
-    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    python_path = os.pathsep.join(map(str, (ROOT, ROOT / "tests/data", ROOT / "tests/lib")))
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": python_path}
     run = subprocess.run([sys.executable, "-c", code, *paths], env=env, capture_output=True, text=True)
     assert run.stdout.strip() == digest_of_order(*paths), run.stderr

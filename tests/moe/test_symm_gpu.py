@@ -2,7 +2,7 @@
 
 It waits for no host, compiles whole and replays in a graph. As a test it starts itself under torchrun on
 up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
-torchrun --nproc-per-node 2 tests/moe/test_symm_gpu.py
+    torchrun --nproc-per-node 2 tests/moe/test_symm_gpu.py
 
 next: test_symm_shared.py
 """

@@ -2,10 +2,10 @@
 
 The ranks really exchange: kernels run in the interpreter, in processes that share their sections. As a
 test it starts itself for that:
-TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
+    TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
 
 On GPUs test_symm_gpu.py compares such layers with the nccl dispatcher, and whole runs are compared by
-python -m benchmarks.layouts --gpus 4
+    python -m benchmarks.layouts --gpus 4
 
 next: test_dispatch.py
 """

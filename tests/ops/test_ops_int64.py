@@ -3,7 +3,7 @@
 Only the ends of huge buffers are ever touched, and memory that is never touched is never there: 30 GB of
 buffers take 100 MB. (The descriptors of hopper.py address by coordinates.) As a test it starts itself in
 a process with TRITON_INTERPRET=1:
-TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
+    TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
 
 next: test_ops_gpu.py
 """
@@ -25,7 +25,7 @@ N, E = 2**31 // D + n, 2**31 // (2 * F * D) + 1
 
 @pytest.mark.slow
 def test_offsets_beyond_31_bits():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=340)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"

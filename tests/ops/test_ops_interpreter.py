@@ -2,7 +2,7 @@
 
 Buffers are poisoned before. As a test it starts itself once in a process with TRITON_INTERPRET=1, which
 must be set before the kernels are defined:
-TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
+    TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
 The kernels of kernels.py are interpreted with and without tensor descriptors; those of hopper.py (Gluon)
 have no interpreter.
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"

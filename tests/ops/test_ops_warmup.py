@@ -3,7 +3,7 @@
 None of them waits in a collective.
 
 As a test it starts itself in a process of its own, which forks eight ranks:
-python tests/ops/test_ops_warmup.py
+    python tests/ops/test_ops_warmup.py
 
 next: test_ops_gpu.py
 """
