@@ -1,6 +1,6 @@
 """What every test shares: the `gloo` fixture, the markers `gpu` and `slow`, seeds, a time limit.
 
-next: gloo.py
+next: tests/lib/gloo.py
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What is not marked `gpu` means the same on a machine that has one: neither test, fixture nor a process of theirs sees it."""
+    """What is not marked `gpu` means the same on a machine that has a GPU.
+
+    Neither the test, nor its fixtures, nor a process of theirs sees it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not item.get_closest_marker("gpu"):
             patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -60,14 +63,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session", autouse=True)
 def _gloo_server(request: pytest.FixtureRequest) -> None:
-    """Starts the server early, so that it imports beside the first tests, but inside pytest's capture of output."""
+    """Starts the server early, so that it imports while the first tests run.
+
+    But inside pytest's capture of output.
+    """
     if any("gloo" in item.fixturenames for item in request.session.items):
         gloo_module.start_server()
 
 
 @pytest.fixture(autouse=True)
 def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """run_gpu.py: what one test may hold of the memory that workers share, less the context; it goes back behind the test."""
+    """What one test of run_gpu.py may hold of the memory that workers share, less the context.
+
+    The memory goes back after the test.
+    """
     gib = os.environ.get("TMOE_TESTS_GIB")
     shares = bool(gib) and request.node.get_closest_marker("gpu") is not None
     if gib and shares:
@@ -80,7 +89,7 @@ def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gloo():
-    """`gloo(world, fn, *args, timeout=120)`: fn(rank, world, *args) on `world` gloo processes; see gloo.py."""
+    """`gloo(world, fn, *args, timeout=120)` runs fn(rank, world, *args) on `world` gloo processes."""
     return gloo_module.run
 
 
@@ -93,5 +102,8 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _shard_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault cases make shards small in this process (benchmarks/inject.py); the next test gets the real size back."""
+    """The next test gets the real size back: fault cases make shards small in this process.
+
+    See benchmarks/inject.py.
+    """
     monkeypatch.setattr(shards, "SMALL", shards.SMALL)

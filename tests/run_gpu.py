@@ -1,11 +1,16 @@
-"""Runs the tests that need a GPU with the interpreter at hand: kernels compiled first, then as many workers as fit.
+"""Runs the tests that need a GPU with the interpreter at hand: kernels first, then as many workers as fit.
 
-    make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py; nothing is installed, no package index is asked
-    python3 tests/run_gpu.py -k router    # words behind it go to pytest
+    make test-gpu PYTHON=python3          # or: python3 tests/run_gpu.py
+    python3 tests/run_gpu.py -k router    # further words go to pytest
 
-Two pytests run beside each other. Most tests share GPUs with other workers, one for each GIB_A_WORKER of one. Those marked
-`whole_gpu` start ranks of their own, need several GPUs or hold much of one's memory: a file of theirs is one worker's, and memory is
-left free for them. The kernels are compiled into triton's cache beforehand, and that time is told apart: a second call finds them there.
+Nothing is installed and no package index is asked. Two pytests run beside each other:
+
+- Most tests share GPUs with other workers, one worker for each GIB_A_WORKER of a GPU.
+- Tests marked `whole_gpu` start ranks of their own, need several GPUs or hold much of one's memory. Each
+  file of them belongs to one worker, and memory is left free for them.
+
+The kernels are compiled into triton's cache beforehand. That time is reported separately; a second call
+finds the kernels there.
 
 next: conftest.py
 """
@@ -34,18 +39,21 @@ OPTIONAL = {"transformers": "tests/hf/test_hf_gpu.py"}
 
 
 def workers(gpus: int, gib: float, cores: int) -> int:
-    """Processes that share GPUs of so many GiB each, on a machine of so many cores; at least one."""
+    """How many processes share `gpus` GPUs of `gib` GiB each, on a machine of `cores` cores; at least one."""
     of_one = max(1, int((gib - GIB_KEPT) // GIB_A_WORKER))
     return max(1, min(gpus * of_one, cores - CORES_KEPT))
 
 
 def missing() -> list[str]:
-    """What pip calls the packages that the tests need and this interpreter lacks."""
+    """The packages, by pip's names, that the tests need and this interpreter lacks."""
     return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
 
 
 def files() -> list[str]:
-    """Files with tests for a GPU: to import all others in every worker takes longer than many of these tests."""
+    """Files with tests for a GPU.
+
+    To import all other files in every worker takes longer than many of these tests.
+    """
     found = (
         path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()
     )
@@ -53,7 +61,10 @@ def files() -> list[str]:
 
 
 def traces() -> list[tuple]:
-    """What the tests launch most, as precompile.py takes it; variants that few tests ask for are compiled by these."""
+    """What the tests launch most, as precompile.py takes it.
+
+    Variants that few tests ask for are compiled by those tests.
+    """
     sys.path[:0] = [str(folder) for folder in sorted((ROOT / "tests").glob("*/"))]  # as pytest does
     import test_moe_gpu
     import test_ops_gpu
@@ -96,9 +107,13 @@ def traces() -> list[tuple]:
 
 
 def warm(processes: int, env: dict[str, str]) -> None:
-    """Compile in a process of its own, so that none forks behind CUDA's start; its error is the tests' to repeat."""
+    """Compiles in a process of its own, so that no process forks after CUDA has started.
+
+    An error of it is for the tests to repeat.
+    """
     code = (
-        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; from tmoe.ops.launch.precompile import precompile; "
+        "import sys; sys.path[:0] = ['.', 'tests']; import run_gpu; "
+        "from tmoe.ops.launch.precompile import precompile; "
         "from tmoe.warmup import local_arch; "
         f"print('kernels compiled and needed:', *precompile(local_arch(), run_gpu.traces(), {processes}))"
     )
@@ -119,10 +134,11 @@ def commands(count: int, words: list[str]) -> list[list[str]]:
 
 
 def main(words: list[str]) -> int:
-    """0: all passed; 1: some failed, or they cannot run here, and why in one line."""
+    """Returns 0 if all passed, else 1: some failed, or they cannot run here; one line says why."""
     if lacking := missing():
         print(
-            f"error: {sys.executable} lacks {', '.join(lacking)}; without a package index bring their wheels: "
+            f"error: {sys.executable} lacks {', '.join(lacking)}; "
+            "without a package index bring their wheels: "
             f"{sys.executable} -m pip install --no-index --find-links WHEELS {' '.join(lacking)}",
             file=sys.stderr,
         )
@@ -147,7 +163,8 @@ def main(words: list[str]) -> int:
     for package, path in OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
             print(f"note: {package} is not here, so {path} is left out", flush=True)
-    # a worker compiles by itself: sixteen compilers for each of fourteen workers take longer to start than they save
+    # a worker compiles by itself: to start sixteen compilers for each of fourteen workers takes longer
+    # than they save
     env = dict(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1") | os.environ
     warm(min(16, cores), env)
     start = time.perf_counter()
@@ -164,9 +181,8 @@ def main(words: list[str]) -> int:
         said.seek(0)
         print("\n---- whole GPUs: ranks, several GPUs, large tensors ----", said.read(), sep="\n")
     print(f"tests: {time.perf_counter() - start:.0f} s")
-    return int(
-        any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes)
-    )  # 5: none chosen
+    # 5: none chosen
+    return int(any(code not in (0, 5) for code in codes) or all(code == 5 for code in codes))
 
 
 if __name__ == "__main__":

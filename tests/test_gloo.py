@@ -1,4 +1,7 @@
-"""The gloo workers themselves: results, errors, deaths and hangs reach the test, and nothing outlives a call."""
+"""The gloo workers themselves: results, errors, deaths and hangs reach the test.
+
+Nothing outlives a call.
+"""
 
 from __future__ import annotations
 

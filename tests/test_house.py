@@ -1,4 +1,7 @@
-"""The house reads well: imports point downward, no circle is left, every file says its job, the step is whole."""
+"""The house reads well: imports point downward, no circle is left, every file says its job.
+
+And the step is whole.
+"""
 
 import ast
 import runpy
@@ -26,9 +29,8 @@ FLOORS = [
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}
-ALIASES = {
-    ("tmoe.parallel", "tmoe.model.parallelize")
-}  # tmoe.parallel.parallelize, a public name, looked up late
+# tmoe.parallel.parallelize, a public name, looked up late
+ALIASES = {("tmoe.parallel", "tmoe.model.parallelize")}
 
 FILES = [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]
 
@@ -108,7 +110,7 @@ def test_first_line_states_the_job(path):
 
 
 def test_blocks_do_not_pad():
-    """Compiled for a GPU, F.pad can be wrong in silence; add_zeros of the attention backend says how."""
+    """F.pad, compiled for a GPU, can be wrong in silence; add_zeros of the attention backend says how."""
     assert not [path.name for path in (ROOT / "tmoe").rglob("*.py") if "F.pad(" in path.read_text()]
 
 
@@ -126,7 +128,7 @@ def test_the_step_is_whole_in_train():
 
 
 def test_no_test_imports_a_test():
-    """run_gpu.py does: it traces what tests launch."""
+    """run_gpu.py does, because it traces what tests launch."""
     for path in (*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "tests/lib").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()

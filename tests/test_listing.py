@@ -1,6 +1,6 @@
-"""No message is longer than twenty lines, and the alike are counted together.
+"""No message is longer than twenty lines, and items that are alike are counted together.
 
-next: ../tmoe/listing.py
+next: tmoe/listing.py
 """
 
 import pytest
@@ -31,7 +31,7 @@ def test_a_long_list_has_a_line_for_each_kind():
 
 @pytest.mark.parametrize(("head", "shown"), [("head", 18), ("", 19), ("two\nlines", 17)])
 def test_many_kinds_are_cut(head, shown):
-    """100 kinds of two items each: what is cut counts items."""
+    """100 kinds of two items each: the line about what is cut counts items."""
     lines = listed(head, [f"layers.{i}.t{k}: 0.5 here" for k in range(100) for i in range(2)]).splitlines()
     assert len(lines) == 20 and lines[-1].strip() == f"… {2 * (100 - shown)} more"
     assert lines[-2].strip() == f"layers.*.t{shown - 1}: 0.5 here (2, one is layers.0)"

@@ -69,7 +69,10 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch, capsys, lacks, names
     ("codes", "want"), [((0, 0), 0), ((1, 0), 1), ((0, 2), 1), ((0, 5), 0), ((5, 5), 1)], ids=str
 )
 def test_two_runs_beside_each_other(monkeypatch, capsys, codes, want, visible):
-    """One with a share of a GPU for each worker, one without; both end before the second's words are printed."""
+    """One run has a share of a GPU for each worker, the other has none.
+
+    Both end before the second's words are printed.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     properties = SimpleNamespace(total_memory=int(79.2 * GIB))
     for name, value in dict(
@@ -133,7 +136,7 @@ def test_a_worker_sees_its_gpu(monkeypatch, worker, gpu):
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
-    """Collected as the GPU machine does, beside all that the whole folder holds."""
+    """Collected as the GPU machine does, compared with all tests of the folder."""
 
     def collected(*words: str) -> set[str]:
         command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *words]
@@ -191,7 +194,7 @@ print(*sorted(found), sep="\\n")
 
 @pytest.mark.slow
 def test_importing_tests_starts_nothing_and_reads_no_results():
-    """Every worker imports what it collects: checks that run there run as many times as there are workers."""
+    """Every worker imports what it collects, so a check in a module body runs once for each worker."""
     ran = subprocess.run(
         [sys.executable, "-c", WATCHED], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

@@ -1,6 +1,6 @@
-"""Other torches and tritons: a start says nothing that is not for the user, and what has no public name may be missing.
+"""Other versions of torch and triton: a start says only what is for the user; private names may be missing.
 
-next: test_train.py
+next: tests/end_to_end/test_train.py
 """
 
 import collections
@@ -20,7 +20,8 @@ from tmoe.parallel import build_mesh, mesh
 from tmoe.parallel.mesh import local_slices
 
 ROOT = Path(__file__).parents[1]
-# Runs train.py on a torch without any private name but those that have no other way. It comes before `import tmoe`.
+# Runs train.py on a torch without any private name, except those that have no replacement. It comes
+# before `import tmoe`.
 STRANGER = """
 import importlib.util, runpy, sys
 spec = importlib.util.spec_from_file_location("tmoe.stack", "tmoe/stack.py")
@@ -34,7 +35,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple[list[float], str]:
-    """Losses of two steps, and what stood in stderr. A FutureWarning ends the run."""
+    """Losses of two steps, and what was written to stderr. A FutureWarning ends the run."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
     command = [sys.executable, *launcher, script, "tiny", "--steps", "2", "--out", str(out), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
@@ -45,12 +46,15 @@ def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple
 
 
 def test_a_start_says_nothing_that_is_not_for_the_user(tmp_path):
-    """One process that compiles: torch and its compiler have warnings of their own to give."""
+    """One process that compiles: torch and its compiler would have warnings of their own to give."""
     assert train(1, tmp_path)[1] == ""
 
 
 def test_without_private_names_a_run_computes_the_same(tmp_path):
-    """Two processes, the experts between them. Each note comes once, from rank 0; without them nothing is said at all."""
+    """Two processes, the experts spread over them.
+
+    Each note comes once, from rank 0. Where no name is missing, nothing is said at all.
+    """
     flags = "--no-compile", "--parallel.ep", "2"
     script = tmp_path / "stranger.py"
     script.write_text(STRANGER)
@@ -67,7 +71,7 @@ def test_without_private_names_a_run_computes_the_same(tmp_path):
 
 
 def meet(rank, world, gone):
-    """nodes_of_ranks twice, what a store of the group keeps, and the timeout that build_mesh gave its groups."""
+    """nodes_of_ranks twice, what a store of the group keeps, and the timeout of build_mesh's groups."""
     given = []
     if gone:
         mesh._get_default_store = None
@@ -118,7 +122,10 @@ def test_a_note_comes_once_and_from_rank_0(monkeypatch, caplog):
     for _ in range(3):
         assert stack.take("torch._no_such", "it takes longer") is None
     (record,) = caplog.records
-    words = f"torch {torch.__version__} has no torch._no_such: it takes longer (tmoe was tested with {stack.TESTED})"
+    words = (
+        f"torch {torch.__version__} has no torch._no_such: it takes longer "
+        f"(tmoe was tested with {stack.TESTED})"
+    )
     assert record.getMessage() == words
     monkeypatch.setenv("RANK", "1")
     stack.take("torch._no_such", "something else")
@@ -130,7 +137,10 @@ def test_what_has_no_other_way_ends_a_start_in_one_line(monkeypatch, capsys):
 
     assert stack.lacks() == ""
     monkeypatch.setitem(stack.NEEDED, "torch._foreach_gone_", "the optimizer")
-    want = f"torch {torch.__version__} has no torch._foreach_gone_ (the optimizer): tmoe was tested with {stack.TESTED}"
+    want = (
+        f"torch {torch.__version__} has no torch._foreach_gone_ (the optimizer): "
+        f"tmoe was tested with {stack.TESTED}"
+    )
     assert stack.lacks() == want
     with pytest.raises(SystemExit) as ended:
         runtime.launched()

@@ -23,8 +23,10 @@ shared.main()
 TARGET = """
 import json, os, sys
 from tmoe.moe import symm
-names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-print(json.dumps([__name__, sys.argv[1:], [os.environ.get(name) for name in names], symm._obstacle_here([("host", "gpu")] * 4)]))
+names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "NCCL_HOSTID"]
+names += ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"]
+said = [os.environ.get(name) for name in names]
+print(json.dumps([__name__, sys.argv[1:], said, symm._obstacle_here([("host", "gpu")] * 4)]))
 """
 
 
@@ -36,8 +38,12 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
     environment = {**os.environ, "RANK": "5", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
     ran = subprocess.run(
-        [sys.executable, "-c", RANK.format(gpus=gpus), *what, "--gpus", "x y"], env=environment, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+        [sys.executable, "-c", RANK.format(gpus=gpus), *what, "--gpus", "x y"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     name, argv, said, obstacle = json.loads(ran.stdout)
     assert name == "__main__" and argv == ["--gpus", "x y"]

@@ -1,4 +1,6 @@
-"""What whole-step benchmarks write down: benchmarks/train.py's line and its trace, and the table of benchmarks/scaling.py.
+"""What whole-step benchmarks write down: the line and trace of benchmarks/train.py, and a table.
+
+The table is that of benchmarks/scaling.py.
 
 next: test_model_cost.py
 """
@@ -20,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_busiest_rank_worked_by_hand():
-    """Ranks of two experts: 60 and 40 of 100 pairs, then 10 and 90; alone, a rank is its own mean."""
+    """Ranks of two experts: 60 and 40 of 100 pairs, then 10 and 90; a rank alone is its own mean."""
     counts = [[50, 10, 40, 0], [10, 0, 30, 60]]
     assert steps.busiest_rank(counts, 2) == pytest.approx((1.2 + 1.8) / 2)
     assert steps.busiest_rank(counts, 4) == pytest.approx((2.0 + 2.4) / 2)
@@ -29,7 +31,10 @@ def test_busiest_rank_worked_by_hand():
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_step_is_written_down_before_its_trace_is_read(tmp_path, monkeypatch, capsys, killed):
-    """A run that ends while it reads the trace has left table and line; else the trace joins the line, which stays one."""
+    """A run that ends while it reads the trace has left table and line.
+
+    Otherwise the trace joins the line, which stays one line.
+    """
     record = json.loads((ROOT / "benchmarks/results/steps-4xH200/bench.jsonl").read_text().splitlines()[0])
     keys = "command tflops_gpu mfu start_s first_loss last_loss".split()
     result = {key: record[key] for key in keys}
@@ -80,7 +85,10 @@ def test_scaling_layouts_and_table():
 
 @pytest.mark.slow
 def test_scaling_on_two_processes(tmp_path):
-    """One process, then two with the experts between them, from one command; its lines are what the cost model checks."""
+    """One process, then two with the experts between them, from one command.
+
+    Its lines are what the cost model checks.
+    """
     words = "tiny --no-compile --log.no-progress --model.layers 1 --train.eval-batches 1".split()
     out = tmp_path / "scaling.jsonl"
     options = "--gpus 2 --steps 12 --json".split()
@@ -98,7 +106,7 @@ def test_scaling_on_two_processes(tmp_path):
 
 
 def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):
-    """As a failed one, which others come behind."""
+    """It counts as failed, and the runs after it are still started."""
 
     @contextlib.contextmanager
     def endless(command, env=None):

@@ -1,4 +1,7 @@
-"""What a benchmark cannot work with ends it at once with one line, and never with code 0; ended, it leaves no run behind."""
+"""What a benchmark cannot work with ends it at once with one line, and never with code 0.
+
+A benchmark that has ended leaves no run behind.
+"""
 
 import json
 import runpy
@@ -57,7 +60,8 @@ def test_a_save_without_a_gpu_is_small_and_says_so(monkeypatch, capsys, tmp_path
     from benchmarks import save
 
     monkeypatch.setattr(save, "PIECE", 2**24)
-    lines, randn = tmp_path / "save.jsonl", torch.randn
+    lines = tmp_path / "save.jsonl"
+    randn = torch.randn
     asked = []
     monkeypatch.setattr(torch, "randn", lambda n, device: asked.append(n) or randn(min(n, 64), device=device))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,6 +1,7 @@
-"""What benchmarks/exchange.py times beside the symmetric exchange: rows that went to their experts' ranks by NCCL come back whole.
+"""What benchmarks/exchange.py times beside the symmetric exchange: rows sent by NCCL come back whole.
 
-Here by gloo, two processes; and every contestant is called once, in order, before the rounds in which they take turns.
+They went to their experts' ranks, here by gloo and two processes. Every contestant is called once, in
+order, before the rounds in which they take turns.
 
 next: test_benchmark_steps.py
 """
@@ -17,8 +18,12 @@ def there_and_back(rank, world):
     draw = torch.Generator().manual_seed(rank)
     tokens = 11 + 4 * rank
     s.weights, ids = torch.rand(tokens, exchange.E, generator=draw).topk(exchange.K)
-    s.ids, s.x = ids.int(), torch.randn(tokens, exchange.D, generator=draw).bfloat16()
-    s.rank, s.world, s.L, s.group = rank, world, exchange.E // world, dist.group.WORLD.group_name
+    s.ids = ids.int()
+    s.x = torch.randn(tokens, exchange.D, generator=draw).bfloat16()
+    s.rank = rank
+    s.world = world
+    s.L = exchange.E // world
+    s.group = dist.group.WORLD.group_name
     s.plan = collectives.plan(s.ids, s.L, s.group)
     s.send, s.receive = s.plan[2].tolist()
     s.packed = s.x[s.plan[1]]
@@ -45,7 +50,7 @@ def test_rows_that_went_by_nccl_come_back(gloo):
 
 
 class Event:
-    """A GPU's, whose clock stands still."""
+    """A GPU's event, whose clock stands still."""
 
     def __init__(self, enable_timing):
         assert enable_timing
@@ -60,7 +65,10 @@ class Event:
 
 
 def test_who_reads_what_another_left_finds_it_in_the_first_round(monkeypatch):
-    """Rounds go in random order: `expert_back` before `expert_there` in the first one ended every run of benchmarks.exchange."""
+    """Rounds go in random order.
+
+    `expert_back` before `expert_there` in the first one ended every run of benchmarks.exchange.
+    """
     monkeypatch.setattr(torch.cuda, "Event", Event)
     called, begun = [], []
     fns = [lambda: called.append("there"), lambda: called.append("back"), lambda: called.append("other")]

@@ -1,4 +1,7 @@
-"""The cost model against closed formulas, its own limits, and measured layers. Measured steps: test_model_points.py."""
+"""The cost model against closed formulas, its own limits, and measured layers.
+
+Measured steps are in test_model_points.py.
+"""
 
 import json
 import sys
@@ -52,7 +55,7 @@ def backend(curve: list[list[float]], **costs: float) -> dict:
 
 
 def free(**costs: Any) -> SimpleNamespace:
-    """A machine on which everything is free but what is named."""
+    """A machine on which everything is free except what is named."""
     curve = [[0, 0.0], [1, 0.0], [2, 0.0]]
     nothing = dict(
         product_rate=INFINITE,
@@ -79,7 +82,10 @@ def line(rate: float) -> list[list[float]]:
 @pytest.mark.parametrize("cfg", [OLMOE, QWEN3, MIXTRAL, ODD], ids=["olmoe", "qwen3", "mixtral", "odd"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_every_flop_is_counted_once(cfg, accumulate):
-    """With arithmetic alone a step lasts its FLOPs over the rate: 6 a matrix element and token, 7 of attention's 6."""
+    """With arithmetic alone a step lasts its FLOPs over the rate.
+
+    That is 6 FLOPs for each matrix element and token, and 7 where attention has 6.
+    """
     cfg = replace(cfg, train=replace(cfg.train, accumulate=accumulate))
     tokens = cfg.train.batch * cfg.train.seq * accumulate
     parts = cost.predict(cfg, 1, 1, free(product_rate=1e12)).parts
@@ -97,24 +103,28 @@ def test_every_flop_is_counted_once(cfg, accumulate):
         ("olmoe-1b-7b", 0, False, 16 * 7 * 256 / 2, 4096 * 4096 / 2),
         ("olmoe-1b-7b", 0, True, 16 * 7 * 256 / 5, 4096 * 4096 / 2),
         ("gpt-oss-20b", 1, False, 64 * 7 * 128 / 3, 4096 * 4096 / 2),  # sinks alone
+        # a window of 128, as wide as one of 228
         (
             "gpt-oss-20b",
             0,
             False,
             64 * 7 * 128 / 3,
             228 * 4096 - 228 * 228 / 2,
-        ),  # a window of 128, as wide as one of 228
+        ),
         ("gpt-oss-20b", 0, True, 64 * 7 * 128 / 3, 228 * 4096 - 228 * 228 / 2),
         ("deepseek-v2-lite", 0, False, 16 * 7 * 320 / 2.5, 4096 * 4096 / 2),  # half the way from 128 to 192
         ("deepseek-v2-lite", 0, True, 16 * 7 * 320 / 6, 4096 * 4096 / 2),
     ],
 )
 def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
-    """Plain causal attention has one curve of rates over the mean width of a head, and what documents, windows or sinks make flex
-    attention's has another."""
+    """Plain causal attention has one curve of rates over the mean width of a head.
+
+    Flex attention, which documents, windows or sinks need, has another.
+    """
     cfg = presets()[preset]
     cfg = replace(cfg, train=replace(cfg.train, batch=3, seq=4096, isolate_documents=isolated))
-    slow, fast = [[64, 1.0], [128, 2.0], [192, 3.0]], [[64, 3.0], [128, 5.0], [192, 7.0]]
+    slow = [[64, 1.0], [128, 2.0], [192, 3.0]]
+    fast = [[64, 3.0], [128, 5.0], [192, 7.0]]
     m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
     assert cost.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
 
@@ -129,19 +139,29 @@ def matrix_elements(model: ModelConfig) -> int:
 
 
 def test_experts_worked_by_hand():
-    """18*T*K*D*F FLOPs a layer however they are spread; a busiest rank with 1.5 times the mean takes 1.5 times as long."""
-    T, layers = 4 * 4096, 16
+    """18*T*K*D*F FLOPs a layer however they are spread.
+
+    A busiest rank with 1.5 times the mean takes 1.5 times as long.
+    """
+    T = 4 * 4096
+    layers = 16
     for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
         got = cost.predict(OLMOE, 1, ep, free(product_rate=1e12), skew).parts["experts"]
         assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
 
 
 def test_expert_traffic_worked_by_hand():
-    """Bytes of eight kernels, in bf16: x up -> h a; a down -> y; y combine; dy h dh -> dh a; dh dx; two weight gradients; combine."""
+    """Bytes of eight kernels, in bf16.
+
+    x up -> h a; a down -> y; y combine; dy h dh -> dh a; dh dx; two weight gradients; combine.
+    """
     T, N, D, F, E = 16384, 16384 * 8, 2048, 1024, 64
     x, a, w = N * D, N * F, E * D * F
     up, down, both = x + 2 * w + 2 * a + a, a + w + x, x + T * D
-    dh, dx, dw_down, dw_up = x + w + 2 * a + 2 * a + a, 2 * a + 2 * w + x, a + x + w, 2 * a + x + 2 * w
+    dh = x + w + 2 * a + 2 * a + a
+    dx = 2 * a + 2 * w + x
+    dw_down = a + x + w
+    dw_up = 2 * a + x + 2 * w
     elements = up + down + both + dh + dx + dw_down + dw_up + both
     got = cost.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
     assert sum(got) == pytest.approx(2 * elements / 1e12)
@@ -185,13 +205,17 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
     ],
 )
 def test_four_h200_layers_are_near_the_measured(file, names, off):
-    """What ep=4 adds to a layer, beside ep=1 in the same run; symm's `moves` and `experts` were fitted on the first file. Only in the
-    last do x and dy travel beside DeepSeek's shared expert: the code of the second could not do that yet."""
+    """What ep=4 adds to a layer, beside ep=1 in the same run.
+
+    symm's `moves` and `experts` were fitted on the first file. Only in the last do x and dy travel beside
+    DeepSeek's shared expert: the code of the second could not do that yet.
+    """
     m = cost.values(CONSTANTS)
     measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
     assert list(measured) == names
     for name in measured:
-        shape, shared = (16384, *ALL[name][1:]), 2816 * (name == "deepseek" and file.startswith("22"))
+        shape = (16384, *ALL[name][1:])
+        shared = 2816 * (name == "deepseek" and file.startswith("22"))
         one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
         added = four - one + cost.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
@@ -224,7 +248,7 @@ def test_experts_slow_down_beside_an_exchange():
 
 
 def test_exchange_across_nodes_runs_over_the_network_card():
-    """ep 32 on nodes of 8: 24 of 32 rows leave the node, and cards and NVLink work at the same time."""
+    """ep 32 on nodes of 8: 24 of 32 rows leave the node; cards and NVLink work at the same time."""
     rows = rows_received(16384, 8, 32)
     network = free(nic_rate=1e9, nic_hop=0.5)
     want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
@@ -278,9 +302,10 @@ def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stri
     ],
 )
 def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
-    """FSDP2's own buffers on a group that is none: 4 experts over 128 ranks are gathered as 128 experts."""
+    """FSDP2's own buffers on a group that does not exist: 4 experts over 128 ranks are gathered as 128."""
     words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
-    cfg, moved = parse(words.split(), "", world=dp * ep), {1: 0, ep: 0}
+    cfg = parse(words.split(), "", world=dp * ep)
+    moved = {1: 0, ep: 0}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
     try:
         with torch.device("meta"):
@@ -295,12 +320,16 @@ def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     assert dense + experts == sum(moved.values())
     assert ep == 1 or moved == {1: dense, ep: experts}
     assert experts == pytest.approx(times * cost.parameter_groups(cfg, dp, ep)[1][0], rel=1e-6)
-    gathered, layer = memory_per_rank(cfg, dp, ep)["gathered"], experts / sum(map(cfg.model.is_moe, range(2)))
+    gathered = memory_per_rank(cfg, dp, ep)["gathered"]
+    layer = experts / sum(map(cfg.model.is_moe, range(2)))
     assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
 
 
 def test_a_layer_without_experts_pays_no_collective_for_them():
-    """Root, the first layer and the second are a unit each, the second's experts one more: gathered, again but for the root, reduced."""
+    """Root, the first layer and the second are a unit each, and the second's experts one more.
+
+    Each unit is gathered, gathered again unless it is the root, and reduced.
+    """
     m = free(nic_hop=1.0, link_hop=0.0)
     words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
     seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), 64, 1, m)) for w in words]
@@ -319,7 +348,10 @@ def test_experts_with_biases_take_the_portable_exchange():
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("dp", "ep"), [(8, 1), (2, 4), (1, 8)])
 def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
-    """Each micro-batch gathers blocks twice and the root once in bf16; a step reduces everything once in fp32."""
+    """Each micro-batch gathers blocks twice and the root once, in bf16.
+
+    A step reduces everything once, in fp32.
+    """
     train, sharded = replace(OLMOE.train, accumulate=accumulate), replace(OLMOE.parallel, whole_gib=0.0)
     cfg = replace(OLMOE, train=train, parallel=sharded)
     experts = 16 * 64 * 3 * 2048 * 1024
@@ -329,7 +361,8 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
     got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced) / 1e9)
-    # kept whole, experts are gathered once a step, and their gradients go in bf16, or as sums of micro-batches
+    # experts that are kept whole are gathered once a step; their gradients go in bf16, or as sums of
+    # micro-batches
     gathered = 2 * accumulate * (2 * dense + root) * 7 / 8
     reduced = 4 * (dense + root) * 7 / 8
     shared = (2 + (2 if accumulate == 1 else 4)) * experts / ep * (dp - 1) / dp
@@ -347,7 +380,10 @@ def test_what_hides():
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_compute_is_slowed_beside_what_it_hides(accumulate):
-    """Of 1 s of collectives 0.6 hide and 0.4 stand in the open; each hidden second costs half a second of compute."""
+    """Of 1 s of collectives 0.6 s hide and 0.4 s stand in the open.
+
+    Each hidden second costs half a second of compute.
+    """
     cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
     for dp, ep in ((8, 1), (2, 4)):
         bare = cost.predict(cfg, dp, ep, free(collective=line(1e12))).parts
@@ -369,7 +405,10 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
 
 @pytest.mark.parametrize("policy", ["attention", "moe", "block"])
 def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
-    """Where the backward's collectives outlast its compute, a second more of compute is a second less of waiting."""
+    """Where the backward's collectives outlast its compute, recomputing hides them.
+
+    A second more of compute is then a second less of waiting.
+    """
     slow = dict(collective=line(1e10), product_rate=1e15, fsdp_overlap=1.0)
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
     kept, again = (cost.predict(c, 8, 1, free(**slow)).parts for c in (OLMOE, cfg))
@@ -380,9 +419,13 @@ def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
 
 @pytest.mark.parametrize(("cfg", "columns"), [(OLMOE, 0), (ODD, 2 * 40 + 3 * 200)], ids=["olmoe", "odd"])
 def test_glue_worked_by_hand(cfg, columns):
-    """Passes over [T, D] in each block; of a dense or shared feed-forward's activations nine columns for each of its own: the forward
-    reads gate and up and writes their product, the backward reads those two and a gradient, writes that product and two gradients."""
-    T, model = cfg.train.batch * cfg.train.seq, cfg.model
+    """Passes over [T, D] in each block, and the activations of a dense or shared feed-forward.
+
+    Of these there are nine columns for each column of the feed-forward: the forward reads gate and up and
+    writes their product; the backward reads those two and a gradient, writes that product and two gradients.
+    """
+    T = cfg.train.batch * cfg.train.seq
+    model = cfg.model
     assert columns == sum(
         model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers)
     )
@@ -395,7 +438,8 @@ def test_glue_worked_by_hand(cfg, columns):
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 2), (1, 8)])
 def test_optimizer_and_copies_worked_by_hand(dp, ep):
-    parameters, experts = count_parameters(OLMOE.model).total, 16 * 64 * 3 * 2048 * 1024
+    parameters = count_parameters(OLMOE.model).total
+    experts = 16 * 64 * 3 * 2048 * 1024
     m = free(memory_rate=1e9, optimizer_bytes=40.0)
     assert cost.predict(OLMOE, dp, ep, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
     ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
@@ -408,10 +452,12 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
     alone = {(1, 1): parameters, (4, 2): 0, (1, 8): experts / 8}[dp, ep]
     kept = experts / ep if dp > 1 else 0
-    # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4, the second added
+    # of a gradient that waits for the last micro-batch: the first of two is widened from 2 bytes to 4,
+    # the second is added
     here = parameters - experts + experts / ep
     for cfg in (OLMOE, sharded):
-        m, twice = free(memory_rate=1e9), replace(cfg, train=replace(cfg.train, accumulate=2))
+        m = free(memory_rate=1e9)
+        twice = replace(cfg, train=replace(cfg.train, accumulate=2))
         assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
         assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
@@ -420,7 +466,9 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     m = free(memory_rate=1e9, copy_factor=1.0)
     assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
     # of experts that are kept what arrives is read, and the sum of their gradients written
-    own, whole, summed = own - kept / dp, whole - kept, 2 * kept + 4 * kept / dp
+    own = own - kept / dp
+    whole = whole - kept
+    summed = 2 * kept + 4 * kept / dp
     assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx(
         (12 * own + 14 * whole + summed) / 1e9
     )
@@ -428,7 +476,8 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
 
 def test_micro_batches_worth_on_several_nodes():
     """docs/multinode.md, "Across many nodes": olmoe-1b-7b with ep 8."""
-    m, longer = cost.values(CONSTANTS), replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
+    m = cost.values(CONSTANTS)
+    longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
     gains = [
         cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu
         - 1

@@ -19,7 +19,8 @@ from tmoe.run.memory import memory_per_rank, peak_bytes
 ROOT = Path(__file__).parents[2]
 RESULTS = points.RESULTS
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
-ONE_GPU, FOUR_GPUS = RESULTS / "steps-1xH200/steps.jsonl", RESULTS / "steps-4xH200/bench.jsonl"
+ONE_GPU = RESULTS / "steps-1xH200/steps.jsonl"
+FOUR_GPUS = RESULTS / "steps-4xH200/bench.jsonl"
 
 
 @cache
@@ -42,7 +43,7 @@ def records(path: Path) -> list[dict]:
 
 
 def of(which: Callable[[points.Point], bool]) -> tuple[int, int, float, float]:
-    """Steps, layouts, worst and mean error of some points."""
+    """Number of steps, number of layouts, worst and mean error of some points."""
     found = [(p, error) for p, error in zip(held(), errors_of_held(), strict=True) if which(p)]
     errors = [error for _, error in found]
     return len(found), len({p.layout for p, _ in found}), max(errors, key=abs), sum(errors) / len(errors)
@@ -75,7 +76,8 @@ def test_no_file_with_a_step_is_left_out_but_those_with_a_reason():
 
 def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
     (tmp_path / "new/deep").mkdir(parents=True)
-    new, other = tmp_path / "new/deep/steps.jsonl", tmp_path / "metrics.jsonl"
+    new = tmp_path / "new/deep/steps.jsonl"
+    other = tmp_path / "metrics.jsonl"
     new.write_text(ONE_GPU.read_text())
     other.write_text('{"step": 1, "tokens_per_s": 3}\n')
     monkeypatch.setattr(points, "RESULTS", tmp_path)
@@ -87,7 +89,8 @@ def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
     [
         ("", True),
         (
-            "--steps 99 --profile 15 16 --train.eval-batches 3 --optim.warmup 7 --seed 4 --parallel.checkpoint none",
+            "--steps 99 --profile 15 16 --train.eval-batches 3 --optim.warmup 7 --seed 4 "
+            "--parallel.checkpoint none",
             True,
         ),
         ("--model.layers 12", False),
@@ -119,22 +122,27 @@ def test_the_readme_says_how_far_off_the_model_is():
     free, free_layouts, free_worst, free_mean = of(lambda p: p.layout not in fitted())
     others = len(points.read_points([RESULTS / name for name in points.UNHELD]))
     assert (
-        f"the cost model is held to {steps} measured steps of {layouts} layouts on one to four GPUs, all that are shipped but {others} in three "
-        f"files left out by name and reason (another code, hosts that could not keep up), and gives each within {abs(worst):.1%}; "
-        f"the {free} of the {free_layouts} layouts that set none of its constants within {abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
+        f"the cost model is held to {steps} measured steps of {layouts} layouts on one to four GPUs, "
+        f"all that are shipped but {others} in three files left out by name and reason "
+        f"(another code, hosts that could not keep up), and gives each within {abs(worst):.1%}; "
+        f"the {free} of the {free_layouts} layouts that set none of its constants within "
+        f"{abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
     ) in text
     one, _, worst_one, mean_one = of(lambda p: p.dp * p.ep == 1)
     dp, _, worst_dp, mean_dp = of(lambda p: p.dp > p.ep == 1)
     ep, _, worst_ep, mean_ep = of(lambda p: p.ep > 1)
     low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.ep > 1)
     assert (
-        f"Its steps on one GPU come out {mean_one:+.1%} in the mean ({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} "
-        f"({dp}, {worst_dp:+.1%}), with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast)."
+        f"Its steps on one GPU come out {mean_one:+.1%} in the mean "
+        f"({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} ({dp}, {worst_dp:+.1%}), "
+        f"with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast)."
     ) in text
 
 
 def test_the_summary_counts_by_hand():
-    first, again, other = held()[0], held()[0]._replace(seconds=2.0), held()[-1]
+    first = held()[0]
+    again = held()[0]._replace(seconds=2.0)
+    other = held()[-1]
     assert first.layout != other.layout
     said = points.summary([first, again, other], [0.02, -0.04, 0.01], [first.layout]).splitlines()
     assert said[0] == "all: 3 steps of 2 layouts, worst -4.0%, mean -0.3%"
@@ -173,8 +181,8 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
         found = [ratio for *kind, ratio in ratios if kind == [dp, recomputes]]
         return [f"{edge * 100:.0f}" for edge in (min(found), max(found))]
 
-    said = "{}% to {}% of the dry run's on the layouts that --check reads, the exchange's buffers left out: {} to {}% with dp 2, "
-    said += "{} and {}% where one GPU recomputes, {} to {}% elsewhere"
+    said = "{}% to {}% of the dry run's on the layouts that --check reads, the exchange's buffers left out: "
+    said += "{} to {}% with dp 2, {} and {}% where one GPU recomputes, {} to {}% elsewhere"
     everywhere = [f"{edge(ratio for *_, ratio in ratios) * 100:.0f}" for edge in (min, max)]
     spans = everywhere + span(2, False) + span(1, True) + span(1, False)
     assert said.format(*spans) in CONSTANTS["memory_factor"]["source"]
@@ -183,8 +191,10 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
 
 @pytest.mark.parametrize("page", ["steps-2xH200", "steps-4xH200"])
 def test_pages_of_steps_quote_todays_predictions(page):
-    """Each row's steps are found by their tokens/s; what stands there is what --check prints."""
-    m, column, rows = cost.values(CONSTANTS), None, 0
+    """Each row's steps are found by their tokens/s; the page must hold what --check prints."""
+    m = cost.values(CONSTANTS)
+    column = None
+    rows = 0
     speeds = {round(p.cfg.train.batch * p.cfg.train.seq / p.seconds): p for p in held()}
     for text in (RESULTS / page / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in text.split("|")]
@@ -205,7 +215,10 @@ def test_pages_of_steps_quote_todays_predictions(page):
 
 
 def test_what_the_traces_say_of_the_collectives(monkeypatch):
-    """fsdp_overlap and copy_factor are read off two traced steps; their own predictions then are those traces' milliseconds."""
+    """fsdp_overlap and copy_factor are read off two traced steps.
+
+    Predictions of those steps then are the traces' milliseconds.
+    """
     monkeypatch.setattr(mesh, "UNIT", 0)  # each block was gathered alone then
     m = cost.values(CONSTANTS)
     for point, record in zip(points.read_points([FOUR_GPUS])[1:3], records(FOUR_GPUS)[1:3], strict=True):
@@ -216,16 +229,18 @@ def test_what_the_traces_say_of_the_collectives(monkeypatch):
         kinds = "chunk_cat_cuda", "split_with_sizes_copy"
         copies = [us for name, us, _ in record["kernels"] if any(kind in name for kind in kinds)]
         assert len(copies) == 2
-        # two gathers write and read whole parameters in bf16, gradients go from bf16 to fp32: 14 bytes of 17 that are counted
+        # two gathers write and read whole parameters in bf16, gradients go from bf16 to fp32: 14 bytes of
+        # the 17 that are counted
         assert sum(copies) / 1e3 == pytest.approx(parts["copies"] * 1e3 * 14 / 17, rel=0.03)
 
 
 def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
-    """The median over steps of the busiest rank's pairs; of lines without it the assumed skew."""
+    """With the median over steps of the busiest rank's pairs; lines without it get the assumed skew."""
     plain = records(FOUR_GPUS)[1]
     uneven = tmp_path / "uneven.jsonl"
     uneven.write_text(json.dumps(plain | {"busiest_rank": [1.9, 1.5, 1.6]}) + "\n")
-    (known,), m = points.read_points([uneven]), cost.values(CONSTANTS)
+    (known,) = points.read_points([uneven])
+    m = cost.values(CONSTANTS)
     (unknown,) = (p for p in points.read_points([FOUR_GPUS]) if p.command == plain["command"])
     assert (known.skew, unknown.skew) == (1.6, None)
     for point, skew in ((known, 1.6), (unknown, m.skew)):

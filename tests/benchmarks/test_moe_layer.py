@@ -1,4 +1,4 @@
-"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, and what is written of a model."""
+"""What benchmarks/moe_layer.py and shapes.py accept as shapes, what the yardstick moves, what is written."""
 
 import argparse
 import json
@@ -24,13 +24,14 @@ def test_five_numbers_are_a_shape_and_others_are_refused_by_name(monkeypatch):
 def test_weights_once_moves_the_bytes_of_the_experts_that_have_tokens():
     logits = torch.full((5, 8), -1.0)
     logits[:, 2] = logits[:3, 4] = logits[3:, 7] = 1.0  # three experts of eight
-    gate_up, down = torch.empty(8, 24, 10, dtype=torch.bfloat16), torch.empty(8, 10, 12, dtype=torch.bfloat16)
+    gate_up = torch.empty(8, 24, 10, dtype=torch.bfloat16)
+    down = torch.empty(8, 10, 12, dtype=torch.bfloat16)
     copied = moe_layer.weights_once(logits, 2, gate_up, down)()
     assert 2 * copied.nbytes == 3 * (24 * 10 + 10 * 12) * 2
 
 
 def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys):
-    """The GPU's part is replaced: what is compiled first, compared, printed and kept."""
+    """With the GPU's part replaced: what is compiled first, compared, printed and kept."""
     compiled = []
     monkeypatch.setattr(shapes, "require_gpu", lambda parser: None)
     monkeypatch.setattr(shapes, "make", lambda shape, device: moe_layer.make(shape, "cpu", torch.float32))
@@ -61,7 +62,7 @@ def test_models_are_written_as_they_were_measured(monkeypatch, tmp_path, capsys)
 
 
 def test_a_rival_that_raises_without_a_word_is_left_out_by_name(monkeypatch):
-    """The next one is timed none the less; so is one whose memory gives out behind its check."""
+    """The next one is still timed; one whose memory gives out after its check is left out as well."""
 
     def enter(who, *given):
         if who == "bare":
@@ -71,7 +72,8 @@ def test_a_rival_that_raises_without_a_word_is_left_out_by_name(monkeypatch):
     def out_of_memory(forward):
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore words")
 
-    shape, make = (8, 16, 8, 4, 2), moe_layer.make
+    shape = (8, 16, 8, 4, 2)
+    make = moe_layer.make
     monkeypatch.setitem(moe_layer.ALL, "small", shape)
     monkeypatch.setattr(moe_layer, "make", lambda shape, device: make(shape, "cpu", torch.float32))
     monkeypatch.setattr(moe_layer.rivals, "enter", enter)

@@ -1,4 +1,7 @@
-"""The offline tools that cast, average and look: means in the layout of the first, every difference listed, numpy's statistics."""
+"""The offline tools that cast, average and look: means, differences and numpy's statistics.
+
+Means have the layout of the first step, and every difference is listed.
+"""
 
 from __future__ import annotations
 
@@ -127,9 +130,8 @@ def test_the_average_is_the_mean_in_the_layout_of_the_first(gloo, tmp_path):
         assert [(c.offset, c.shape) for c in entry.chunks] == [
             (c.offset, c.shape) for c in source.tensors[name].chunks
         ]
-    run(
-        "average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same"
-    )  # other layout, equal weights
+    # other layout, equal weights
+    run("average", tmp_path / "a/step-5", tmp_path / "b/step-5", tmp_path / "same")
     assert_same(load(tmp_path / "same"), {n: t for n, t in first.items() if n.startswith("model.")})
 
 
@@ -212,9 +214,8 @@ def test_every_difference_is_listed(tmp_path):
         save(tmp_path, 3, first, settings(2)),
         save(tmp_path, 4, first, settings(2, balance_coeff=0.5, jitter=0.1)),
     ]
-    assert "1 differences" in refused(
-        "average", *same, tmp_path / "mean"
-    )  # model.i alone: of training's settings none
+    # model.i alone: of training's settings none
+    assert "1 differences" in refused("average", *same, tmp_path / "mean")
     assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2", "step-3", "step-4"}
 
 
@@ -317,7 +318,7 @@ def test_a_run_folder_where_a_step_is_meant(tmp_path):
 
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
 def test_verify_looks_on_while_a_run_goes_on(tmp_path, monkeypatch, capsys, again):
-    """A step that retention removes, or a save replaces, between two looks is not damaged."""
+    """A step that retention removes, or that a save replaces, between two looks is not damaged."""
     for i in range(3):
         save(tmp_path, i, plain(i))
     digest = files._digest

@@ -1,4 +1,7 @@
-"""Checkpoints under every layout and every way to break them: what loads is bit for bit what was saved, or an error says why not."""
+"""Checkpoints under every layout and every way to break them: what loads is bit for bit what was saved.
+
+Or an error says why not.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +112,8 @@ def test_pytorchs_own_converter_reads_the_folder(two_steps, tmp_path):
 def test_a_flipped_byte_is_named_and_older_step_used(two_steps, caplog, name, where):
     file = two_steps / "step-20" / name
     store = checkpoints(two_steps)
-    assert (
-        store.find("auto") == two_steps / "step-20"
-    )  # whole before: what was learnt then must not hide the damage
+    # whole before: what was learnt then must not hide the damage
+    assert store.find("auto") == two_steps / "step-20"
     flip(file, int(where * (file.stat().st_size - 1)))
     tensors = empty_like(plain())
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
@@ -180,13 +182,14 @@ def test_every_mismatch_is_listed_and_nothing_changes(two_steps):
 @pytest.mark.parametrize("place", ["metadata", "plain pickle", "torch.save"])
 @pytest.mark.parametrize("tensor", ["model.w", "rng.0.cpu"])
 def test_hostile_pickles_do_not_run(two_steps, tmp_path, place, tensor):
-    step, sentinel, tensors = two_steps / "step-20", tmp_path / "pwned", empty_like(plain())
+    step = two_steps / "step-20"
+    sentinel = tmp_path / "pwned"
+    tensors = empty_like(plain())
     hostile = pickle.dumps(Hostile(sentinel))
     if place == "metadata":
         forge(step, ".metadata", hostile)
-        checkpoints(two_steps).load(
-            checkpoints(two_steps).find("auto"), tensors
-        )  # never opened: loads as before
+        # never opened: loads as before
+        checkpoints(two_steps).load(checkpoints(two_steps).find("auto"), tensors)
         assert_same(tensors, {n: t.contiguous() for n, t in plain(20).items()})
     else:
         saved = io.BytesIO()

@@ -1,4 +1,7 @@
-"""Which steps stay, what a kill leaves, and what one rank's failure means for the others: old or new, told to everyone."""
+"""Which steps stay, what a kill leaves, and what one rank's failure means for the others.
+
+The result is the old step or the new one, and every rank is told.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def test_retention_counts_verified_steps_only(two_steps, caplog):
-    (two_steps / "step-900").mkdir()  # no manifest: somebody else's, or another trainer's partial step
+    (two_steps / "step-900").mkdir()  # no manifest: not ours, or another trainer's partial step
     (two_steps / "step-30.backup").mkdir()  # a user's
     (two_steps / f"step-40.tmp-{'0' * 32}").mkdir()  # what a killed save leaves
     os.truncate(two_steps / "step-20" / "__0_0.distcp", 5)
@@ -66,7 +69,9 @@ def test_after_a_rollback_the_step_saved_last_is_the_newest(two_steps, monkeypat
 
 @pytest.mark.parametrize("again", [False, True], ids=["fresh", "same step"])
 def test_killed_at_any_write_sync_or_rename(tmp_path, again):
-    step, count, outcomes = (10 if again else 20), 1, []
+    step = 10 if again else 20
+    count = 1
+    outcomes = []
     while True:
         folder = tmp_path / str(count)
         checkpoints(folder).save(10, {"w": plain(1)["model.w"]}, {"seed": 1}, {})
@@ -74,12 +79,13 @@ def test_killed_at_any_write_sync_or_rename(tmp_path, again):
             count,
             lambda at=folder: checkpoints(at, keep=2).save(step, {"w": plain(2)["model.w"]}, {"seed": 2}, {}),
         )
-        store, found = checkpoints(folder, keep=1), {"w": torch.zeros(64, 8)}
+        store = checkpoints(folder, keep=1)
+        found = {"w": torch.zeros(64, 8)}
         seed = store.load(store.find("auto"), found)[0]["seed"]
         assert torch.equal(found["w"], plain(seed)["model.w"])
         outcomes.append(seed)
         assert store.find(str(folder / "step-10")) or seed == 2
-        store.save(step, {"w": plain(3)["model.w"]}, {"seed": 3}, {})  # nobody has to clean up
+        store.save(step, {"w": plain(3)["model.w"]}, {"seed": 3}, {})  # no cleaning up is needed
         assert store.load(store.find("auto"), found)[0]["seed"] == 3
         assert steps_of(folder) == {f"step-{step}"}
         if not killed:
@@ -92,9 +98,10 @@ def test_killed_at_any_write_sync_or_rename(tmp_path, again):
 
 
 def failing(rank, world, folder, mode, sabotage):
-    """Save step 10, then step 20 with one rank sabotaged; what each rank was told."""
+    """Saves step 10, then step 20 with one rank sabotaged; returns what each rank was told."""
     shards.SMALL = 100  # several files and threads a rank, small as the tensors are
-    store, tensors = checkpoints(folder, keep=1, mode=mode), sharded(world, 2, 10)
+    store = checkpoints(folder, keep=1, mode=mode)
+    tensors = sharded(world, 2, 10)
     tensors["model.table"] = distribute_tensor(
         torch.ones(512, 8), init_device_mesh("cpu", (world,)), [Shard(0)]
     )
@@ -109,7 +116,7 @@ def failing(rank, world, folder, mode, sabotage):
             time.sleep(0.01)
     except CheckpointError as error:
         told = str(error)
-    dist.barrier()  # every rank goes on; nobody hangs
+    dist.barrier()  # every rank goes on; none hangs
     return told, store.find("auto")
 
 
@@ -119,7 +126,8 @@ def disk_full(rank, world):
 
 
 def helper_thread_fails(rank, world):
-    original, calls = files.write_chunk, []
+    original = files.write_chunk
+    calls = []
 
     def fails(file, tensor, offset):
         calls.append(file)
@@ -164,7 +172,8 @@ def test_one_ranks_failure_is_everyones(gloo, tmp_path, mode, sabotage, message)
 
 
 def killed_while_writing(rank, world, folder, mode):
-    store, tensors = checkpoints(folder, mode=mode), sharded(world, 2, 20)
+    store = checkpoints(folder, mode=mode)
+    tensors = sharded(world, 2, 20)
     if rank == 1:
         files.write_chunk = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     store.save(20, tensors, {}, {})
@@ -204,10 +213,14 @@ def test_ranks_that_see_different_files_agree(gloo, tmp_path):
 
 
 def train_on(rank, world, folder):
-    """Async saves of steps 1 to 3 while the tensors change at once, and the same three saved synchronously."""
+    """Async saves of steps 1 to 3 while the tensors change at once.
+
+    And the same three steps saved synchronously.
+    """
     write_chunk = files.write_chunk
     files.write_chunk = lambda *args: (time.sleep(0.01), write_chunk(*args))[1]
-    tensors, overlapped = sharded(world, 2, 1), False
+    tensors = sharded(world, 2, 1)
+    overlapped = False
     background, foreground = checkpoints(folder / "async", mode="async"), checkpoints(folder / "sync")
     for step in (1, 2, 3):
         foreground.save(step, tensors, {"step": step}, {"cpu": torch.get_rng_state()})

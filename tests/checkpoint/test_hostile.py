@@ -1,6 +1,6 @@
-"""A file that would run code when unpickled, in each place that training loads from: it runs nothing, and one message names it.
+"""A file that would run code when unpickled, in each place that training loads from: it runs nothing.
 
-The offline tools' places are in test_tools.py, Hugging Face's in test_hf_write.py.
+One message names it. The offline tools' places are in test_tools.py, Hugging Face's in test_hf_write.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def test_steps(gloo, tmp_path, flag, kind):
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json", "empty"])
 def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, kind):
-    """A pipe waits for a writer, /dev/zero never ends; both are 0 bytes long, as the manifest may say as well."""
+    """A pipe waits for a writer, and /dev/zero never ends.
+
+    Both are 0 bytes long, and the manifest may say so as well.
+    """
     if name == "empty":
         forge(step, name, b"")
     (step / name).unlink()
@@ -94,7 +97,8 @@ def test_data(gloo, tmp_path, place):
     text = tmp_path / "a.txt"
     text.write_text("some words " * 500)
     convert((str(text),), out=tmp_path / "shards")
-    path, more = tmp_path / "shards", []
+    path = tmp_path / "shards"
+    more = []
     shard = next(path.glob("*.bin"))
     if place == "shard":
         shard.write_bytes(hostile)
@@ -103,7 +107,8 @@ def test_data(gloo, tmp_path, place):
         shard.write_bytes(raw[:-200] + (hostile * 10)[:200])
     elif place == "tokenizer":
         (tmp_path / "tokenizer.json").write_bytes(hostile)
-        path, more = text, ["--data.tokenizer", str(tmp_path / "tokenizer.json")]
+        path = text
+        more = ["--data.tokenizer", str(tmp_path / "tokenizer.json")]
     else:
         path = tmp_path / ("b.txt" if place == "text" else "b.jsonl")
         path.write_bytes(hostile * 200)
@@ -124,7 +129,10 @@ def test_data(gloo, tmp_path, place):
 
 
 def test_no_module_can_unpickle_a_file():
-    """torch.load with weights_only=True alone; pickle is written once, for stock DCP, and never read; numpy maps raw numbers."""
+    """torch.load only with weights_only=True.
+
+    pickle is written once, for stock DCP, and never read; numpy maps raw numbers.
+    """
     for path in [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

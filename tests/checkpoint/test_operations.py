@@ -1,4 +1,7 @@
-"""docs/operations.md tells the truth: every message that it quotes is one that the code can print, every command one that exists."""
+"""docs/operations.md tells the truth: every message that it quotes can be printed by the code.
+
+And every command exists.
+"""
 
 import ast
 import re
@@ -16,7 +19,7 @@ FOREIGN = {"Received data size doesn't match expected size", "Timeout (0:0"}  # 
 
 
 def strings() -> list[str]:
-    """Every string of the source, values of f-strings as `…`."""
+    """Every string of the source, with values of f-strings as `…`."""
     found = []
     for path in [ROOT / "train.py", *(ROOT / "tmoe").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

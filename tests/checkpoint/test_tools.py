@@ -1,4 +1,7 @@
-"""The offline tools: what they write is bit for bit what a run would have saved in that layout, whole or absent, in little memory."""
+"""The offline tools write, bit for bit, what a run would have saved in that layout.
+
+Whole or absent, in little memory.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +88,9 @@ def save_model(rank, world, folder, experts, ep):
 
 
 def load_model(rank, world, path, experts, ep):
-    """Names of tensors that are not as they were saved, and the files that this rank opened."""
-    opened, original = set(), files.read_chunk
+    """Names of tensors that differ from what was saved, and the files that this rank opened."""
+    opened = set()
+    original = files.read_chunk
     files.read_chunk = lambda folder, chunk, dtype: (opened.add(chunk.file), original(folder, chunk, dtype))[
         1
     ]
@@ -96,7 +100,10 @@ def load_model(rank, world, path, experts, ep):
 
 
 def contents(step: Path) -> dict[str, tuple]:
-    """Placement and (rank, offset, shape, hash) of each chunk with elements; where replicated tensors lie is free."""
+    """Placement, and (rank, offset, shape, hash) of each chunk with elements.
+
+    Where replicated tensors lie is free.
+    """
     return {
         name: (
             entry.placement,
@@ -210,7 +217,10 @@ def test_any_cut_reads_as_any_other_and_each_chunk_once(tmp_path, seed, monkeypa
 
 
 def nearest_even(values: np.ndarray) -> np.ndarray:
-    """bf16 bits of fp32 numbers, by integers: half a unit less one, plus the bit that would stay last."""
+    """bf16 bits of fp32 numbers, rounded by integers.
+
+    Add half a unit less one, and the bit that would stay last.
+    """
     bits = values.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -220,7 +230,7 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
     raw[: 1 << 14] = (raw[: 1 << 14] & 0xFFFF0000) | 0x8000  # ties
     raw[1 << 14 : 1 << 15] = (raw[1 << 14 : 1 << 15] & 0xFFFF0000) | 0x7FFF  # just below
     values = raw.view(np.float32)
-    values = np.where(np.isnan(values), np.float32(1e-40), values)  # the payload of a NaN is anybody's
+    values = np.where(np.isnan(values), np.float32(1e-40), values)  # the payload of a NaN is free
     w = torch.from_numpy(values.copy()).reshape(256, 256)
     tensors = {
         "model.w": w,
@@ -234,7 +244,8 @@ def test_bf16_is_rounded_to_nearest_even_and_moments_are_left_alone(tmp_path):
         "optim.step.w": torch.tensor(2.0),
     }
     run("reshard", save(tmp_path, 1, tensors), tmp_path / "dst", "--world", 3, "--dtype", "bf16")
-    found, entries = load(tmp_path / "dst"), read_manifest(tmp_path / "dst").tensors
+    found = load(tmp_path / "dst")
+    entries = read_manifest(tmp_path / "dst").tensors
     assert np.array_equal(
         found["model.w"].view(torch.int16).numpy().view(np.uint16).ravel(), nearest_even(values)
     )
@@ -389,14 +400,15 @@ class Slow(io.RawIOBase):
 
 
 def test_short_reads_are_no_end_of_file():
-    saved, tensor = io.BytesIO(), torch.randn(50)
+    saved = io.BytesIO()
+    tensor = torch.randn(50)
     torch.save(tensor, saved)
     window = files._Window(Slow(b"x" * 13 + saved.getvalue() + b"y" * 9), 13, len(saved.getvalue()))
     assert torch.equal(torch.load(window, weights_only=True), tensor)
 
 
 def reshard_alone(step: Path, dst: Path) -> None:
-    """One group after the other, so that counts mean the same in every child."""
+    """One group after the other, so that counts mean the same in every child process."""
     os.cpu_count = lambda: 1
     rewrite.rewrite(offline.plan_reshard(step, 2), dst)
 
@@ -407,7 +419,10 @@ def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp
         tmp_path, 20, {k: t for k, t in plain(20).items() if k in ("model.w", "model.t", "optim.step")}
     )
     expected = load(step)
-    count, published, resumed, stride = 1, [], 0, 3
+    count = 1
+    published = []
+    resumed = 0
+    stride = 3
     while True:
         dst = tmp_path / f"dst{count}"
         killed = die_at(count, lambda dst=dst: reshard_alone(step, dst))
@@ -441,9 +456,8 @@ def test_what_another_command_left_is_not_used(tmp_path, monkeypatch):
 
 
 def full_disk(rank, world, step, dst):
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY)
-    )  # python ignores SIGXFSZ: writes fail
+    # python ignores SIGXFSZ: writes fail
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
     with pytest.raises(SystemExit) as end:
         run("reshard", step, dst, "--world", 2)
     return end.value.code
@@ -513,7 +527,9 @@ from tmoe.checkpoint import tools as offline, rewrite
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("average", lambda s: offline.plan_average([s, s]))):
+reshard = lambda s: offline.plan_reshard(s, 4, 2)
+average = lambda s: offline.plan_average([s, s])
+for tool, plan in (("reshard", reshard), ("average", average)):
     before = peak()
     rewrite.rewrite(plan(Path(sys.argv[1])), Path(sys.argv[1] + tool))
     print(tool, (peak() - before) * 1024)
@@ -522,7 +538,8 @@ for tool, plan in (("reshard", lambda s: offline.plan_reshard(s, 4, 2)), ("avera
 
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(32)}
-    step, size = save(tmp_path, 1, tensors), sum(t.nbytes for t in tensors.values())
+    step = save(tmp_path, 1, tensors)
+    size = sum(t.nbytes for t in tensors.values())
     del tensors
     memory = 64 << 20  # eight tensors, so one group at a time
     # Else malloc keeps freed blocks of up to 32 MB, some 200 MB of them whatever the checkpoint's size.
@@ -533,6 +550,5 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     ).stdout
     growth = {line.split()[0]: int(line.split()[1]) for line in told.splitlines()}
     assert growth.keys() == {"reshard", "average"}
-    assert sum(growth.values()) < memory + (16 << 20) < size / 3, (
-        growth
-    )  # the rest: code paged in, buffers for hashing
+    # the rest: code paged in, buffers for hashing
+    assert sum(growth.values()) < memory + (16 << 20) < size / 3, growth

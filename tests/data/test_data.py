@@ -1,4 +1,7 @@
-"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader. Every error is in test_data_errors.py."""
+"""Data: order, splits, mixing, shards and their converter, tokenizers, the loader.
+
+Every error is in test_data_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 texts, jsonl, bpe, shards = corpora.texts, corpora.jsonl, corpora.bpe, corpora.shards  # fixtures
 
 
-# ---- order ----------------------------------------------------------------------------------------------------------
+# ---- order ----
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 16, 17, 97, 1000, 4097])
@@ -38,7 +41,10 @@ def test_permute_is_a_bijection_that_depends_on_its_key(n: int):
 
 
 def test_permute_spreads_every_index_evenly():
-    """Chi-square of where 2,000 keys send each of 13 indices: 12 degrees of freedom, mean 12, sd sqrt(24)."""
+    """Chi-square of the places to which 2,000 keys send each of 13 indices.
+
+    12 degrees of freedom: mean 12, standard deviation sqrt(24).
+    """
     n, keys = 13, 2000
     for index in range(n):
         hits = Counter(permute(index, n, f"{key}/0/0") for key in range(keys))
@@ -50,8 +56,9 @@ def test_permute_spreads_every_index_evenly():
     "weights", [[1], [3, 1], [1, 999], [5, 3, 2], [1] * 7, [70, 1, 1, 13, 2, 40, 9, 5, 1, 1, 1]]
 )
 def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
-    """Bound of choose's docstring; counts handed out must also be the counts that happened."""
-    total, depth = sum(weights), max(len(weights) - 1, 0).bit_length()
+    """The bound of choose's docstring; the counts that it returns must also be what happened."""
+    total = sum(weights)
+    depth = max(len(weights) - 1, 0).bit_length()
     given = [0] * len(weights)
     for index in range(3 * total):
         source, nth = choose(index, weights)
@@ -64,7 +71,8 @@ def test_mixing_is_exact_to_a_constant_at_every_prefix(weights: list[int]):
 
 
 def test_mixing_jumps_far_ahead_exactly():
-    weights, periods = [7, 3, 5], 10**15
+    weights = [7, 3, 5]
+    periods = 10**15
     for index in range(2 * sum(weights)):
         source, nth = choose(index, weights)
         assert choose(index + periods * sum(weights), weights) == (source, nth + periods * weights[source])
@@ -134,13 +142,13 @@ def digest_of_order(*paths: str) -> str:
 def test_order_is_the_same_in_another_process(texts: Path, jsonl: Path):
     paths = f"{texts}:2", f"{jsonl}:0.5"
     code = "import sys, test_data; print(test_data.digest_of_order(*sys.argv[1:]))"
-    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests/data"), str(ROOT / "tests/lib")])
+    python_path = os.pathsep.join(map(str, (ROOT, ROOT / "tests/data", ROOT / "tests/lib")))
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": python_path}
     run = subprocess.run([sys.executable, "-c", code, *paths], env=env, capture_output=True, text=True)
     assert run.stdout.strip() == digest_of_order(*paths), run.stderr
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches ----
 
 
 def test_targets_and_documents_stop_at_borders(tmp_path: Path):
@@ -157,7 +165,8 @@ def test_targets_and_documents_stop_at_borders(tmp_path: Path):
     assert all(tensor.dtype == torch.int64 for tensor in batch)
     assert (batch.tokens_ABS == 0).any(), "the case needs a border inside a row"
     for b in range(dataset.samples):
-        window, number = dataset.sample(b), 0
+        window = dataset.sample(b)
+        number = 0
         for s in range(8):
             assert batch.documents_ABS[0, b, s] == number
             assert batch.targets_ABS[0, b, s] == (IGNORE if window[s] == 0 else window[s + 1])
@@ -176,7 +185,7 @@ def test_unigram_entropy_by_hand(tmp_path: Path):
     assert unigram_entropy(mine) is None, "tokens that are no bytes"
 
 
-# ---- sources and splits ---------------------------------------------------------------------------------------------
+# ---- sources and splits ----
 
 
 def test_stdlib_is_a_corpus():
@@ -248,7 +257,7 @@ def test_weights_are_exact_proportions(texts: Path, jsonl: Path):
     assert parse_sources([str(odd)]) == ([str(odd)], [])
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----
 
 
 def test_bytes_lose_nothing():
@@ -282,7 +291,8 @@ def test_eos_is_the_one_that_the_settings_name(bpe: Path):
 
 
 def test_text_through_a_tokenizer_json(texts: Path, bpe: Path):
-    tokenizer, found = load_tokenizer(str(bpe)), []
+    tokenizer = load_tokenizer(str(bpe))
+    found = []
     for split in ("train", "val"):
         dataset = data(texts, vocab=300, tokenizer=str(bpe), split=split)
         assert dataset.eos == tokenizer.eos
@@ -290,7 +300,7 @@ def test_text_through_a_tokenizer_json(texts: Path, bpe: Path):
     assert sorted(found) == sorted(path.read_text() for path in texts.rglob("*.txt"))
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------
+# ---- shards ----
 
 
 def test_shards_hold_what_the_texts_held(shards: Path, texts: Path, jsonl: Path):
@@ -344,7 +354,8 @@ def test_converter_command_with_a_tokenizer_json(texts: Path, bpe: Path, tmp_pat
 
 def test_a_tokenizer_is_given_256_documents_or_4_mb(monkeypatch: pytest.MonkeyPatch):
     """It takes a hundred times the memory of the text that it is given at once."""
-    given, sizes = [], [10] * 600 + [3_000_000, 1_500_000, 9_000_000, 5]
+    given = []
+    sizes = [10] * 600 + [3_000_000, 1_500_000, 9_000_000, 5]
     documents = [Document(b"x" * size, f"{i}", f"{i}", size) for i, size in enumerate(sizes)]
     encode = ByteTokenizer.encode_many
     monkeypatch.setattr(
@@ -362,11 +373,12 @@ def test_a_failed_conversion_leaves_nothing(texts: Path, tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts", "zz.jsonl"]
 
 
-# ---- loader ---------------------------------------------------------------------------------------------------------
+# ---- loader ----
 
 
 def test_loader_prefetches_and_raises_the_error_of_its_step(texts: Path, monkeypatch: pytest.MonkeyPatch):
-    made, seen = Dataset.batch, threading.Event()
+    made = Dataset.batch
+    seen = threading.Event()
 
     def batch(self: Dataset, step: int, **shape: int):
         if step == 2:

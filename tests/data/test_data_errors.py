@@ -1,6 +1,6 @@
 """Data that is damaged, malformed or does not fit: every error names its file and place.
 
-next: ../../tmoe/data/sources.py
+next: tmoe/data/sources.py
 """
 
 from __future__ import annotations

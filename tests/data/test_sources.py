@@ -1,6 +1,8 @@
-"""What a source is taken for, by its first bytes: rows under any name and compression, texts, folders of several kinds.
+"""What a source is taken for, by its first bytes: rows, texts, or a folder of several kinds.
 
-next: ../../tmoe/data/rows.py
+Rows may have any name and compression.
+
+next: tmoe/data/rows.py
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def test_rows_are_read_whatever_their_name(tmp_path: Path, name: str, content: b
 
 
 def test_one_row_and_long_rows(tmp_path: Path):
-    """A first line longer than what is looked at first; rows longer than what a reader takes at a time."""
+    """A first line longer than what is looked at first, and rows longer than a reader takes at a time."""
     for number, content in enumerate((["x" * 5_000_000, "y"], ["one"])):
         rows_ = [dict(text=text) for text in content]
         (tmp_path / f"{number}.json").write_text("\n".join(map(json.dumps, rows_)))
@@ -180,7 +182,7 @@ def test_another_text_field(tmp_path: Path):
     )
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
+# ---- folders ----
 
 
 def test_a_folder_of_several_kinds_needs_a_word(tmp_path: Path, shards: Path):
@@ -206,7 +208,7 @@ def test_a_folder_of_several_kinds_needs_a_word(tmp_path: Path, shards: Path):
 
 
 def test_json_among_texts_is_text_unless_it_holds_rows(tmp_path: Path):
-    """A folder of sources goes on being one, with what is in it as it is."""
+    """A folder of sources stays one, and its files are read as they are."""
     folder = tmp_path / "sources"
     folder.mkdir()
     files = {
@@ -259,7 +261,7 @@ def test_what_a_source_was_taken_for_is_said(tmp_path: Path, texts: Path):
     assert taken == f"JSON lines in 1 files, 20 documents, the first begins {first}"
 
 
-# ---- malformed documents --------------------------------------------------------------------------------------------
+# ---- malformed documents ----
 
 MALFORMED = [
     b'{"text": "cut',

@@ -1,6 +1,8 @@
-"""Tokenising: long documents in windows, written-out separators, bounded memory, one process of a node for all.
+"""Tokenising: long documents in windows, written-out separators, bounded memory.
 
-next: ../../tmoe/data/tokenizer.py
+And one process of a node does it for all.
+
+next: tmoe/data/tokenizer.py
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ ROOT = Path(__file__).parents[2]
 bpe = corpora.bpe  # a fixture
 
 EOS = "<|endoftext|>"
-SPLIT = r"""(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+SPLIT = (
+    r"""(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 
 
 def awkward(seed: int, pieces: int) -> str:
-    """Combining marks, blanks, numbers, words without blanks between them: what a cut can fall into."""
+    """Combining marks, blanks, numbers, words without blanks between them: places where a cut can do harm."""
     some = [
         "naïve ",
         "cafe\u0301 ",
@@ -98,7 +103,7 @@ def made(kind: str) -> JsonTokenizer:
     "kind", ["byte-level", "prefix space", "split, NFC", "no pre-tokenizer", "unigram", "word pieces"]
 )
 def test_windows_give_the_ids_of_the_whole_text(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """Where a run is longer than the overlap there is no seam, and two windows become one."""
+    """Where a run is longer than the overlap there is no seam: two windows become one."""
     tokenizer = made(kind)
     runs = [letter * 30_000 for letter in ("a", " ", "\n", "-", "e\u0301")]
     mixed = "".join(part for n, run in enumerate(runs) for part in (awkward(n, 4000), run))
@@ -122,11 +127,14 @@ def test_windows_give_the_ids_of_the_whole_text(kind: str, monkeypatch: pytest.M
         monkeypatch.undo()
 
 
-# ---- separators -----------------------------------------------------------------------------------------------------
+# ---- separators ----
 
 
 def with_separator(kind: str) -> JsonTokenizer:
-    """Tokenizers that take the written-out name of their separator for the separator, each in another way."""
+    """Tokenizers that take the written-out name of their separator for the separator itself.
+
+    Each does it in another way.
+    """
     if kind == "added, not special":
         model = Tokenizer(models.BPE(vocab={chr(c): c - 33 for c in range(33, 127)} | {"Ġ": 94}, merges=[]))
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -156,7 +164,7 @@ def test_a_written_out_separator_is_ordinary_text(kind: str, monkeypatch: pytest
 
 
 def test_documents_with_a_separator_in_them_stay_one_each(tmp_path: Path, bpe: Path):
-    """In text, rows and shards; with the tokenizer's own word for it, and not the file's."""
+    """In text, in rows and in shards; with the tokenizer's own word for the separator, not the file's."""
     told = json.loads(bpe.read_text())
     assert told["added_tokens"][0].pop("special")
     told["added_tokens"][0]["special"] = False
@@ -174,7 +182,7 @@ def test_documents_with_a_separator_in_them_stay_one_each(tmp_path: Path, bpe: P
         assert [tokenizer.decode(part[:-1]) for part in parts] == words
 
 
-# ---- memory and processes -------------------------------------------------------------------------------------------
+# ---- memory and processes ----
 
 MEASURE = """if True:
     import resource, sys
@@ -191,8 +199,12 @@ MEASURE = """if True:
 
 
 def test_memory_does_not_grow_with_a_hundred_bytes_for_each_of_text(tmp_path: Path, bpe: Path):
-    """8 MB: a document takes 7 bytes for each of its own at most (text, its characters, ids twice), windows in work 400 MiB."""
-    size, path = 8_000_000, tmp_path / "a.txt"
+    """8 MB: a document takes at most 7 bytes for each of its own; windows in work take 400 MiB.
+
+    The 7 bytes are the text, its characters and the ids twice.
+    """
+    size = 8_000_000
+    path = tmp_path / "a.txt"
     line = prose(1, 1000) + "\n"
     path.write_text(line * (size // len(line)))
     command = [sys.executable, "-c", MEASURE, str(path), str(bpe), str(tmp_path / "out")]
@@ -204,7 +216,9 @@ def test_memory_does_not_grow_with_a_hundred_bytes_for_each_of_text(tmp_path: Pa
 
 def opened(rank: int, world: int, paths: list[str], tokenizer: str, folder: str, **settings):
     """What each rank finds, and how often it encoded."""
-    corpus.IN_MEMORY, tempfile.tempdir, calls = 1000, folder, []
+    corpus.IN_MEMORY = 1000
+    tempfile.tempdir = folder
+    calls = []
     many = JsonTokenizer.encode_many
     JsonTokenizer.encode_many = lambda self, texts: calls.append(len(texts)) or many(self, texts)
     try:
@@ -248,7 +262,7 @@ def test_an_error_met_by_one_rank_is_said_by_all(gloo, tmp_path: Path, bpe: Path
 def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
     tmp_path: Path, bpe: Path, monkeypatch
 ):
-    """Its lock is gone with it, and what it began is not taken for whole."""
+    """The killed rank's lock is gone with it, and what it began is not taken for whole."""
     monkeypatch.setattr(corpus, "IN_MEMORY", 1000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
     (tmp_path / "t").mkdir()

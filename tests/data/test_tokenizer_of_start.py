@@ -1,6 +1,8 @@
-"""The tokenizer of the weights that a run starts from: the default for its data; data of another are refused, on every road.
+"""The tokenizer of the weights that a run starts from is the default for its data.
 
-next: ../../tmoe/hf/tokenizer.py
+Data of another tokenizer are refused, on every road.
+
+next: tmoe/hf/tokenizer.py
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ bpe = corpora.bpe  # a fixture
 
 
 def runs(rank: int, world: int, argvs: list[list[str]], model: str) -> list[tuple[int, str, str]]:
-    """Of each command line: exit code, what was said on stderr, the tokenizer of its training data."""
+    """For each command line: exit code, what was said on stderr, the tokenizer of its training data."""
     results = []
     for argv in argvs:
         cfg = replace(parse(argv, "", rank=rank, world=world), model=build_config(json.loads(model)))
@@ -53,7 +55,10 @@ def runs(rank: int, world: int, argvs: list[list[str]], model: str) -> list[tupl
 
 @pytest.fixture
 def start(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """A Hugging Face folder that holds a tokenizer, another tokenizer, texts, rows, and shards of both and of bytes."""
+    """A Hugging Face folder with a tokenizer, another tokenizer, and data.
+
+    The data are texts, rows, and shards of both tokenizers and of bytes.
+    """
     monkeypatch.setitem(SIZES, "vocab_size", 300)
     hf_dir = saved(tmp_path / "hf", "qwen3_moe")
     shutil.copy(bpe, hf_dir / "tokenizer.json")
@@ -83,7 +88,10 @@ def start(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 def test_data_are_read_with_the_tokenizer_of_the_start_or_refused(gloo, start: dict):
-    """On two ranks, from a Hugging Face folder and from an imported step, on text, rows, shards and mixtures."""
+    """On two ranks, from a Hugging Face folder and from an imported step.
+
+    The data are text, rows, shards and mixtures.
+    """
     at, flags, mine = start["at"], start["flags"], start["is_"]
     hf.import_hf(start["hf"], at / "step")
     offline.main(["reshard", str(at / "step"), str(at / "weights"), "--world", "1", "--only", "model"])
@@ -155,10 +163,8 @@ def test_an_export_has_the_tokenizer_of_the_run_or_none(gloo, start: dict):
 
 
 def test_a_start_whose_tokenizer_cannot_be_read_is_refused(gloo, start: dict):
-    at, argv = (
-        start["at"],
-        [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")],
-    )
+    at = start["at"]
+    argv = [*start["flags"], "--init", str(start["hf"]), "--data.path", str(start["at"] / "text")]
     (start["hf"] / "tokenizer.json").write_text('{"model": {"type": "of tomorrow"}}')
     (start["hf"] / "tokenizer.json").rename(start["hf"] / "kept")
     argvs = [[*argv, "--out", str(at / "none")]]

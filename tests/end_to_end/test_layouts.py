@@ -1,4 +1,7 @@
-"""Layout never changes the mathematics: the same model on the same global batches, however it is spread and split."""
+"""Layout never changes the mathematics: the same model on the same global batches.
+
+However model and batches are spread and split.
+"""
 
 from dataclasses import replace
 
@@ -36,8 +39,10 @@ def config(ep: int, balance: str = "sequence", compile: bool = False, model: Mod
 
 
 def learnable(vocab: int, draw: torch.Generator) -> torch.Tensor:
-    """[SEQUENCES, SEQ] tokens, each 3 times the one before plus 0 or 1. On noise the losses would rise, and a step that
-    amplifies rounding tells nothing about layouts."""
+    """[SEQUENCES, SEQ] tokens, each 3 times the one before plus 0 or 1.
+
+    On noise the losses would rise, and a step that amplifies rounding tells nothing about layouts.
+    """
     tokens = torch.randint(vocab, (SEQUENCES, SEQ), generator=draw)
     steps = torch.randint(2, tokens.shape, generator=draw)
     for t in range(1, SEQ):
@@ -56,7 +61,7 @@ def train(
     seed: int = 0,
     whole_forwards: bool = False,
 ):
-    """20 steps; (losses, norms, final parameters on rank 0)."""
+    """Trains 20 steps; returns (losses, norms, final parameters on rank 0)."""
     cfg = config(ep, balance, compile, model_cfg)
     mesh = build_mesh(ep=ep)
     with torch.device("meta"):
@@ -142,7 +147,9 @@ def test_units():
 
 
 def test_layout_biases(gloo):
-    seed = 1  # from 0, one token's third and fourth expert come within 1.2e-7 of each other in step 9: a tie, which rounding decides
+    # from seed 0, one token's third and fourth expert come within 1.2e-7 of each other in step 9:
+    # rounding decides such a tie
+    seed = 1
     one = gloo(1, train, 1, 2, "sequence", False, BIASED, seed)[0]
     assert_same(gloo(4, train, 2, 1, "sequence", False, BIASED, seed, timeout=240)[0], one)
 

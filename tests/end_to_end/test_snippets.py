@@ -1,4 +1,7 @@
-"""What README and docs show runs as it stands, on two processes; and examples/own_loop.py trains the same model on one and two."""
+"""What README and docs show runs as it stands, on two processes.
+
+And examples/own_loop.py trains the same model on one process and on two.
+"""
 
 import os
 import re
@@ -67,7 +70,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_own_loop_on_two_ranks_is_the_one_of_one(alone, tmp_path, ep):
-    """Ten steps on two ranks, four more on one, from the two ranks' checkpoint."""
+    """Ten steps on two ranks, then four more on one rank, from the two ranks' checkpoint."""
     assert alone[-1][0] < 0.25 * alone[0][0]
     words = ["examples/own_loop.py", "--steps", "10", "--ep", str(ep), "--save", str(tmp_path / "step-10")]
     two = numbers(torchrun(2, words, **EAGER))

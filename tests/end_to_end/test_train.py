@@ -1,4 +1,7 @@
-"""A run from its first step to its checkpoint, stopped and resumed: the same numbers, bit for bit where nothing moved."""
+"""A run from its first step to its checkpoint, stopped and resumed: the same numbers.
+
+They are the same bit for bit where nothing moved.
+"""
 
 import contextlib
 import gc
@@ -41,7 +44,10 @@ def test_run_folder(gloo, tmp_path):
     gloo(2, run, [*SMALL, *flags], timeout=240)
     log = lines(tmp_path)
     assert [r["step"] for r in log] == list(range(8))
-    keys = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
+    keys = (
+        "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib "
+        "expert_counts max_violation entropy dropped"
+    )
     assert set(keys.split()) <= log[0].keys()
     routed = 2 * 2 * 32 * 2  # ranks * batch * seq * K
     assert all(sum(counts) == routed for r in log for counts in r["expert_counts"])
@@ -54,7 +60,10 @@ def test_run_folder(gloo, tmp_path):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
-    """Dropout, jitter, EMA, accumulation, ep=2: N+N steps equal 2N in every loss and every bit of the state."""
+    """N+N steps equal 2N in every loss and every bit of the state.
+
+    With dropout, jitter, EMA, accumulation and ep=2.
+    """
     flags = [
         *SMALL,
         *NOISY,
@@ -81,7 +90,10 @@ def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
 
 
 def test_resume_on_other_layouts(gloo, tmp_path):
-    """Saved by 2 processes at ep=2; loaded by 4 (dp2 x ep2), 1, and 2 at dp=2: equal bits, and the next losses agree."""
+    """Saved by 2 processes at ep=2; loaded by 4 (dp2 x ep2), by 1, and by 2 at dp=2.
+
+    The bits are equal, and the next losses agree.
+    """
     flags = [*SMALL, "--checkpoint.every", "3", "--checkpoint.keep", "0"]
     straight = [*flags, "--out", str(tmp_path / "a"), "--parallel.ep", "2", "--train.batch", "2"]
     gloo(2, run, straight, timeout=240)
@@ -107,7 +119,10 @@ def next_samples(rank: int, world: int, argv: list[str]) -> list[list[int]]:
 
 
 def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
-    """Two ranks read 4 samples a step; resumed after step 3 with 2 or 6 a step, the 13th sample comes next: none twice, none left out."""
+    """Two ranks read 4 samples a step; after step 3 the run is resumed with 2 or 6 a step.
+
+    The 13th sample comes next: none is read twice, none is left out.
+    """
     flags = [*SMALL, "--checkpoint.every", "3", "--train.batch", "2", "--out", str(tmp_path / "a")]
     gloo(2, run, flags, 2, timeout=240)
     step3 = ["--resume", str(tmp_path / "a/checkpoints/step-3")]
@@ -119,7 +134,10 @@ def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
 
 
 def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
-    """All ranks stop at the same boundary, the step is saved, and `--resume auto` goes on with the same numbers."""
+    """All ranks stop at the same boundary and the step is saved.
+
+    `--resume auto` goes on with the same numbers.
+    """
     flags = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
     straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=240)
     gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3, timeout=240)
@@ -132,10 +150,16 @@ def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
 
 
 def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int) -> tuple[int, bool, bool]:
-    """How many validation batches were read; whether the step before was saved, and had its line, when they began."""
+    """How many validation batches were read, and the state of the step before when they began.
+
+    That is whether it was saved and had its line.
+    """
     cfg = parse(argv, "", rank=rank, world=world)
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
-    read, there, told, batch = [], [], [], trainer.val_data.batch
+    read = []
+    there = []
+    told = []
+    batch = trainer.val_data.batch
 
     def batch_then_stop(i, **shape):
         there.append((Path(cfg.out) / f"checkpoints/step-{last_step}/manifest.json").exists())
@@ -157,7 +181,10 @@ def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int
 def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(
     gloo, tmp_path, flags, last, saved
 ):
-    """torchrun kills what still runs after 30 s: a validation is left at its next batch, and the last step is saved before it."""
+    """torchrun kills what still runs after 30 s.
+
+    So a validation is left at its next batch, and the last step is saved before it.
+    """
     flags = [*SMALL, "--out", str(tmp_path), "--train.eval-batches", "5000", *flags.split()]
     for read, there, told in gloo(2, stopped_in_validation, flags, last, timeout=240):
         assert read <= 3 and there == (saved == f"step-{last}") and told
@@ -167,10 +194,11 @@ def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, times):
-    """The second one arrives in the step in which the first did: it never ends."""
+    """The second one arrives in the step in which the first did, and that step never ends."""
     program = f"""if True:
         import os, signal, sys, train
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without
+        # a shell's background job is started without it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         step = train.Trainer.forward_backward
         def interrupted(trainer, *args):
             if trainer.step == 2:
@@ -214,7 +242,8 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
     gloo(1, run, flags, 2)
     (step,) = (tmp_path / "checkpoints").iterdir()
     other = [*flags, "--eval-only", "--data.seed", "9", "--optim.weight-decay", "0.2", "--init", str(step)]
-    command, cwd = [sys.executable, "train.py", *other], Path(train.__file__).parent
+    command = [sys.executable, "train.py", *other]
+    cwd = Path(train.__file__).parent
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 0 and "; --data.seed=9 (was 0); --optim.weight-decay=0.2 (was " in said, said
@@ -225,7 +254,10 @@ def test_resuming_with_other_settings_says_which(gloo, tmp_path):
 def test_a_run_that_has_all_its_steps_says_so(gloo, tmp_path, steps):
     flags = [*SMALL, "--optim.warmup", "1", "--out", str(tmp_path)]
     gloo(1, run, [*flags, "--steps", "2"])
-    said = f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; name more to go on"
+    said = (
+        f"nothing to do: --steps={steps}, and {tmp_path / 'checkpoints/step-2'} has 2 of them; "
+        "name more to go on"
+    )
     assert gloo(1, changes, [*flags, "--steps", str(steps)])[0] == [said]
     assert gloo(1, changes, [*flags, "--steps", str(steps), "--eval-only"])[0] == []
     assert gloo(1, changes, [*flags, "--steps", "3"])[0] == ["--steps=3 (was 2)"]
@@ -248,7 +280,7 @@ def test_eval_only_agrees_with_the_run(gloo, tmp_path, capfd):
 
 
 def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
-    """Of equal global batches: as many sequences, and the same ones."""
+    """Of equal global batches: the same number of sequences, and the same sequences."""
     losses = []
     for world, batch, accumulate in ((1, 4, 1), (2, 1, 2), (2, 2, 1)):
         out = tmp_path / f"{world}-{batch}"
@@ -350,7 +382,7 @@ def test_invalid_settings_are_one_error(argv, says, capsys, monkeypatch):
     ],
 )
 def test_a_run_folder_that_cannot_go_on_is_one_line(gloo, tmp_path, file, content, says):
-    """Before step 0 and on every rank, though rank 0 alone writes there."""
+    """Before step 0 and on every rank, though only rank 0 writes there."""
     (tmp_path / file).mkdir() if content is None else (tmp_path / file).write_text(content)
     (code, said), (other, quiet) = gloo(2, begin, [*SMALL, "--out", str(tmp_path)])
     assert code == other == 2 and says in said and not quiet
@@ -369,7 +401,7 @@ def bad_data(rank: int, world: int, path: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_resume_with_another_kind_of_state_is_one_line(gloo, tmp_path, kept):
-    """An average that is switched off or on, and weights alone: one hint instead of a line for each tensor."""
+    """An average that is switched off or on, or weights alone: one hint, not a line for each tensor."""
     flags = [*SMALL, "--steps", "1", "--out", str(tmp_path / "run")]
     ema = ["--optim.ema", "0.9"]
     gloo(1, run, flags + ema * kept)
@@ -451,11 +483,13 @@ def test_help_documents_every_field(capsys):
         parse(["--help"], train.__doc__)
     text = capsys.readouterr().out
     flags = re.findall(r"--[a-z][a-z.-]+", text)
-    for (
-        flag
-    ) in "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep".split():
+    always = "--out --steps --train.batch --train.seq --train.accumulate --parallel.dp --parallel.ep"
+    for flag in always.split():
         assert flag in flags
-    for flag in "--parallel.dispatch --compile --checkpoint.every --resume --init --eval-only --profile --dry-run".split():
+    seldom = (
+        "--parallel.dispatch --compile --checkpoint.every --resume --init --eval-only --profile --dry-run"
+    )
+    for flag in seldom.split():
         assert flag in flags
 
 

@@ -1,6 +1,8 @@
-"""The fault list on whole runs: a run goes on bit for bit, or all ranks end soon and the right one is named. Never silently wrong.
+"""The fault list on whole runs: a run goes on bit for bit, or all ranks end soon and name the right one.
 
-Cases 9 and 16 to 24; checkpoints are in test_faults_checkpoint.py, ranks that stop or stray in test_faults_ranks.py. Injections replace functions in the worker's own process.
+A run is never wrong in silence. Cases 9 and 16 to 24 are here. Checkpoints are in
+test_faults_checkpoint.py; ranks that stop or stray are in test_faults_ranks.py. Injections replace
+functions in the worker's own process.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def stop_in(rank: int, world: int, argv: list[str], where: str) -> None:
 
 @pytest.mark.parametrize("where", ["step", "save"])
 def test_9_sigterm(tmp_path, gloo, where):
-    """One rank is told; all stop at one step, commit, exit 0, and the resumed run equals the straight one bit for bit."""
+    """One rank gets the signal; all stop at one step, commit and exit with 0.
+
+    The resumed run equals the straight one bit for bit.
+    """
     straight = gloo(2, run, [*EP2, "--out", str(tmp_path / "a")])
     stopped = [*EP2, "--out", str(tmp_path / "b"), "--checkpoint.every", "4"]
     assert [end.code for end in launch(2, stop_in, stopped, where)] == [0, 0]
@@ -59,7 +64,10 @@ def test_9_sigterm(tmp_path, gloo, where):
 
 
 def test_16_resume_is_the_straight_run(tmp_path, gloo):
-    """8 steps against 3 + 5: dropout, jitter, EMA, accumulation, global balance, ep=2; losses and every bit of the state."""
+    """8 steps against 3 + 5: the losses and every bit of the state are equal.
+
+    With dropout, jitter, EMA, accumulation, global balance and ep=2.
+    """
     flags = [
         *EP2,
         *NOISY,
@@ -79,10 +87,14 @@ def test_16_resume_is_the_straight_run(tmp_path, gloo):
 
 
 def consume(rank: int, world: int, argv: list[str], kill_at: int | None) -> list[tuple[int, int]]:
-    """Trains and notes each (step, global sample) whose windows it consumed; killed with the next batches in the making."""
+    """Trains and notes each (step, global sample) whose windows it consumed.
+
+    The rank is killed while the next batches are being made.
+    """
     trainer = start(rank, world, argv)
     log = Path(trainer.cfg.out, f"samples-{rank}.txt")
-    sample, drawn = trainer.data.sample, {}
+    sample = trainer.data.sample
+    drawn = {}
 
     def noted(index: int):
         window = sample(index)
@@ -103,7 +115,10 @@ def consume(rank: int, world: int, argv: list[str], kill_at: int | None) -> list
 
 
 def test_17_data_goes_on_where_it_stopped(tmp_path):
-    """Killed in step 5 with batches prefetched, in the middle of an epoch: the samples that count are 0, 1, 2, ... once each."""
+    """Killed in step 5, in the middle of an epoch, with batches prefetched.
+
+    The samples that count are 0, 1, 2, ..., each of them once.
+    """
     flags = [
         *EP2,
         "--out",
@@ -136,7 +151,10 @@ def samples(out: Path, steps: range) -> list[tuple[int, int]]:
 
 
 def test_18_other_worlds(tmp_path, gloo):
-    """2 -> 4 -> 1 ranks: the state is equal bit for bit after each load, and the losses follow the straight run's."""
+    """2 -> 4 -> 1 ranks: the state is bit for bit the same after each load.
+
+    The losses follow those of the straight run.
+    """
     flags = [*SMALL, "--checkpoint.keep", "0"]
     layout = {
         2: ["--parallel.ep", "2", "--train.batch", "2"],
@@ -144,7 +162,8 @@ def test_18_other_worlds(tmp_path, gloo):
         1: ["--train.batch", "4"],
     }
     gloo(2, run, [*flags, *layout[2], "--out", str(tmp_path / "straight"), "--checkpoint.every", "3"])
-    out, step3 = ["--out", str(tmp_path / "moved")], str(tmp_path / "straight/checkpoints/step-3")
+    out = ["--out", str(tmp_path / "moved")]
+    step3 = str(tmp_path / "straight/checkpoints/step-3")
     at4 = [*flags, *layout[4], *out, "--checkpoint.every", "2"]
     assert_equal_state(
         gloo(2, load, [*flags, *layout[2], *out, "--resume", step3])[0],
@@ -152,7 +171,8 @@ def test_18_other_worlds(tmp_path, gloo):
     )
     gloo(4, run, [*at4, "--resume", step3])
     step6 = ["--resume", str(tmp_path / "moved/checkpoints/step-6")]
-    loaded4, loaded1 = gloo(4, load, [*at4, *step6])[0], gloo(1, load, [*flags, *layout[1], *out, *step6])[0]
+    loaded4 = gloo(4, load, [*at4, *step6])[0]
+    loaded1 = gloo(1, load, [*flags, *layout[1], *out, *step6])[0]
     assert_equal_state(loaded4, loaded1)
     moved = lines(tmp_path / "moved")[:3]
     gloo(1, run, [*flags, *layout[1], "--out", str(tmp_path / "alone"), *step6])
@@ -160,20 +180,25 @@ def test_18_other_worlds(tmp_path, gloo):
         assert ours["step"] == theirs["step"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-def late(rank: int, world: int, argv: list[str], who: int) -> None:
-    time.sleep(0.3 * (rank == who))
+def late(rank: int, world: int, argv: list[str], late_rank: int) -> None:
+    time.sleep(0.3 * (rank == late_rank))
     finish(start(rank, world, argv))
 
 
 def test_19_run_to_run(tmp_path):
-    """Either rank starts late; the third run is a user's, each rank with a hash seed of its own: equal numbers in every line."""
-    outs, text = [tmp_path / str(i) for i in range(3)], tmp_path / "text"
+    """Every number in every line is equal between three runs.
+
+    In two of them one rank starts late. The third is started as a user would, and each rank has a
+    hash seed of its own.
+    """
+    outs = [tmp_path / str(i) for i in range(3)]
+    text = tmp_path / "text"
     text.mkdir()
-    for name in ("train", "val"):  # little, so that three runs start soon
+    for name in ("train", "val"):  # little text, so that three runs start soon
         (text / f"{name}.txt").write_text("".join(chr(97 + i * i * (i >> 3) % 26) for i in range(3000)))
     flags = [*EP2, *NOISY, "--data.path", str(text), "--data.val-fraction", "0.5"]
-    for out, who in zip(outs, range(2), strict=False):
-        ends = launch(2, late, [*flags, "--out", str(out)], who)
+    for out, late_rank in zip(outs, range(2), strict=False):
+        ends = launch(2, late, [*flags, "--out", str(out)], late_rank)
         assert [end.code for end in ends] == [0, 0], ends[0].said
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -203,7 +228,8 @@ def test_19_run_to_run(tmp_path):
 
 # ---- 20: golden losses ----
 
-# float.hex of the losses of `test_20_golden_losses`, by what may change them rightly: a torch release, a CPU's instructions.
+# float.hex of the losses of `test_20_golden_losses`. The keys are what may rightly change them:
+# the torch release and the CPU's instructions.
 GOLDEN = {
     ("2.13.0+cpu", "AVX512", "x86_64"): (
         "0x1.6982f20000000p+2 0x1.5e045e0000000p+2 0x1.52bab40000000p+2 0x1.46adc40000000p+2 "
@@ -213,7 +239,7 @@ GOLDEN = {
 
 
 def test_20_golden_losses(tmp_path, gloo):
-    """A change of the code that changes a bit of any loss must say so here."""
+    """A change of the code that changes one bit of any loss must say so here."""
     here = (torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine())
     if here not in GOLDEN:
         pytest.skip(f"no golden losses for {here}")
@@ -230,8 +256,12 @@ def test_20_golden_losses(tmp_path, gloo):
 
 
 def poison(rank: int, world: int, argv: list[str], steps: list[int]) -> dict:
-    """Rank 1's shard of one expert gradient is NaN in these steps; states around the first, and what ended the run."""
-    trainer, seen = start(rank, world, argv), {}
+    """Rank 1's shard of one expert gradient is NaN in these steps.
+
+    Returns the states around the first of them, and what ended the run.
+    """
+    trainer = start(rank, world, argv)
+    seen = {}
     original = trainer.forward_backward
 
     def forward_backward(batch, totals):
@@ -254,7 +284,7 @@ def poison(rank: int, world: int, argv: list[str], steps: list[int]) -> dict:
 
 
 def test_21_nan_gradient_on_one_rank(tmp_path, gloo):
-    """All ranks skip the step together; nothing changes by a bit; the next clean step is taken."""
+    """All ranks skip the step together and no bit changes; the next clean step is taken."""
     flags = [*EP2, "--out", str(tmp_path), "--checkpoint.mode", "off", "--optim.ema", "0.9"]
     results = gloo(2, poison, [*flags, "--model.moe.choice-bias"], [3])
     for result in results:
@@ -267,7 +297,7 @@ def test_21_nan_gradient_on_one_rank(tmp_path, gloo):
 
 
 def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
-    """Three in a row: every rank raises the same error, and nothing was published after the first."""
+    """After three in a row every rank raises the same error; nothing was published after the first."""
     flags = [*EP2, "--out", str(tmp_path), "--optim.max-skips", "3", "--checkpoint.every", "2"]
     results = gloo(2, poison, flags, [2, 3, 4, 5, 6])
     for result in results:
@@ -277,8 +307,12 @@ def test_21_nan_in_every_step_ends_the_run(tmp_path, gloo):
 
 
 def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    """Rank 1's part of one weight becomes NaN behind step 4, as a flipped bit would make it; the run is told to stop soon after."""
-    trainer, said = start(rank, world, argv), io.StringIO()
+    """Rank 1's part of one weight becomes NaN after step 4, as a flipped bit would make it.
+
+    The run is told to stop soon after.
+    """
+    trainer = start(rank, world, argv)
+    said = io.StringIO()
     original = trainer.forward_backward
 
     def forward_backward(batch, totals):
@@ -296,7 +330,10 @@ def broken(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
 
 
 def test_21_weights_that_hold_nan_are_never_published(tmp_path, gloo):
-    """Not by the last save of a run that is told to stop either: it would push out the only step to go on from."""
+    """Not even by the last save of a run that is told to stop.
+
+    That save would push out the only step from which the run can go on.
+    """
     flags = [*EP2, "--out", str(tmp_path), "--checkpoint.every", "2", "--checkpoint.keep", "1"]
     (code, said), (other, quiet) = gloo(2, broken, flags)
     assert code == other == 2 and not quiet
@@ -341,9 +378,13 @@ def spiking(rank: int, world: int, argv: list[str]) -> None:
 
 
 def test_22_loss_spike(tmp_path):
-    """Step, rank and samples are logged once; resumed shortly before, the run says and does the same, bit for bit."""
+    """Step, rank and samples are logged once.
+
+    A run that is resumed shortly before the spike says and does the same, bit for bit.
+    """
     flags = [*EP2, "--steps", "12", "--checkpoint.every", "9"]
-    straight, out = [*flags, "--out", str(tmp_path / "a")], tmp_path / "b"
+    straight = [*flags, "--out", str(tmp_path / "a")]
+    out = tmp_path / "b"
     step9 = str(tmp_path / "a/checkpoints/step-9")
     said = []
     for argv in (straight, [*flags, "--out", str(out), "--resume", step9]):
@@ -353,9 +394,8 @@ def test_22_loss_spike(tmp_path):
         assert "highest on rank" not in ends[1].said
     assert len(said[0]) == 1 and said[0] == said[1]
     assert said[0][0].startswith("step 10: loss ") and "highest on rank 1 with " in said[0][0]
-    assert said[0][0].endswith(
-        ": samples [42, 43]"
-    )  # two ranks of two sequences: step 10 begins at sample 40
+    # two ranks of two sequences: step 10 begins at sample 40
+    assert said[0][0].endswith(": samples [42, 43]")
     assert numbers(out, 9) == numbers(tmp_path / "a", 9)
     log = lines(tmp_path / "a")
     assert log[10]["loss"] > 1000 * log[9]["loss"] and log[11]["skipped"] == 0  # clipped, and taken
@@ -387,7 +427,10 @@ def ignoring(rank: int, world: int, argv: list[str], ranks: list[int]) -> list[d
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one rank", "all ranks"])
 def test_23_all_labels_ignored(tmp_path, gloo, ranks):
-    """Finite loss and metrics; the mean is over the targets that there are; without any, the update is that of weight decay only."""
+    """Loss and metrics stay finite, and the mean is over the targets that exist.
+
+    In a step without any target the update is weight decay alone.
+    """
     coeffs = (
         "--model.moe.balance-coeff 0 --model.moe.z-coeff 0 --optim.weight-decay 0 --optim.betas 0 0".split()
     )
@@ -406,8 +449,12 @@ def test_23_all_labels_ignored(tmp_path, gloo, ranks):
 
 
 def crowded(rank: int, world: int, argv: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Every token of every rank goes to experts 0 and 1, which rank 0 of each expert group holds; seconds, first gradients."""
-    trainer, grads = start(rank, world, argv), {}
+    """Every token of every rank goes to experts 0 and 1, which rank 0 of each expert group holds.
+
+    Returns the seconds that it took and the first gradients.
+    """
+    trainer = start(rank, world, argv)
+    grads = {}
 
     def force(router, args, routing):
         first_two = torch.arange(2, dtype=torch.int32).expand_as(routing.ids_TK)
@@ -432,7 +479,10 @@ def crowded(rank: int, world: int, argv: list[str]) -> tuple[float, dict[str, to
 
 
 def test_24_all_tokens_to_the_first_rank(tmp_path, gloo):
-    """Ranks whose experts get nothing take part in every collective; gradients and numbers are those of one process."""
+    """Ranks whose experts get no token still take part in every collective.
+
+    Gradients and numbers are those of one process.
+    """
     flags = [*SMALL, "--steps", "2", "--checkpoint.mode", "off", "--train.dtype", "fp32"]
     spread_out, alone_out = tmp_path / "4", tmp_path / "1"
     spread = gloo(4, crowded, [*flags, "--parallel.ep", "2", "--train.batch", "1", "--out", str(spread_out)])

@@ -1,7 +1,8 @@
-"""Cases 1 to 15 and 18 of the fault list on tmoe's checkpoints: what `python -m benchmarks.faults` injects goes wrong nowhere.
+"""Cases 1 to 15 and 18 of the fault list on tmoe's checkpoints: none of the injected faults goes wrong.
 
-Each case states in benchmarks/faults.py what it does and what it complains about. Stock DCP fails most of them by the same
-complaints, and must: a case that nothing fails tests nothing.
+`python -m benchmarks.faults` injects them. Each case in benchmarks/faults.py states what it does and
+what it complains about. Stock DCP fails most of them with the same complaints, and must: a case that
+nothing fails tests nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ pytestmark = [
         "ignore:torch.distributed is (disabled|unavailable)", "ignore:Detected pickle protocol"
     ),
 ]
+# on torch 2.13: a fresh step, an error that is asked for, another world
 STOCK_PASSES = {
     "1",
     "3a",
     "4",
     "7",
     "18",
-}  # on torch 2.13: a fresh step, an error that is asked for, another world
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c}-{CASES[c][1].__name__}")

@@ -1,6 +1,8 @@
-"""On GPUs, too, a run ends soon when a rank stops or raises, though kernels wait for that rank's and Python may wait behind a full queue.
+"""On GPUs, too, a run ends soon when a rank stops or raises.
 
-As tests they start themselves under torchrun, on four ranks; where there are fewer GPUs, the ranks share them (benchmarks/shared.py).
+Kernels then wait for that rank's kernels, and Python may wait behind a full queue. As tests they start
+themselves under torchrun, on four ranks. Where there are fewer GPUs, the ranks share them
+(benchmarks/shared.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from symm_ranks import ROOT
 
 TIMEOUT = 15.0  # of a step
 TORCHRUN = 30.0  # s that it gives a rank to end by itself; a stopped one does not
-FLAGS = "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batches 1 --parallel.ep 4 --checkpoint.mode off".split()
+FLAGS = (
+    "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batches 1 "
+    "--parallel.ep 4 --checkpoint.mode off"
+).split()
 
 
 @pytest.mark.gpu
@@ -26,7 +31,7 @@ FLAGS = "tiny --steps 20 --train.batch 1 --train.eval-every 0 --train.eval-batch
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("how", "layers"), [("stops", 4), ("stops", 16), ("raises", 4)])
 def test_the_others_end(tmp_path, how, layers):
-    """16 layers are more launches than a GPU's queue takes."""
+    """16 layers are more launches than the queue of a GPU takes."""
     shared = [] if torch.cuda.device_count() >= 4 else ["-m", "benchmarks.shared"]
     flags = [*FLAGS, "--model.layers", str(layers), "--train.timeout", str(TIMEOUT), "--out", str(tmp_path)]
     command = [
@@ -41,7 +46,8 @@ def test_the_others_end(tmp_path, how, layers):
     ]
     env = os.environ | dict(PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=360)
-    ended, said = time.time(), ran.stdout + ran.stderr
+    ended = time.time()
+    said = ran.stdout + ran.stderr
     assert ran.returncode == 1, said
     took = ended - float(re.findall(r"step 6: (\S+)", said)[0])
     assert took < (TIMEOUT + TORCHRUN if how == "stops" else 0) + 15, said

@@ -1,4 +1,7 @@
-"""Cases 25 to 28 of the fault list: a rank stops, raises, strays from the others' path or was started wrongly. All end, and say why."""
+"""Cases 25 to 28 of the fault list: a rank stops, raises, strays from the others or was started wrongly.
+
+All ranks end, and say why.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,14 @@ from tmoe.run.watch import Watch
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 
-def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
+def stops(rank: int, world: int, argv: list[str], stopped: int, where: str) -> None:
     """Stops in step 3, before the forward pass or when backward begins, or in the save that follows it."""
     trainer = start(rank, world, argv)
-    backward, write = torch.Tensor.backward, trainer.checkpoints._write
+    backward = torch.Tensor.backward
+    write = trainer.checkpoints._write
 
     def stop(*_):
-        if rank == who:
+        if rank == stopped:
             print("stopped", time.monotonic(), flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -51,17 +55,22 @@ def stops(rank: int, world: int, argv: list[str], who: int, where: str) -> None:
     finish(trainer)
 
 
-@pytest.mark.parametrize(("world", "who", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")])
-def test_25_stopped_rank_is_named(tmp_path, world, who, where):
-    """Its peers, those in its subgroups too, end within the timeout and 2 s, and name rank, step and the collective it came to last."""
+@pytest.mark.parametrize(
+    ("world", "stopped", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]
+)
+def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
+    """Its peers end within the timeout and 2 s, also those in its subgroups.
+
+    They name the rank, the step and the collective that the rank came to last.
+    """
     flags = [*EP2, "--train.batch", "1", "--checkpoint.every", "4", "--out", str(tmp_path)]
-    ends = launch(world, stops, flags, who, where, timeout=TIMEOUT, waits=world - 1, limit=15)
-    stopped_at = float(ends[who].said.split("stopped ")[1].split()[0])
-    assert ends[who].code is None
+    ends = launch(world, stops, flags, stopped, where, timeout=TIMEOUT, waits=world - 1, limit=15)
+    stopped_at = float(ends[stopped].said.split("stopped ")[1].split()[0])
+    assert ends[stopped].code is None
     for rank, end in enumerate(ends):
-        if rank != who:
+        if rank != stopped:
             assert end.code == 1 and end.at - stopped_at < TIMEOUT + 2, end.said
-            assert f"rank {who} is silent for" in end.said, end.said
+            assert f"rank {stopped} is silent for" in end.said, end.said
             assert re.search("last heard of in step [34], in or after all_", end.said), end.said
             assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))
@@ -72,7 +81,10 @@ def raise_here() -> None:
 
 
 def stands(rank: int, world: int, argv: list[str], how: str) -> None:
-    """In step 3 the last rank stops, or lives and does not go on, with Python's lock or without; or all do what takes longer than a step may stand still."""
+    """In step 3 the last rank stops, or it lives and does not go on, holding Python's lock or not.
+
+    Or all ranks do something that takes longer than a step may stand still.
+    """
     trainer = start(rank, world, argv)
     mine = rank == world - 1
     if how == "stopped":
@@ -101,7 +113,10 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "asleep", "locked"])
 def test_25_a_step_that_stands_still_ends(tmp_path, how):
-    """Long before the collectives' own timeout: each rank says where it stands itself, and what it knows of the others."""
+    """Long before the collectives' own timeout.
+
+    Each rank says where it stands itself and what it knows of the others.
+    """
     flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
     began = time.monotonic()
     ends = launch(2, stands, flags, how, timeout=60, waits=1 if how == "stopped" else 2, limit=40)
@@ -125,7 +140,10 @@ def test_25_who_waits_has_not_failed(tmp_path):
 
 
 def test_25_the_cause_is_said(tmp_path):
-    """Of a rank that raised, and whose end (metrics on their way to a server, say) takes longer than a step may stand still."""
+    """The cause is the error of the rank that raised.
+
+    Its end may take longer than a step may stand still: metrics on their way to a server, for example.
+    """
     ends = launch(
         2, stands, [*EP2, "--train.timeout", "2", "--out", str(tmp_path)], "slow to end", timeout=60, limit=40
     )
@@ -139,7 +157,9 @@ def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
     armed = []  # for real it would end this process, which no beat tells that all is well
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, exit: armed.append(seconds))
     watch = Watch(0, 1, dist.HashStore(), None)
-    watch.timeout, watch._moved, watch.saving = 0.2, time.monotonic() - 5.0, lambda: True
+    watch.timeout = 0.2
+    watch._moved = time.monotonic() - 5.0
+    watch.saving = lambda: True
     watch._give_up = lambda stood: pytest.fail(f"ended after {stood} s")
     watch._guard()
     watch.saving = lambda: False
@@ -178,7 +198,10 @@ def test_25_a_save_under_way_ends_first(tmp_path):
     ],
 )
 def test_a_process_leaves_behind_what_nobody_catches(how):
-    """With its traceback, and before what CUDA would do at the end; who catches the error goes on as if nothing had been, and holds nothing."""
+    """It says so with its traceback, and before what CUDA would do at the end.
+
+    A caller that catches the error goes on as if nothing had happened, and holds nothing.
+    """
     code = f"""
 import atexit, gc, weakref
 from tmoe.run.watch import _leave_behind
@@ -209,7 +232,10 @@ _leave_behind(error)
 
 @pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])
 def test_25_what_may_take_long(tmp_path, how, timeout):
-    """The first step, a save, a validation: two seconds are for a step. And any step, of whoever sets none."""
+    """The first step, a save and a validation: the two seconds are for an ordinary step.
+
+    And any step, where no timeout is set.
+    """
     flags = [
         *EP2,
         "--train.timeout",
@@ -242,7 +268,7 @@ def raises(rank: int, world: int, argv: list[str], where: str) -> None:
 
 @pytest.mark.parametrize("where", ["start", "step"])
 def test_26_one_rank_raises(tmp_path, where):
-    """All end within 5 s, and everybody's last words hold the first error."""
+    """All end within 5 s, and the last words of each rank hold the first error."""
     ends = launch(2, raises, [*EP2, "--out", str(tmp_path)], where, timeout=30, limit=15)
     raised_at = float(ends[0].said.split("raised ")[1].split()[0])
     assert [end.code for end in ends] == [1, 1]
@@ -255,16 +281,17 @@ def test_26_one_rank_raises(tmp_path, where):
 
 
 def strays(rank: int, world: int, argv: list[str], how: str) -> None:
-    """In step 3 the last rank leaves the others' path; whoever changes weights in it says so."""
+    """In step 3 the last rank leaves the others' path; a rank that changes weights in it says so."""
     trainer = start(rank, world, argv)
-    mine, scalar, real = rank == world - 1, torch.ones(()), dist.all_reduce
+    mine = rank == world - 1
+    scalar = torch.ones(())
+    real = dist.all_reduce
 
     def part(batch):
         if how == "skipped by one":
             mine or dist.all_reduce(scalar)
-        elif (
-            how == "skipped by each"
-        ):  # counts and sizes are equal, and so sums of unlike things pass for results
+        elif how == "skipped by each":
+            # counts and sizes are equal, and so sums of unlike things pass for results
             dist.all_reduce(scalar) if mine else None
             dist.all_reduce(torch.full((), 10.0)) if not mine else None
         elif how == "other operation":
@@ -275,9 +302,8 @@ def strays(rank: int, world: int, argv: list[str], how: str) -> None:
             dist.all_reduce(torch.ones(4, dtype=torch.int32 if mine else torch.float32))
         elif how.startswith("other size"):
             dist.all_reduce(torch.ones({"other size": 4, "other size, larger": 16}[how] if mine else 8))
-        elif (
-            how == "skipped inside" and mine
-        ):  # below whoever has replaced the function: only the group knows
+        elif how == "skipped inside" and mine:
+            # below any replacement of the function: only the group knows
             dist.all_reduce = lambda *args, **kwargs: setattr(dist, "all_reduce", real)
 
     before_step(trainer, 3, part)
@@ -295,7 +321,7 @@ PARTINGS += ["other operation", "other reduction", "other type", "other size", "
 
 @pytest.mark.parametrize("how", [*PARTINGS, "after the last step"])
 def test_27_ranks_part(tmp_path, how):
-    """No rank changes its weights with what was summed wrongly; all end, naming the call at which they parted."""
+    """No rank changes its weights with a wrong sum; all end and name the call at which they parted."""
     ends = launch(2, strays, [*EP2, "--out", str(tmp_path)], how, timeout=TIMEOUT, limit=15)
     assert all(end.code not in (0, None) for end in ends), ends
     last = 7 if how == "after the last step" else 2
@@ -317,7 +343,7 @@ def test_27_one_of_four_parts(tmp_path):
 
 
 def assert_parting_named(ends: list[End], how: str) -> None:
-    """By every rank that gloo does not abort: it does so to one that gets more bytes than it asked for."""
+    """Each rank names it that gloo does not abort: gloo aborts one that gets more bytes than it asked for."""
     said = [end.said for end in ends if end.code != -signal.SIGABRT]
     assert len(said) == len(ends) or (said and how.startswith(("other size", "skipped inside"))), ends
     assert all("the ranks' collectives part at number" in text for text in said), said
@@ -357,13 +383,17 @@ def shards(folder: Path) -> Path:
         ("empty", "00000.bin: "),
         (
             "nan",
-            "NaN or infinity in model.blocks.1.ffn_norm.weight: start from another checkpoint (--resume, --init)",
+            "NaN or infinity in model.blocks.1.ffn_norm.weight: "
+            "start from another checkpoint (--resume, --init)",
         ),
         ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
     ],
 )
 def test_28_bad_input(tmp_path, gloo, bad, says):
-    """Every rank ends before the first step, soon; rank 0 says once which field or file is wrong, and what would be valid."""
+    """Every rank ends soon, before the first step.
+
+    Rank 0 says once which field or file is wrong and what would be valid.
+    """
     flags = [*EP2, "--out", str(tmp_path / "run"), "--data.val-fraction", "0.5"]
     if bad in ("id", "empty"):
         flags += ["--data.path", str(shards(tmp_path))]

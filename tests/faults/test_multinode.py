@@ -1,4 +1,7 @@
-"""Expert groups stay inside nodes unless asked otherwise, said on every rank before any collective; and two real hosts."""
+"""Expert groups stay inside nodes unless asked otherwise, which every rank says before any collective.
+
+And a run over two real hosts.
+"""
 
 import contextlib
 import os
@@ -21,7 +24,7 @@ from tmoe.run.cli import parse
 
 
 def on_nodes(rank: int, sizes: list[int]) -> dict[str, str]:
-    """torchrun's environment of a rank on nodes that hold so many processes each."""
+    """torchrun's environment of a rank on nodes that hold these numbers of processes."""
     node = next(n for n in range(len(sizes)) if rank < sum(sizes[: n + 1]))
     return dict(
         GROUP_RANK=str(node),
@@ -34,7 +37,7 @@ def on_nodes(rank: int, sizes: list[int]) -> dict[str, str]:
 def mesh_or_error(
     rank: int, world: int, sizes: list[int], ep: int, across: bool, without: tuple[str, ...] = ()
 ):
-    """Members of the rank's expert group, or the error's text; no collective may have run before it."""
+    """Members of the rank's expert group, or the text of the error; no collective may have run before."""
     os.environ.update(on_nodes(rank, sizes))
     for name in without:
         del os.environ[name]
@@ -70,7 +73,7 @@ def test_groups_that_span_nodes_are_refused_on_every_rank(gloo, sizes, ep, valid
 
 @pytest.mark.parametrize(("sizes", "ep"), [([2, 2], 2), ([4], 4), ([4, 2], 2), ([1, 3], 1)], ids=str)
 def test_groups_inside_nodes(gloo, sizes, ep):
-    """ep is neighbours on one node, dp crosses nodes, without a word of the user."""
+    """ep joins neighbours on one node and dp crosses nodes, without a word from the user."""
     world = sum(sizes)
     for rank, group in enumerate(gloo(world, real_mesh, sizes, ep, False)):
         assert group == list(range(rank // ep * ep, rank // ep * ep + ep))
@@ -127,7 +130,7 @@ def without_launcher(rank: int, world: int, names: tuple[str, ...]) -> list[int]
 
 
 def test_large_worlds_are_checked_quickly():
-    """512 nodes of 8: the decision of each rank, on facts that the store has brought together."""
+    """512 nodes of 8: the decision of each rank, on facts that the store has collected."""
     nodes = [str(r // 8) for r in range(4096)]
     require_ep_inside_nodes(8, nodes)
     with pytest.raises(ValueError, match=r"256 of 256 expert groups.*\[8\] processes.*valid: \[1, 2, 4, 8\]"):
@@ -136,7 +139,10 @@ def test_large_worlds_are_checked_quickly():
 
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_command_line_refuses_before_a_process_group_exists(monkeypatch, capsys, rank):
-    """More nodes than expert groups is certain on every rank alike, so nothing is compiled or joined first."""
+    """That there are more nodes than expert groups is certain on every rank alike.
+
+    So nothing is compiled or joined first.
+    """
     for name, value in on_nodes(rank, [4, 4]).items():
         monkeypatch.setenv(name, value)
     assert parse(["tiny", "--parallel.ep", "4"], "", rank=rank, world=8).parallel.ep == 4
@@ -162,7 +168,10 @@ def run_train(rank: int, world: int, sizes: list[int], argv: list[str], folder: 
 
 
 def test_train_ends_with_code_2_on_every_rank(gloo, tmp_path):
-    """Nodes of 3 and 1: only the store can tell, so train.py refuses right after the process group has met."""
+    """Nodes of 3 and 1: only the store can tell.
+
+    So train.py refuses right after the process group has met.
+    """
     argv = ["tiny", "--no-compile", "--parallel.ep", "2", "--out", str(tmp_path / "run")]
     ends = gloo(4, run_train, [3, 1], argv, tmp_path)
     assert [code for code, _ in ends] == [2] * 4
@@ -215,8 +224,10 @@ train.main(sys.argv[2:])
 @pytest.mark.slow
 @pytest.mark.parametrize("agents", [1, 2])
 def test_torchrun_starts_dead_workers_again(tmp_path, agents):
-    """--max-restarts as it stands: two gloo workers, rank 1 dies in its first life, the second goes on from the checkpoint. With
-    two agents only one of them counts the restart."""
+    """--max-restarts works as it is: rank 1 dies in its first life, the second goes on from the checkpoint.
+
+    Two gloo workers under one agent. With two agents only one of them counts the restart.
+    """
     (tmp_path / "worker.py").write_text(DIES_ONCE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -274,7 +285,10 @@ def test_torchrun_starts_dead_workers_again(tmp_path, agents):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hosts_lose_one_and_go_on():
-    """tests/lib/two_hosts.py: torchrun rendezvous between network namespaces, dp across and ep inside, a host killed, resumed."""
+    """tests/lib/two_hosts.py: torchrun meets between network namespaces, a host is killed, the run resumes.
+
+    dp crosses the hosts and ep stays inside them.
+    """
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
     before = subprocess.check_output(["ip", "netns", "list"]), set(os.listdir("/sys/class/net"))

@@ -1,6 +1,6 @@
-"""Import and export as an operator meets them: files that come back, damage, refusals, memory, the command line.
+"""Import and export as an operator meets them: files that come back, damage, refusals, memory, commands.
 
-next: ../../tmoe/hf/importer.py
+next: tmoe/hf/importer.py
 """
 
 import ctypes
@@ -160,7 +160,10 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
     ],
 )
 def test_a_number_that_cannot_be_is_named(tmp_path, key, value, message):
-    """One ConfigError in config.json's own words, by the import and by a direct start, before any shape is made."""
+    """One ConfigError in config.json's own words, before any shape is made.
+
+    By the import and by a direct start.
+    """
     hf_dir = saved(tmp_path / "hf", "qwen3_moe")
     config = json.loads((hf_dir / "config.json").read_text())
     model = Transformer(read_config(config))
@@ -324,8 +327,9 @@ def resident(field: str) -> int:
 def peak(rank: int, world: int, folder: Path, threads: int) -> list[int]:
     """Bytes by which the resident size grows in an import and in the export of what came.
 
-    glibc keeps what a thread has freed in an arena of that thread's, up to twice the largest block it has seen, and which arena a
-    new thread gets is a matter of timing: 7 to 14 MB were seen for what is 5.3. A fixed threshold hands every tensor straight back.
+    glibc keeps what a thread has freed in an arena of that thread's, up to twice the largest block it has
+    seen. Which arena a new thread gets is a matter of timing: 7 to 14 MB were seen for what is 5.3. A fixed
+    threshold hands every tensor straight back.
     """
     M_MMAP_THRESHOLD = -3
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
@@ -342,8 +346,10 @@ def peak(rank: int, world: int, folder: Path, threads: int) -> list[int]:
 
 @pytest.mark.parametrize(("threads", "limit"), [(1, 4e6), (8, 7e6)])
 def test_memory_is_that_of_a_few_tensors(gloo, tmp_path, threads, limit):
-    """32 layers, 76 MB in files of 24 MB, no tensor above 1 MB; beside them the first 4 layers alone. Measured: 3.2 and 5.3 MB, for
-    of up to eight threads such a model keeps two at work."""
+    """32 layers, 76 MB in files of 24 MB, no tensor above 1 MB; compared with the first 4 layers alone.
+
+    Measured: 3.2 and 5.3 MB. Such a model keeps two of up to eight threads at work.
+    """
     sizes = SIZES | dict(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=512)
     for name, layers in (("small", 4), ("large", 32)):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes | dict(num_hidden_layers=layers)))
@@ -367,7 +373,10 @@ def test_command_line(tmp_path, capsys):
 
 
 def test_train_from_an_import_and_export(gloo, tmp_path):
-    """`train.py tiny --init STEP` on two ranks starts from theirs; its checkpoint goes back and computes what the run ended with."""
+    """`train.py tiny --init STEP` on two ranks starts from theirs.
+
+    Its checkpoint is exported, and computes what the run ended with.
+    """
     cfg = parse([*SMALL, "--out", "x"], "", rank=0, world=1)
     hf_dir = tmp_path / "hf"
     theirs = AutoModelForCausalLM.from_config(

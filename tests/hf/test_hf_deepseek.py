@@ -1,8 +1,9 @@
-"""DeepSeek's checkpoints as published: fp8 in blocks, layers that predict further tokens, config.json of the hub, the choice bias.
+"""DeepSeek's checkpoints as published: fp8 in blocks, the choice bias, layers that predict further tokens.
 
-Logits, gradients and the way back of tiny models of both architectures: test_hf_models.py.
+And config.json of the hub. Logits, gradients and the way back of tiny models of both architectures are
+in test_hf_models.py.
 
-next: ../../tmoe/hf/tables.py
+next: tmoe/hf/tables.py
 """
 
 import json
@@ -36,7 +37,7 @@ def edit_config(folder: Path, **changes):
 
 
 def in_two_files(folder: Path, tensors: dict[str, torch.Tensor]):
-    """The folder's weights anew; a tensor and its factors may lie apart."""
+    """Writes the folder's weights anew, in two files; a tensor and its factors may be in different ones."""
     (folder / "model.safetensors").unlink(missing_ok=True)
     where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in {*where.values()}:
@@ -49,7 +50,8 @@ def in_two_files(folder: Path, tensors: dict[str, torch.Tensor]):
 
 def quantised(folder: Path, block: list[int], fmt: str = "fp8") -> dict[str, torch.Tensor]:
     """Turns a folder into what DeepSeek publishes; returns its values in fp32."""
-    tensors, values = tensors_of(folder), {}
+    tensors = tensors_of(folder)
+    values = {}
     for name in [n for n in tensors if n.endswith("_proj.weight") or "kv_a_proj" in n]:
         w = tensors[name].float()
         blocks = [-(-n // b) for n, b in zip(w.shape, block, strict=True)]
@@ -76,7 +78,7 @@ def start(rank: int, world: int, ep: int, hf_dir: Path) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("block", [[128, 128], [3, 5]])
 def test_fp8_stands_for_its_products(gloo, tmp_path, block):
-    """Imported and started from directly, whatever rows a rank holds; the way back is bf16, rounded once."""
+    """Imported and started from directly, whatever rows a rank holds; the export is bf16, rounded once."""
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
     want = quantised(hf_dir, block)
     import_hf(hf_dir, tmp_path / "step", world=4, ep=2)
@@ -101,7 +103,8 @@ def test_fp8_that_does_not_fit_is_listed(tmp_path):
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
     quantised(hf_dir, [4, 4])
     tensors = tensors_of(hf_dir)
-    lost, bent = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"
+    lost = "model.layers.0.self_attn.o_proj.weight"
+    bent = "model.layers.1.mlp.experts.2.up_proj.weight"
     del tensors[f"{lost}_scale_inv"]
     tensors[f"{bent}_scale_inv"] = torch.ones(3, 3)
     in_two_files(hf_dir, tensors)
@@ -125,7 +128,10 @@ def test_fp8_that_does_not_fit_is_listed(tmp_path):
 
 
 def test_layers_that_predict_further_tokens_are_carried(tmp_path, capsys):
-    """Not the model's, said so by name, and back in their place; more of them than config.json names are refused."""
+    """They are not the model's: named as such, and put back in their place by an export.
+
+    More of them than config.json names are refused.
+    """
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
     tensors = tensors_of(hf_dir)
     extra = {n.replace("layers.2.", "layers.3."): t.clone() for n, t in tensors.items() if "layers.2." in n}
@@ -165,7 +171,8 @@ def start_of(hf_dir: Path) -> dict[str, torch.Tensor]:
 def test_every_wrong_tensor_is_listed(tmp_path):
     hf_dir = saved(tmp_path / "hf", "deepseek_v2")
     file = hf_dir / "model.safetensors"
-    tensors, A = load_file(file), "model.layers.1.self_attn"
+    tensors = load_file(file)
+    A = "model.layers.1.self_attn"
     del tensors[f"{A}.kv_a_layernorm.weight"], tensors[f"{A}.q_a_proj.weight"]
     tensors[f"{A}.kv_b_proj.weight"] = tensors[f"{A}.kv_b_proj.weight"][:-1].contiguous()
     tensors[f"{A}.q_proj.weight"] = torch.zeros(32, 16)  # the other way to make queries
@@ -295,14 +302,19 @@ def test_trained_here_gets_a_config(tmp_path, kind):
 
 
 def test_trained_from_theirs_and_back(gloo, tmp_path):
-    """`train.py --init HF_DIR` on two ranks: every choice bias moves by one step of the rule and goes back as theirs, in fp32."""
+    """`train.py --init HF_DIR` on two ranks, and the export.
+
+    Every choice bias moves by one step of the rule and goes back as theirs, in fp32.
+    """
     hf_dir = saved(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
-    flags = f"""{" ".join(SMALL)} --init {hf_dir} --out {tmp_path / "run"} --steps 1 --parallel.ep 2 --train.batch 2
-        --model.layers 3 --model.dim 16 --model.heads 4 --model.attention mla --model.qk-norm none --model.dense-layers 1
-        --model.vocab 256 --model.ffn-dim 12 --model.mla.q-rank 6 --model.mla.kv-rank 8 --model.mla.nope-dim 4
-        --model.mla.rope-dim 4 --model.mla.v-dim 6 --model.rope.max-seq 128 --model.moe.experts 6 --model.moe.top-k 2
+    flags = f"""{" ".join(SMALL)} --init {hf_dir} --out {tmp_path / "run"} --steps 1 --parallel.ep 2
+        --train.batch 2 --model.layers 3 --model.dim 16 --model.heads 4 --model.attention mla
+        --model.qk-norm none --model.dense-layers 1 --model.vocab 256 --model.ffn-dim 12
+        --model.mla.q-rank 6 --model.mla.kv-rank 8 --model.mla.nope-dim 4 --model.mla.rope-dim 4
+        --model.mla.v-dim 6 --model.rope.max-seq 128 --model.moe.experts 6 --model.moe.top-k 2
         --model.moe.ffn-dim 10 --model.moe.shared-dim 10 --model.moe.score sigmoid --model.moe.choice-bias
-        --model.moe.groups 2 --model.moe.group-score top2 --model.moe.scaling 2.5 --model.moe.bias-speed 0.125"""
+        --model.moe.groups 2 --model.moe.group-score top2 --model.moe.scaling 2.5
+        --model.moe.bias-speed 0.125"""
     tensors = tensors_of(hf_dir)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.randn(256, 16).bfloat16()

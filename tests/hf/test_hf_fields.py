@@ -1,8 +1,9 @@
-"""Every key of config.json with null, without it, and with values of every JSON type: read as transformers reads it, or refused.
+"""Every key of config.json with null, without it, and with JSON values of every type.
 
-Both sides build the model, and their logits are compared; where transformers reads what it read before, no model is built anew.
+Each is read as transformers reads it, or refused. Both sides build the model, and their logits are
+compared. Where transformers reads the same as before, no model is built anew.
 
-next: ../../tmoe/hf/config.py
+next: tmoe/hf/config.py
 """
 
 import copy
@@ -59,7 +60,7 @@ MORE = [
     "attention_bias",
     "clip_qkv",
 ]
-# what decides nothing in a forward of tokens without padding, or how transformers computes it
+# what decides nothing in a forward pass of tokens without padding, or how transformers computes it
 IDLE = {
     "architectures",
     "dtype",
@@ -133,14 +134,14 @@ def quiet():
 
 @cache
 def words_of(cls: type) -> set[str]:
-    """Names in the code that makes and runs a class's model."""
+    """Names that occur in the code that makes and runs a class's model."""
     module = getattr(models, cls.model_type)
     source = inspect.getsource(getattr(module, f"modeling_{cls.model_type}"))
     return {*re.findall(r"\w+", source)} | EVERYWHERE
 
 
 def reading(config) -> str:
-    """What the code of transformers finds in a config."""
+    """What the code of transformers finds when it reads a config."""
     return json.dumps(
         {k: v for k, v in config.to_dict().items() if k in words_of(type(config))}, sort_keys=True
     )
@@ -150,7 +151,9 @@ class Theirs:
     """transformers' models of the configs that it takes, each way of reading them once."""
 
     def __init__(self, folder):
-        self.folder, self.models, self.far = folder, {}, {}
+        self.folder = folder
+        self.models = {}
+        self.far = {}
 
     def model(self, config):
         key = reading(config)
@@ -190,7 +193,7 @@ class Theirs:
 
 
 def cases(base: dict, values: list) -> list[tuple[str, dict]]:
-    """What is changed, and the config."""
+    """Yields what is changed, and the config."""
     arch = next(a for a in ARCHITECTURES if a.model_type == base["model_type"])
     cls = CONFIG_MAPPING[arch.model_type]
     keys = {key for field in arch.fields for key in field.keys} | {*arch.theirs, *READ, *MORE, *arch.copies}
@@ -223,8 +226,11 @@ def cases(base: dict, values: list) -> list[tuple[str, dict]]:
 
 
 def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
-    """What is wrong, "" if nothing is: where transformers computes with a config, tmoe computes the same or refuses it; where
-    transformers takes no null there, no such type, or cannot do without the key, tmoe refuses it as well."""
+    """What is wrong; "" if nothing is.
+
+    Where transformers computes with a config, tmoe computes the same or refuses it. Where transformers takes
+    no null there, no such type, or cannot do without the key, tmoe refuses the config as well.
+    """
     try:
         read_config(copy.deepcopy(hf))
     except ConfigError as error:
@@ -233,7 +239,8 @@ def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
     try:
         key, built = theirs.model(CONFIG_MAPPING[hf["model_type"]].from_dict(copy.deepcopy(hf)))
     except Exception as error:  # strict checks raise errors of several kinds
-        key, built = "", error
+        key = ""
+        built = error
     if isinstance(built, tuple):
         try:
             apart = theirs.apart(key, hf)
@@ -247,7 +254,10 @@ def disagreement(hf: dict, theirs: Theirs, what: str) -> str:
 
 
 def said_in_full(name: str) -> dict:
-    """config.json with every key that transformers writes, but for layer_types where other keys shall say which blocks have windows."""
+    """config.json with every key that transformers writes.
+
+    Without layer_types where other keys are to say which blocks have windows.
+    """
     config = json.loads((BASES | VARIANTS)[name]().to_json_string(use_diff=False))
     return {key: value for key, value in config.items() if key != "layer_types" or "window" not in name}
 

@@ -1,6 +1,6 @@
-"""Swapped experts and imported models on a GPU, where tmoe's kernels run, against transformers' own on the same GPU.
+"""Swapped experts and imported models with tmoe's kernels, against transformers' own on the same GPU.
 
-next: ../../tmoe/hf/swap.py
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -14,12 +14,15 @@ from hf_tiny import MODELS, SPARSE, far, gradients_by_their_names, load_step, ma
 from tmoe.hf import import_hf, swap_experts
 
 pytestmark = pytest.mark.gpu
-# weights of 0.3 are large for 128 columns: roundings grow
+# weights of 0.3 are large for 128 columns, so roundings grow
 LOGITS, GRADIENTS = dict(tiny=1e-5, wide=5e-5), dict(tiny=2e-5, wide=2e-3)
 
 
 def wide(name, monkeypatch, dtype=torch.float32):
-    """The tiny model with experts of 128 x 64, which have descriptors in 16 bits, in place of 16 x 10, which have none."""
+    """The tiny model with experts of 128 x 64, which have descriptors in 16 bits.
+
+    Its usual 16 x 10 have none.
+    """
     config = MODELS[name]()
     for key in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if hasattr(config, key):
@@ -53,9 +56,8 @@ def test_swapped_model_is_the_same_function(name, size, monkeypatch):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"])
 def test_swapped_in_16_bits_is_no_further_from_fp32(name, dtype, monkeypatch):
     exact = wide(name, monkeypatch)
-    exact.model.layers = exact.model.layers[
-        :1
-    ]  # a second block's router would choose otherwise for a rounding
+    # a second block's router would choose otherwise for a rounding
+    exact.model.layers = exact.model.layers[:1]
     with torch.no_grad():
         for p in exact.parameters():
             p.copy_(p.to(dtype))

@@ -1,6 +1,6 @@
 """Every architecture of the table: the same function in both directions, and config.json both ways.
 
-next: ../../tmoe/hf/tables.py
+next: tmoe/hf/tables.py
 """
 
 import json
@@ -43,7 +43,10 @@ def test_imported_model_is_the_same_function(tmp_path, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama, tied, llama3, narrow heads", "gpt_oss", "granitemoe"])
 def test_types_and_files_come_back(tmp_path, name, dtype):
-    """16-bit tensors pass through fp32 unchanged; several files, a mixed type, a tied head, inv_freq: as they were."""
+    """16-bit tensors pass through fp32 unchanged.
+
+    Several files, a mixed type, a tied head and inv_freq come back as they were.
+    """
     hf_dir = saved(tmp_path / "hf", name, dtype, files=4)
     assert len(list(hf_dir.glob("*.safetensors"))) > 2
     index = json.loads((hf_dir / "model.safetensors.index.json").read_text())
@@ -51,9 +54,8 @@ def test_types_and_files_come_back(tmp_path, name, dtype):
     if "tied" in name:
         added["lm_head.weight"] = tensors_of(hf_dir)["model.embed_tokens.weight"]
     norm = next(key for key in index["weight_map"] if key.endswith("input_layernorm.weight"))
-    added[norm] = (
-        tensors_of(hf_dir)[norm].float() + 1e-6
-    )  # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
+    # fp32 in a 16-bit file; 1e-6 is nothing that 16 bits hold
+    added[norm] = tensors_of(hf_dir)[norm].float() + 1e-6
     owner = hf_dir / index["weight_map"][norm]
     save_file(load_file(owner) | added, owner, {"format": "pt"})
     index["weight_map"] |= dict.fromkeys(added, owner.name)
@@ -65,7 +67,10 @@ def test_types_and_files_come_back(tmp_path, name, dtype):
 
 
 def test_hub_spelling_of_older_transformers():
-    """config.json as published: Mixtral 8x7B (4.36), Qwen3-30B-A3B (4.51), OLMoE (4.43), Llama 3.1 8B (4.43)."""
+    """config.json as published.
+
+    Of Mixtral 8x7B (4.36), Qwen3-30B-A3B (4.51), OLMoE (4.43) and Llama 3.1 8B (4.43).
+    """
     shared = dict(hidden_act="silu", tie_word_embeddings=False, attention_dropout=0.0, initializer_range=0.02)
     mixtral = shared | dict(
         model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32
@@ -159,9 +164,8 @@ def test_every_wrong_setting_is_listed(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        dict(
-            rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40
-        ),  # beside it, and first
+        # beside it, and first
+        dict(rope_scaling=dict(LLAMA3, factor=3.0), original_max_position_embeddings=40),
         dict(rope_scaling=dict(LLAMA3, factor=3.0), rope_parameters=dict(LLAMA3, factor=2.0)),
         dict(rope_scaling=None, rope_theta=3e4, rope_parameters=dict(LLAMA3, rope_theta=2e4)),
         dict(rope_scaling=dict(type="linear", factor=3.0), rope_theta=3e4),
@@ -184,7 +188,10 @@ def test_rope_in_any_spelling_is_what_transformers_computes(tmp_path, rope):
     "name", ["llama", "mixtral", "llama, tied, llama3, narrow heads", "qwen3, tied, yarn"]
 )
 def test_far_into_a_sequence_it_is_still_the_same_function(tmp_path, name):
-    """Angles are rounded there as theirs are; exact ones gave logits up to 3e-5 apart at 6,000 tokens."""
+    """Angles are rounded there as theirs are.
+
+    Exact angles gave logits up to 3e-5 apart at 6,000 tokens.
+    """
     hf_dir = saved(tmp_path / "hf", name)
     config = json.loads((hf_dir / "config.json").read_text()) | dict(max_position_embeddings=8192)
     (hf_dir / "config.json").write_text(json.dumps(config))
@@ -215,7 +222,7 @@ KINDS = {  # settings of each architecture beside the common ones
 @pytest.mark.parametrize("scaling", ["none", "llama3", "yarn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_here_gets_a_config(tmp_path, monkeypatch, kind, scaling):
-    """config.json is made from the settings, by the table backwards; transformers computes the same."""
+    """config.json is made from the settings, by the table read backwards; transformers computes the same."""
     base = dict(vocab=31, dim=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_dim=10, norm_eps=1e-5)
     rope = RopeConfig(
         theta=3e4, max_seq=256, scaling=scaling, factor=1.0 if scaling == "none" else 4, original_max_seq=64

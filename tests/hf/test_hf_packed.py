@@ -1,6 +1,6 @@
-"""gpt-oss as it is published: experts in MXFP4, read as what they stand for, against transformers' own conversion.
+"""gpt-oss as it is published: MXFP4 experts, read as what they stand for, against transformers' conversion.
 
-next: ../../tmoe/hf/packed.py
+next: tmoe/hf/packed.py
 """
 
 import json
@@ -26,17 +26,30 @@ E, D, F = 4, 64, 96  # two blocks and three
 
 @pytest.fixture
 def published(tmp_path, monkeypatch) -> Path:
-    """A folder of two files with random blocks; every value of four bits, exponents from far below to far above one."""
+    """A folder of two files with random blocks.
+
+    They hold every value of four bits, and exponents from far below one to far above.
+    """
     config = GptOssConfig(
-        vocab_size=31, hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_local_experts=E, num_experts_per_tok=2, sliding_window=5, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=D,
+        intermediate_size=F,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=E,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        max_position_embeddings=128,
+    )
     monkeypatch.setitem(make.__globals__["MODELS"], "published", lambda: config)
     model = make("published", torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6)
     model.save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    tensors, draw = load_file(file), torch.Generator().manual_seed(1)
+    tensors = load_file(file)
+    draw = torch.Generator().manual_seed(1)
     file.unlink()
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         rows, width = tensors.pop(name).mT.shape[1:]
@@ -63,7 +76,7 @@ def edit_config(folder: Path, **changes):
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor]:
-    """By transformers."""
+    """The values as transformers reads them."""
     tensors = tensors_of(folder)
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         packed = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
@@ -102,7 +115,10 @@ def test_direct_start_reads_them(published, tmp_path):
 
 
 def test_every_byte_and_every_exponent_is_that_of_transformers():
-    """2^-127 to 2^128, whose half is finite; x 0 is NaN where the power is not, there as here: 2^128 is, theirs by ldexp."""
+    """2^-127 to 2^128, whose half is finite.
+
+    x 0 is NaN where the power is not finite, there as here: 2^128 is, and theirs by ldexp.
+    """
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(256, 16, 1, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 16, 1).contiguous()
     files = dict(b=blocks, s=scales)
@@ -113,7 +129,7 @@ def test_every_byte_and_every_exponent_is_that_of_transformers():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float32, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("end", ["_scales", "_blocks"])
 def test_a_part_of_another_type_is_refused(published, tmp_path, dtype, end):
-    """Each type holds the same numbers, or bits that mean something else: no shape tells."""
+    """Each type holds the same numbers, or bits that mean something else: the shape does not tell."""
     file = published / "model-00001-of-00002.safetensors"
     file = (
         file
@@ -150,10 +166,8 @@ def test_parts_that_do_not_fit_are_listed(published, tmp_path):
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(MismatchError) as error:
         import_hf(published, tmp_path / "step")
-    lost, bent = (
-        f"{down}_scales: missing, but {down}_blocks is there",
-        f"{up}_scales: shape (3, 192, 2), must be the blocks'",
-    )
+    lost = f"{down}_scales: missing, but {down}_blocks is there"
+    bent = f"{up}_scales: shape (3, 192, 2), must be the blocks'"
     assert "2 differences" in str(error.value) and lost in str(error.value) and bent in str(error.value)
     edit_config(published, quantization_config=dict(quant_method="awq"))
     with pytest.raises(ValueError, match=r"quantization_config=.*awq"):

@@ -1,6 +1,8 @@
-"""Import, direct start and export accept the same folders and refuse the others in the same words; no tensor is lost on the way.
+"""Import, direct start and export accept the same folders and refuse the others in the same words.
 
-next: ../../tmoe/hf/plan.py
+No tensor is lost on the way.
+
+next: tmoe/hf/plan.py
 """
 
 import json
@@ -22,7 +24,8 @@ from tmoe.hf.plan import plan_folder
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 NAMES = [a.model_type for a in ARCHITECTURES]
 NORM = "model.layers.1.post_attention_layernorm.weight"
 QUERY = "model.layers.1.self_attn.{}_proj"
@@ -36,7 +39,7 @@ def rewritten(folder: Path, tensors: dict[str, torch.Tensor], **config) -> None:
 
 
 def said(road) -> list[str]:
-    """The lines by which a road refuses, without its heading; none: it accepts."""
+    """The lines by which a road refuses, without its heading; no line if it accepts."""
     try:
         road()
     except MismatchError as error:
@@ -47,7 +50,7 @@ def said(road) -> list[str]:
 
 
 def roads(folder: Path, step: Path) -> dict[str, list[str]]:
-    """What the three say about a folder; step: one of the model that its config.json names."""
+    """What the three roads say about a folder; step: one of the model that its config.json names."""
 
     def start():
         cfg = read_config(Folder(folder).config)
@@ -63,7 +66,7 @@ def roads(folder: Path, step: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Of a model: its folder and a step of it, made once."""
+    """A model's folder and a step of it, made once."""
     made = {}
 
     def original(name: str) -> tuple[Path, Path]:
@@ -78,7 +81,10 @@ def originals(tmp_path_factory):
 
 
 def altered(tensors: dict[str, torch.Tensor], name: str) -> dict[str, tuple[dict, str]]:
-    """Folders with one wrong each: all tensors, and the word by which it is refused; "": it is accepted, and nothing is lost."""
+    """Folders with one fault each: all tensors, and the word by which the folder is refused.
+
+    "": it is accepted, and nothing is lost.
+    """
     lacks = {key: {k: t for k, t in tensors.items() if k != key} for key in (NORM, EMBEDDING, HEAD)}
     rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tables = {
@@ -140,8 +146,10 @@ def test_each_element_is_read_once(originals, name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head", ["equal", "equal, wider", "other", "alone", "absent"])
 def test_a_tied_head(tmp_path, name, head):
-    """config.json ties it; the files hold a copy, another one, it alone, or none: the function is transformers' on every road, and an
-    export brings every tensor back."""
+    """config.json ties it; the files hold a copy, another head, the head alone, or none.
+
+    The function is transformers' on every road, and an export brings every tensor back.
+    """
     hf_dir = saved(tmp_path / "hf", name)
     tensors = {n: t for n, t in tensors_of(hf_dir).items() if n != HEAD}
     embedding = tensors[EMBEDDING].bfloat16() if head == "equal, wider" else tensors[EMBEDDING]
@@ -175,7 +183,10 @@ def test_a_tied_head(tmp_path, name, head):
 
 
 def test_another_head_is_not_a_tied_models(tmp_path, capsys):
-    """A tied model is not filled from such a folder, nor written like it; an import says how it was read."""
+    """A tied model is neither filled from such a folder nor written like it.
+
+    An import says how it was read.
+    """
     hf_dir = saved(tmp_path / "hf", "qwen3, tied, yarn")
     import_hf(hf_dir, tmp_path / "tied")
     tied = read_config(Folder(hf_dir).config)

@@ -1,6 +1,8 @@
-"""fp8 in blocks: the factors' type says what they mean; every one is read as transformers reads it, or refused by name.
+"""fp8 in blocks: factors are read as transformers reads them, or refused by name.
 
-next: ../../tmoe/hf/packed.py
+The factors' type says what they mean.
+
+next: tmoe/hf/packed.py
 """
 
 import json
@@ -46,7 +48,10 @@ def write(folder: Path, plain: Path, tensors: dict[str, torch.Tensor], **setting
 
 
 def packed(plain: Path, kind: torch.dtype) -> dict[str, torch.Tensor]:
-    """The folder's tensors with projections in fp8. Factors are powers of two, a multiple of one where the type holds that."""
+    """The folder's tensors with projections in fp8.
+
+    Factors are powers of two, or a multiple of one where the type holds that.
+    """
     tensors = tensors_of(plain)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         w = tensors[name]
@@ -217,7 +222,10 @@ def test_scales_of_activations_are_named(plain, tmp_path):
 
 
 def test_modules_that_are_not_packed_and_a_block_that_is_not_said(plain, tmp_path):
-    """Which tensors are packed is read from the files, as in transformers; blocks are 128 x 128 where none are said."""
+    """Which tensors are packed is read from the files, as in transformers.
+
+    Blocks are 128 x 128 where no size is said.
+    """
     values = tensors_of(plain)
     tensors = dict(values)
     tensors[WEIGHT] = (values[WEIGHT] * 64).to(torch.float8_e4m3fn)

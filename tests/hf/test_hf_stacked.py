@@ -1,6 +1,6 @@
-"""Folders whose experts lie stacked, as transformers 5 holds them: read, started from and written back in that spelling.
+"""Folders with stacked experts, as transformers 5 holds them: read, started from and written back so.
 
-next: ../../tmoe/hf/rules.py
+next: tmoe/hf/rules.py
 """
 
 import shutil
@@ -61,8 +61,9 @@ def test_the_same_model_and_every_byte_back(tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_spellings_are_one_model(tmp_path, name):
-    """The same step from either, laid out for several ranks, and --like chooses the spelling of an export."""
-    usual, held = saved(tmp_path / "usual", name, torch.bfloat16, files=3), tmp_path / "held"
+    """The same step from either, for several ranks; --like chooses the spelling of an export."""
+    usual = saved(tmp_path / "usual", name, torch.bfloat16, files=3)
+    held = tmp_path / "held"
     stacked(held, name, torch.bfloat16, size="8KB")
     assert len(list(held.glob("*.safetensors"))) > 2
     for folder in (usual, held):
@@ -86,14 +87,14 @@ def in_one_file(path: Path, original: Path, tensors: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
-    usual, held = tensors_of(saved(tmp_path / "usual", name)), tensors_of(stacked(tmp_path / "held", name))
+    usual = tensors_of(saved(tmp_path / "usual", name))
+    held = tensors_of(stacked(tmp_path / "held", name))
     tail = "layers.1."
     each = {n: t for n, t in usual.items() if tail not in n} | {n: t for n, t in held.items() if tail in n}
     hf_dir = in_one_file(tmp_path / "each", tmp_path / "usual", each)
     import_hf(hf_dir, tmp_path / "step")
-    assert_bits(
-        AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict()
-    )  # read there too
+    # read there too
+    assert_bits(AutoModelForCausalLM.from_pretrained(hf_dir).state_dict(), make(name).state_dict())
     assert_bits(load_step(tmp_path / "step").state_dict(), started(tmp_path / "usual").state_dict())
     export_hf(tmp_path / "step", tmp_path / "back")
     assert files_of(tmp_path / "back") == files_of(hf_dir)

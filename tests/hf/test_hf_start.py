@@ -1,6 +1,6 @@
 """Direct start: each rank reads its own slices of a Hugging Face folder.
 
-next: ../../tmoe/hf/importer.py
+next: tmoe/hf/importer.py
 """
 
 import shutil
@@ -23,7 +23,8 @@ from tmoe.parallel import build_mesh, parallelize
 
 def start(rank: int, world: int, ep: int, folders: dict[Path, ModelConfig]):
     """Full tensors of each model on every rank, after saving them as training would."""
-    mesh, found = build_mesh(ep=ep), []
+    mesh = build_mesh(ep=ep)
+    found = []
     for hf_dir, cfg in folders.items():
         with torch.device("meta"):
             model = Transformer(cfg)

@@ -1,6 +1,6 @@
 """tmoe's experts in transformers' models: the same function, trained alike, spread over ranks.
 
-next: ../../tmoe/hf/swap.py
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -24,7 +24,10 @@ def swapped(model) -> list[SwappedExperts]:
 
 
 def has_auxiliary_loss(model) -> bool:
-    """DeepSeek's classes have none; Granite's records no router in transformers 5.17, where its loss fails, swapped or not."""
+    """Whether the class has one: DeepSeek's classes have none.
+
+    Granite's records no router in transformers 5.17, where its loss fails, swapped or not.
+    """
     kind = model.config.model_type
     recorded = "router_logits" in type(model)._can_record_outputs
     assert recorded or kind == "granitemoe" or kind.startswith("deepseek")
@@ -74,7 +77,8 @@ def test_swap_keeps_parameters_that_an_optimizer_holds():
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
 def test_plain_loop_trains_it_alike(name):
     def losses(model):
-        optimizer, found = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-4), []
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3, eps=1e-4)
+        found = []
         draw = torch.Generator().manual_seed(3)
         for _ in range(4):
             x = torch.randint(8, (4, 16), generator=draw)
@@ -98,9 +102,17 @@ def test_trainer_trains_it_alike(tmp_path):
 
     def losses(model, out):
         args = TrainingArguments(
-            out, max_steps=4, per_device_train_batch_size=4, learning_rate=3e-3, use_cpu=True, logging_steps=1,
-            report_to=[], save_steps=4, adam_epsilon=1e-4, disable_tqdm=True,
-        )  # fmt: skip
+            out,
+            max_steps=4,
+            per_device_train_batch_size=4,
+            learning_rate=3e-3,
+            use_cpu=True,
+            logging_steps=1,
+            report_to=[],
+            save_steps=4,
+            adam_epsilon=1e-4,
+            disable_tqdm=True,
+        )
         trainer = Trainer(model, args, train_dataset=data)
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -117,12 +129,13 @@ def test_trainer_trains_it_alike(tmp_path):
 
 
 def test_swapped_under_autocast():
-    """The op runs in bf16 as F.linear would: near to what the loop over experts gives, and exactly typed."""
+    """The op runs in bf16 as F.linear would: near to the loop over experts, and of exactly its types."""
     theirs = make("qwen3_moe")
     ours = swap_experts(copy.deepcopy(theirs))
     x = torch.randint(31, (2, 20))
     with torch.autocast("cpu", torch.bfloat16):
-        a, b = theirs(x).logits, ours(x).logits
+        a = theirs(x).logits
+        b = ours(x).logits
     assert a.dtype == b.dtype and far(b, a) < 0.05
     exact = theirs(x).logits
     assert far(b, exact) < 1.5 * far(a, exact) + 1e-3
@@ -133,8 +146,12 @@ def whole(tensor):
 
 
 def spread(rank: int, world: int, ep: int, names: list[str]):
-    """Distances of spread experts' logits and gradients, of the mean loss over all ranks' tokens, from one whole model's."""
-    mesh, found = build_mesh(ep=ep), {}
+    """How far spread experts are from one whole model.
+
+    In logits, in gradients and in the mean loss over all ranks' tokens.
+    """
+    mesh = build_mesh(ep=ep)
+    found = {}
     x = torch.randint(31, (2 * world, 20), generator=torch.Generator().manual_seed(5))
     mine = slice(2 * rank, 2 * rank + 2)
     for name in names:
@@ -169,7 +186,8 @@ def test_swapped_and_spread(gloo, world, ep):
 def recomputing(rank: int, world: int) -> list[float]:
     norms = []
     for recompute in (False, True):
-        model, mesh = make("qwen3_moe"), build_mesh(ep=world)
+        model = make("qwen3_moe")
+        mesh = build_mesh(ep=world)
         parallelize(swap_experts(model, mesh), mesh)
         if recompute:
             model.gradient_checkpointing_enable()
@@ -210,7 +228,9 @@ def test_swap_refuses_what_it_does_not_compute():
 
 
 def out_of_order(rank: int, world: int) -> list[str]:
-    mesh, whole_mesh, said = build_mesh(ep=world), build_mesh(ep=1), []
+    mesh = build_mesh(ep=world)
+    whole_mesh = build_mesh(ep=1)
+    said = []
     wrong = [
         lambda model: swap_experts(parallelize(model, whole_mesh), mesh),
         lambda model: swap_experts(fully_shard(model)),
@@ -227,7 +247,10 @@ def out_of_order(rank: int, world: int) -> list[str]:
 
 
 def test_another_order_or_mesh_is_refused(gloo):
-    """Sharded experts computed as if they were whole, or never summed over the ranks that share them, are wrong in silence."""
+    """Two mistakes that would be wrong in silence.
+
+    Sharded experts computed as if they were whole, or never summed over the ranks that share them.
+    """
     for said in gloo(2, out_of_order):
         assert all(
             "mlp.experts is sharded already; swap before parallelize or fully_shard" in s for s in said[:2]

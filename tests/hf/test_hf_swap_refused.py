@@ -1,6 +1,8 @@
-"""Which experts swap_experts takes and which it refuses, by what the modules say of themselves; a refused model is as it was.
+"""Which experts swap_experts takes and which it refuses, by what the modules say of themselves.
 
-next: ../../tmoe/hf/swap.py
+A refused model stays as it was.
+
+next: tmoe/hf/swap.py
 """
 
 import copy
@@ -50,7 +52,8 @@ def begin_anew(model) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "granitemoe", "gpt_oss", "deepseek_v3"])
 def test_initialize_weights_draws_swapped_experts_as_it_draws_theirs(name):
-    theirs, ours = make(name), swap_experts(make(name))
+    theirs = make(name)
+    ours = swap_experts(make(name))
     for model in (theirs, ours):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -94,7 +97,7 @@ def test_silu_by_either_name(act):
 
 
 def test_an_activation_that_the_experts_do_not_read():
-    """gpt-oss's experts have a gate of their own; what its configuration says of hidden_act they never see."""
+    """gpt-oss's experts have a gate of their own, and never see hidden_act of the configuration."""
     theirs = AutoModelForCausalLM.from_config(
         GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4, hidden_act="gelu")
     ).eval()
@@ -154,7 +157,10 @@ def test_marks_of_other_mathematics_are_refused(name, mark, says):
 
 
 def test_a_line_for_a_class_with_its_own_gate_is_refused_by_name(monkeypatch):
-    """DeepSeek-V4 clamps both sides of its SiLU: a line in the table that does not say so would be wrong on large weights only."""
+    """DeepSeek-V4 clamps both sides of its SiLU.
+
+    A line in the table that does not say so would be wrong on large weights only.
+    """
     v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     sizes = dict(
         num_local_experts=4, hidden_size=16, intermediate_size=24, hidden_act="silu", swiglu_limit=10.0
@@ -253,7 +259,8 @@ def test_a_model_on_the_cpu_with_a_device_map_is_swapped(tmp_path, elsewhere):
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     model = placed(tmp_path, **elsewhere)
-    want, before = model(TOKENS).logits, dict(model.named_parameters())
+    want = model(TOKENS).logits
+    before = dict(model.named_parameters())
     for layer in model.model.layers:
         add_hook_to_module(layer.mlp.experts, AlignDevicesHook("cpu"))
     swap_experts(model)
@@ -267,12 +274,16 @@ def test_a_model_on_the_cpu_with_a_device_map_is_swapped(tmp_path, elsewhere):
 
 
 class Wrapper(nn.Module):
-    """As PEFT's ParamWrapper lies around an experts module for `target_parameters`, one for each parameter."""
+    """Lies around an experts module as PEFT's ParamWrapper does for `target_parameters`.
+
+    There is one for each parameter.
+    """
 
     def __init__(self, base_layer: nn.Module, parameter_name: str):
         super().__init__()
         self.base_layer, self.parameter_name = base_layer, parameter_name
-        rank, weight = 2, getattr(getattr(base_layer, "base_layer", base_layer), parameter_name)
+        rank = 2
+        weight = getattr(getattr(base_layer, "base_layer", base_layer), parameter_name)
         self.lora_A = nn.ModuleDict(dict(default=nn.Linear(weight.shape[2], rank * len(weight), bias=False)))
         self.lora_B = nn.ModuleDict(dict(default=nn.Linear(rank * len(weight), weight.shape[1], bias=False)))
 

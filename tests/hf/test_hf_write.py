@@ -1,6 +1,8 @@
-"""Export and import, killed anywhere or given a full or lying disk: the folder is whole and right, or absent, and the same command finishes it.
+"""Export and import, killed anywhere or given a full or lying disk: the folder is whole and right, or absent.
 
-next: ../../tmoe/hf/write.py
+The same command finishes it.
+
+next: tmoe/hf/write.py
 """
 
 import errno
@@ -50,7 +52,10 @@ def whole(done: Path) -> bool:
 
 
 def killed_everywhere(dst: Path, stride: int, words: list) -> int:
-    """Runs the command with a kill at every `stride`-th write, sync and rename, then again; how often finished files were kept."""
+    """Runs the command with a kill at every `stride`-th write, sync and rename, then again.
+
+    Returns how often finished files were kept.
+    """
     resumed = 0
     for count in range(1, 10_000, stride):
         killed = die_at(count, lambda: run(*words))
@@ -103,7 +108,10 @@ def test_what_another_export_left_is_not_used(step, tmp_path):
     "name", ["notes.txt", "config.json", "model.safetensors.index.json/", "group-0/manifest.json"]
 )
 def test_nobody_elses_file_is_removed(step, tmp_path, name):
-    """Also what bears the name of one of the small files, where those that would be written first are missing."""
+    """Not even one with the name of one of the small files.
+
+    (Where the files that would be written first are missing.)
+    """
     path = tmp_path / "back.partial" / name
     (path if name[-1] == "/" else path.parent).mkdir(parents=True)
     if not path.is_dir():
@@ -141,9 +149,8 @@ def test_what_does_not_read_back_is_not_published(step, tmp_path, monkeypatch):
 
 
 def full_disk(rank: int, world: int, step: Path, dst: Path) -> str:
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY)
-    )  # python ignores SIGXFSZ: writes fail
+    # python ignores SIGXFSZ: writes fail
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
     return refused("export", step, dst)
 
 
@@ -187,7 +194,10 @@ def test_a_damaged_step_is_named_and_nothing_is_published(step, tmp_path):
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "config.json"])
 def test_hostile_folders_run_nothing(tmp_path, name):
-    """Weights that are pickles are not opened; a pickle under another name is no safetensors file and no JSON."""
+    """Weights that are pickles are not opened.
+
+    A pickle under another name is neither a safetensors file nor JSON.
+    """
 
     class Hostile:
         def __reduce__(self):

@@ -1,4 +1,6 @@
-"""Starting from other weights: another model is refused on every rank, and what was tuned goes back into the original's layout.
+"""Starting from other weights: another model is refused on every rank, tuned weights can go back.
+
+They go back into the original's layout.
 
 next: test_hf_start.py
 """
@@ -30,7 +32,7 @@ from tmoe.run.cli import parse
 
 
 def begin(rank: int, world: int, runs: list[list[str]]) -> list[tuple[int, str, bool]]:
-    """Of each command line: exit code, what was said, whether a weight changed before the end."""
+    """For each command line: exit code, what was said, whether a weight changed before the end."""
     results = []
     for argv in runs:
         cfg = parse(argv, "", rank=rank, world=world)
@@ -171,8 +173,10 @@ def tune(rank: int, world: int, argv: list[str], hf_dir: Path) -> tuple[torch.Te
     ],
 )
 def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, monkeypatch, name, world, ep):
-    """Steps from --init HF_DIR on any number of ranks; the export has the original's files, and transformers computes from it what
-    the run computed."""
+    """Steps from --init HF_DIR on any number of ranks.
+
+    The export has the original's files, and transformers computes from it what the run computed.
+    """
     monkeypatch.setitem(SIZES, "vocab_size", 257)
     hf_dir = saved(tmp_path / "hf", name, files=2)
     flags += [
@@ -209,7 +213,10 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
 
 
 def test_the_original_is_what_a_run_began_from(gloo, tmp_path, flags, monkeypatch):
-    """However it was started since: the export of a later step has the original's files, that of new weights nobody's."""
+    """However the run was started since.
+
+    The export of a later step has the original's files; the export of new weights has no other's files.
+    """
     monkeypatch.setitem(SIZES, "vocab_size", 257)
     hf_dir = saved(tmp_path / "hf", "qwen3_moe", files=2)
     sizes = json.dumps(asdict(read_config(json.loads((hf_dir / "config.json").read_text()))))
@@ -258,7 +265,10 @@ HOLD = """if True:
 
 
 def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
-    """What a run finds whose folder another process holds: for too long; until it has saved its last step."""
+    """What a run finds whose folder another process holds.
+
+    For too long, or until that process has saved its last step.
+    """
     found = []
     if rank == 0:
         (out / "checkpoints").rename(out / "saving")
@@ -292,7 +302,10 @@ def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_pat
 
 
 def test_a_resumed_run_says_what_has_changed_since(gloo, tmp_path):
-    """Steps of another size, other data behind the same path; not what is the same under another layout."""
+    """Steps of another size, or other data behind the same path.
+
+    Not what is the same under another layout.
+    """
     text = tmp_path / "words.txt"
     text.write_text("".join(f"line {i} of some text\n" for i in range(2000)))
     flags = [

@@ -1,6 +1,8 @@
-"""Upcycling: the Mixture-of-Experts computes what the dense model computes, whatever the router says; what cannot work is refused.
+"""Upcycling: the Mixture-of-Experts computes what the dense model computes, whatever the router says.
 
-next: ../../tmoe/upcycle.py
+What cannot work is refused.
+
+next: tmoe/upcycle.py
 """
 
 import os
@@ -58,7 +60,7 @@ def refused(*words: object) -> str:
 
 
 def save(folder: Path, cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    """folder/step-5 as training would leave it, of weights so large that nothing is nearly linear."""
+    """Writes folder/step-5 as training would, with weights so large that nothing is nearly linear."""
     torch.manual_seed(3)
     model = Transformer(cfg)
     with torch.no_grad():
@@ -150,11 +152,12 @@ def test_routers_are_drawn_from_the_seed_and_the_layer(tmp_path):
 def test_without_renormalising_a_block_is_the_dense_one_times_what_its_experts_weigh(
     tmp_path, experts, granularity, top_k
 ):
-    """sum(weights) E / K: 1 on average over an indifferent router, which is what the factor is for."""
+    """sum(weights) E / K: 1 on average over an indifferent router, which is the purpose of the factor."""
     dense = save(tmp_path, LLAMA)
     flags = ["--experts", experts, "--granularity", granularity, "--top-k", top_k, "--no-renormalize"]
     run(tmp_path / "step-5", tmp_path / "moe", *flags)
-    model, x = load_step(tmp_path / "moe"), torch.randn(50, 16)
+    model = load_step(tmp_path / "moe")
+    x = torch.randn(50, 16)
     assert not model.cfg.moe.renormalize
     for ours, theirs in zip(model.blocks, dense.blocks, strict=True):
         share = ours.moe.router(x).weights_TK.sum(-1, keepdim=True) * experts / top_k
@@ -182,7 +185,10 @@ def test_half_precision_is_widened_and_the_weights_alone_are_taken(tmp_path):
 
 @pytest.mark.parametrize(("name", "becomes"), [("llama", "mixtral"), ("qwen3, tied, yarn", "qwen3_moe")])
 def test_a_hugging_face_model_becomes_another(tmp_path, name, becomes):
-    """Imported, upcycled, exported: transformers loads it and computes what the dense one computes; the tokenizer came along."""
+    """Imported, upcycled, exported: transformers loads it and computes what the dense one computes.
+
+    The tokenizer came along.
+    """
     hf_dir = saved(tmp_path / "hf", name, torch.bfloat16)
     import_hf(hf_dir, tmp_path / "dense")
     run(tmp_path / "dense", tmp_path / "moe", "--experts", 6, "--granularity", 3, "--top-k", 3)

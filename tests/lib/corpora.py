@@ -1,4 +1,4 @@
-"""Small corpora in every format that training reads, as fixtures of the tests of data: texts, lines of JSON, shards, a tokenizer."""
+"""Small corpora in every format that training reads, as fixtures: texts, JSON lines, shards, a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Runs that are disturbed on purpose: started, waited for, and ended."""
+"""Runs that a test disturbs on purpose, in three parts: start, what comes before a step, finish."""
 
 from __future__ import annotations
 
-from orphans import no_orphans  # noqa: F401
+from collections.abc import Callable
+
 from runs import SMALL
 
 import train
@@ -10,23 +11,20 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 
 EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-TIMEOUT = 4.0  # of collectives
+TIMEOUT = 4.0  # of collectives, in seconds
 
 
 def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
+    """A trainer in a gloo worker, before its first step."""
     cfg = parse(argv, "", rank=rank, world=world)
     return train.Trainer(cfg, runtime.start(cfg.seed))
 
 
-def finish(trainer: train.Trainer) -> None:
-    """What train.main does with a trainer."""
-    with trainer.run.watch, trainer.metrics:
-        trainer.train()
-    trainer.run.close()
+def before_step(trainer: train.Trainer, step: int, act: Callable) -> None:
+    """Calls act(batch) before the forward pass of this step.
 
-
-def before_step(trainer: train.Trainer, step: int, act) -> None:
-    """Calls act(batch) before the step's forward pass; what it returns, if anything, is the step's batch."""
+    If `act` returns something, that is the step's batch.
+    """
     original = trainer.forward_backward
 
     def forward_backward(batch, totals):
@@ -34,3 +32,10 @@ def before_step(trainer: train.Trainer, step: int, act) -> None:
         return original(batch, totals)
 
     trainer.forward_backward = forward_backward
+
+
+def finish(trainer: train.Trainer) -> None:
+    """Trains to the end, as train.main does with a trainer."""
+    with trainer.run.watch, trainer.metrics:
+        trainer.train()
+    trainer.run.close()

@@ -8,13 +8,13 @@
     def test_sum(gloo):                                     # fixture of conftest.py: `run` below
         for x in gloo(4, work, 2.0): assert x.eq(12.0).all()
 
-Compare in the test rather than in `work`: pytest explains asserts of the test process only. What a rank prints is
-captured with the test's output.
+Compare in the test rather than in `work`: pytest explains asserts of the test process only. What a rank
+prints is captured with the test's output.
 
-Measured on 2 cores: the server starts in 4 s, once, beside pytest's own collection; a call then takes 0.07 s with
-2 ranks, 0.2 s with 4, 0.35 s with 8. Workers kept alive between calls would take 0.03 s, and were rejected: DTensor
-caches sharding decisions under meshes that compare equal, so a second test would meet the dead process groups of the
-first, and dynamo, RNGs and environment would have to be wound back as well.
+Measured on 2 cores: the server starts in 4 s, once, beside pytest's own collection. A call then takes
+0.07 s with 2 ranks, 0.2 s with 4, 0.35 s with 8. Workers kept alive between calls would take 0.03 s, and
+were rejected: DTensor caches sharding decisions under meshes that compare equal, so a second test would
+meet the dead process groups of the first. Dynamo, RNGs and environment would have to be reset as well.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ PRELOAD = (
     "tyro",
     "tmoe",
 )
-COLLECTIVE_TIMEOUT_S = (
-    30  # shorter than a call's, so that a stuck collective names its line before the call ends
-)
+# shorter than a call's, so that a stuck collective names its line before the call ends
+COLLECTIVE_TIMEOUT_S = 30
 SETTLE_S = 0.3  # after the first failure, how long reports already on their way may take
 SEED = 1234
 
@@ -69,37 +68,46 @@ class WorkerError(AssertionError):
 
 
 def shared(seconds: float) -> float:
-    """What takes so long on cores of its own may take as many times longer as there are programs that want a core."""
+    """The limit in seconds on shared cores for what takes `seconds` on cores of its own.
+
+    It may take as many times longer as there are programs for each core.
+    """
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def start_server() -> None:
-    """Starts the process that workers are forked from, if it does not run; returns before its imports are done."""
+    """Starts the process that workers are forked from, if it does not run yet.
+
+    Returns before the imports of that process are done.
+    """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    # Without a GPU in sight: importing torch's compiler touches the CUDA driver, which a forked process cannot use again
-    # (seen on 2.11: "CUDA error: initialization error" from AdamW.step on CPU tensors).
+    # Without a GPU in sight: importing torch's compiler touches the CUDA driver, which a forked process
+    # cannot use again (seen on 2.11: "CUDA error: initialization error" from AdamW.step on CPU tensors).
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """`[fn(rank, world, *args) for rank in range(world)]`, each in its own process inside one gloo process group.
+    """`[fn(rank, world, *args) for rank in range(world)]`, each call in its own process of one gloo group.
 
-    fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors). A rank
-    starts with seed 1234, one thread, no GPU, and nothing left over from earlier calls. No process outlives the call.
+    fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors).
+    A rank starts with seed 1234, one thread, no GPU, and nothing left over from earlier calls. No process
+    outlives the call.
 
-    Raises: what the first failing rank raised, with its traceback in a note; WorkerError naming the ranks that died or
-    did not return within `timeout` seconds (their stacks are then in the captured stderr).
+    Raises: what the first failing rank raised, with its traceback in a note; WorkerError that names the
+    ranks that died or did not return within `timeout` seconds (their stacks are then in the captured
+    stderr).
     """
     start_server()
-    key, job = f"run{next(_calls)}", pickle.dumps((fn, args))
+    key = f"run{next(_calls)}"
+    job = pickle.dumps((fn, args))
     workers, inboxes = [], []
     try:
         for rank in range(world):
             inbox, outbox = multiprocessing.Pipe(duplex=False)
             worker = _context().Process(target=_work, args=(outbox, rank, world, _store().port, key, job))
             worker.start()
-            outbox.close()  # ours; the worker's copy is then the only one, and its death reads as end of file
+            outbox.close()  # now the worker's copy is the only one, and its death reads as end of file
             workers.append(worker)
             inboxes.append(inbox)
         return _collect(workers, inboxes, time.monotonic() + timeout, timeout)
@@ -121,9 +129,11 @@ def _store() -> dist.TCPStore:
 
 
 def _collect(workers: list, inboxes: list[Connection], deadline: float, timeout: float) -> list[Any]:
-    """Results by rank. A rank that failed stays silent but alive, so that no peer fails because of it."""
+    """Results by rank. A rank that failed stays alive but silent, so that no peer fails because of it."""
     open_ranks = {inbox: rank for rank, inbox in enumerate(inboxes)}
-    results, errors, dead = {}, [], []
+    results = {}
+    errors = []
+    dead = []
     while open_ranks and (ready := wait(list(open_ranks), max(0.0, deadline - time.monotonic()))):
         for inbox in ready:
             rank = open_ranks.pop(inbox)
@@ -168,12 +178,15 @@ def _obituary(worker: multiprocessing.process.BaseProcess, rank: int) -> str:
 def _stuck(workers: list, ranks: list[int], timeout: float) -> str:
     for rank in ranks:
         os.kill(workers[rank].pid, signal.SIGUSR1)  # faulthandler prints the rank's stack
-        time.sleep(0.05)  # one after the other: they would mix letter by letter
+        time.sleep(0.05)  # one after the other, or the stacks would mix letter by letter
     return f"ranks {ranks} of {len(workers)} did not return within {timeout:g} s; their stacks are in stderr"
 
 
 def _kill(worker: multiprocessing.process.BaseProcess) -> None:
-    """Ends a worker and what it started (it leads a process group of its own, unless it died before it could)."""
+    """Ends a worker and what it started.
+
+    The worker leads a process group of its own, unless it died before it could make one.
+    """
     try:
         os.killpg(worker.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -210,7 +223,7 @@ def _prepare_process() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1  # no helper processes: world times cores of them help nobody
+    torch._inductor.config.compile_threads = 1  # no helper processes: world times cores would be useless
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

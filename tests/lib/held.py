@@ -1,6 +1,6 @@
 """How many bytes the results of operations hold at once: what a GPU's allocator would have to have.
 
-next: test_loss.py
+next: tests/model/test_loss.py
 """
 
 import torch
@@ -14,11 +14,16 @@ from tmoe.model.transformer import Block
 
 
 class MostHeld(TorchDispatchMode):
-    """`bytes`: the most that were alive at once, of what operations have returned; `given` is not counted."""
+    """Counts in `bytes` the most that was alive at once of what operations have returned.
+
+    The tensors `given` are not counted.
+    """
 
     def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
-        self.given, self.held, self.bytes = {t.untyped_storage()._cdata for t in given}, {}, 0
+        self.given = {t.untyped_storage()._cdata for t in given}
+        self.held = {}
+        self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -32,7 +37,10 @@ class MostHeld(TorchDispatchMode):
 
 
 def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
-    """Bytes of the storages that autograd keeps of one call of a block, its parameters and RoPE's tables left out."""
+    """Bytes of the storages that autograd keeps of one call of a block.
+
+    Without the parameters of the block and RoPE's tables.
+    """
     tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
     own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
     kept: dict[int, torch.Tensor] = {}

@@ -1,6 +1,6 @@
 """Tiny random models that transformers makes, saved as Hugging Face folders, and what tests compare them by.
 
-next: test_hf_models.py
+next: tests/hf/test_hf_models.py
 """
 
 import json
@@ -207,7 +207,7 @@ SPARSE += [
 
 
 def make(name: str, dtype: torch.dtype = torch.float32):
-    """A transformers model with weights large enough that routing, gates and attention are far from linear."""
+    """A transformers model with weights so large that routing, gates and attention are far from linear."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(MODELS[name]()).to(dtype)
     with torch.no_grad():
@@ -265,7 +265,7 @@ def load_step(path: Path) -> Transformer:
 
 
 def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
-    """Our gradients cut along the table's boxes."""
+    """Our gradients under transformers' names, cut along the boxes of the table."""
     arch = next(a for a in ARCHITECTURES if a.model_type == hf["model_type"])
     found, _ = divide(arch, model.cfg, ())
     cut = {}
@@ -279,24 +279,26 @@ def gradients_by_their_names(model: Transformer, hf: dict) -> dict:
 
 
 def assert_same_function(folder: Path, name: str):
-    """Logits and the gradient of every tensor after an import into folder/step, and everything back bit for bit."""
+    """After an import into folder/step, logits and the gradient of every tensor are equal.
+
+    An export brings everything back bit for bit.
+    """
     hf_dir = saved(folder / "hf", name)
     import_hf(hf_dir, folder / "step")
     assert verify(folder / "step") == []
-    model, theirs = load_step(folder / "step"), make(name)
+    model = load_step(folder / "step")
+    theirs = make(name)
     x, targets = torch.randint(31, (2, 3, 40))
     logits = theirs(x).logits
     assert far(model(x), logits) < 1e-5
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model(x, targets).backward()
     for p in theirs.parameters():
-        p.data = (
-            p.grad
-        )  # their own way from parameters to names of files: save the gradients as if they were weights
+        # transformers' own way from parameters to names of files: save the gradients as if they were weights
+        p.data = p.grad
     theirs.save_pretrained(folder / "gradients")
-    want = {
-        n: g for n, g in tensors_of(folder / "gradients").items() if "e_score_correction_bias" not in n
-    }  # has none
+    # has none
+    want = {n: g for n, g in tensors_of(folder / "gradients").items() if "e_score_correction_bias" not in n}
     got = gradients_by_their_names(model, json.loads((hf_dir / "config.json").read_text()))
     assert got.keys() == want.keys()
     for key, gradient in want.items():
@@ -311,7 +313,7 @@ def assert_same_function(folder: Path, name: str):
 
 
 def broken(hf_dir: Path):
-    """Three wrongs of three kinds."""
+    """Damages the folder in three ways; returns the names of the tensors that are wrong."""
     file = hf_dir / "model.safetensors"
     tensors = load_file(file)
     missing = next(name for name in tensors if name.endswith("experts.3.up_proj.weight"))
@@ -325,7 +327,7 @@ def broken(hf_dir: Path):
 
 
 def train_and_save(folder: Path, cfg: ModelConfig, model: Transformer, **config) -> Path:
-    """What train.py leaves after a step: other weights, its own settings, nothing of Hugging Face's."""
+    """Saves what train.py leaves after a step: other weights, its own settings, nothing of Hugging Face's."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.01)

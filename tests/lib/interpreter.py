@@ -1,10 +1,19 @@
-"""Triton's interpreter, repaired where it differs from a GPU."""
+"""Triton's interpreter, repaired where it differs from a GPU; poisoned buffers; a small stand-in for a GPU.
+
+All three change modules in place and for good, so they are for processes that run one test file. Imports of
+tmoe and triton stand inside: kernels are defined at import, and TRITON_INTERPRET must be set before.
+"""
+
+from types import ModuleType
 
 import torch
 
 
-def repair_interpreter():
-    """Two faults of triton 3.6.0's interpreter: bounds of `range` under numpy >= 2.4, and bf16 dots of raw bit patterns."""
+def repair_interpreter() -> None:
+    """Mends two faults of triton 3.6.0's interpreter.
+
+    Bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns.
+    """
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -30,8 +39,8 @@ def repair_interpreter():
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def poison():
-    """Every buffer starts as NaN (integers: -7), so that what is read unwritten shows."""
+def poison() -> None:
+    """Lets every buffer start as NaN (integers: -7), so that what is read unwritten shows."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -42,8 +51,12 @@ def poison():
     torch.empty = poisoned
 
 
-def small_tiles(gpu, tma, gather, sub):
-    """Replace the GPU by three programs, and the configurations by tiles that the interpreter gets through."""
+def small_tiles(gpu: ModuleType, tma: bool, gather: bool, sub: int) -> None:
+    """Replaces the GPU by three programs, and the configurations by tiles that the interpreter gets through.
+
+    gpu: the module tmoe.ops.experts.gpu. tma: whether kernels may use tensor descriptors. gather, sub: the
+    configurations' fields of these names; for `up`, sub is at most 2.
+    """
     from tmoe.ops.experts.table import Config
 
     def pick(kernel, *_):
@@ -54,4 +67,4 @@ def small_tiles(gpu, tma, gather, sub):
     gpu.device_facts = lambda device: ("cuda:90", 3, tma)
     gpu.has_tma = lambda *args: tma
     gpu.pick = pick
-    gpu.few = lambda *args: None  # Gluon
+    gpu.few = lambda *args: None  # its kernels are Gluon's, which has no interpreter

@@ -16,8 +16,11 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
-    """Descendants that live on after the test are orphans; the kernel is asked to hand them to us, not to init."""
-    gloo_module.start_server()  # it stays, with its resource tracker
+    """Fails the test if descendants live on after it.
+
+    The kernel is asked to hand such orphans to this process, not to init.
+    """
+    gloo_module.start_server()  # it may stay, with its resource tracker
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = descendants()
     yield
@@ -37,8 +40,10 @@ def descendants() -> set[int]:
             continue
         if state != "Z":
             parents[int(stat.parent.name)] = int(parent)
-    found, grown = {os.getpid()}, True
+    found = {os.getpid()}
+    grown = True
     while grown:
         more = {pid for pid, parent in parents.items() if parent in found} - found
-        found, grown = found | more, bool(more)
+        found = found | more
+        grown = bool(more)
     return found - {os.getpid()}

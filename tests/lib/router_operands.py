@@ -1,19 +1,31 @@
-"""Operands of the router's product, and what it must give."""
+"""Operands of the router's product, what it must give, and how near a result must be.
+
+x [T, D] bf16, W [E, D] of any dtype; logits [T, E] in fp32.
+"""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from tmoe.ops.router_product import HI, LO, MID, router_product
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ORDERS = [(MID, HI), (MID, HI, HI), (LO, MID, HI, HI), (HI, HI), (HI, HI, MID), (LO, MID, HI), (MID,)]
 TYPES = pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=lambda d: str(d)[6:])
+ROUNDING = {bf16: 2**-8, fp16: 2**-11, fp32: 0.0}  # of a result, as a share of itself
+SUM = 3e-7  # of an fp32 sum, as a share of the norms of what was multiplied
 
 
-def every_exponent(n=2**16):
+# ---- operands ----
+
+
+def every_exponent(n: int = 2**16) -> Tensor:
     """fp32 numbers of random bits, then those at the ends of what fp32 and bf16 can show."""
     a = torch.randint(-(2**31), 2**31, (n,)).to(torch.int32).view(fp32)
-    top, bottom = torch.finfo(fp32), torch.finfo(bf16)
+    top = torch.finfo(fp32)
+    bottom = torch.finfo(bf16)
     ends = [
         0.0,
         -0.0,
@@ -29,7 +41,7 @@ def every_exponent(n=2**16):
     return torch.cat([a[a.isfinite()], torch.tensor(ends), torch.tensor(ends) * (1 - 2.0**-24)])
 
 
-def operands(T, D, E, dtype, device="cpu"):
+def operands(T: int, D: int, E: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
     """x and W (leaves), and a gradient whose rows add up to nearly zero, as those of a softmax do."""
     x = torch.randn(T, D, device=device).bfloat16().requires_grad_()
     w = (0.02 * torch.randn(E, D, device=device)).to(dtype).requires_grad_()
@@ -37,11 +49,16 @@ def operands(T, D, E, dtype, device="cpu"):
     return x, w, g - g.mean(-1, keepdim=True)
 
 
-ROUNDING = {bf16: 2**-8, fp16: 2**-11, fp32: 0.0}  # of a result, as a share of itself
-SUM = 3e-7  # of an fp32 sum, as a share of the norms of what was multiplied
+# ---- results ----
 
 
-def truth(x, w, g):
+def step(x: Tensor, w: Tensor, g: Tensor, fn: Callable = router_product) -> tuple[Tensor, ...]:
+    """(logits, dx, dW) of fn(x, w), for the gradient g of the logits."""
+    y = fn(x, w)
+    return y, *torch.autograd.grad(y, (x, w), g)
+
+
+def truth(x: Tensor, w: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(logits, dx, dW) in fp64, each with the norms of what was multiplied."""
     x, w, g = (t.detach().double() for t in (x, w, g))
     return [
@@ -51,8 +68,13 @@ def truth(x, w, g):
     ]
 
 
-def assert_right(got, x, w, g, summed=SUM):
-    """Logits, and an fp32 weight's gradient, as an fp32 product gives them; 16-bit gradients of more than that, rounded once."""
+def assert_right(got: tuple[Tensor, ...], x: Tensor, w: Tensor, g: Tensor, summed: float = SUM) -> None:
+    """`got` is (logits, dx, dW) to within the rounding that each may have.
+
+    Logits, and the gradient of an fp32 weight, are as an fp32 product gives them. A 16-bit gradient is
+    rounded once, and its pieces may be off by 2^-16 (dx) or 2^-17 (dW) of the norms besides. `summed`:
+    what sums may add, as SUM.
+    """
     assert [t.dtype for t in got] == [fp32, bf16, w.dtype]
     for name, a, (want, scale) in zip(("logits", "dx", "dW"), got, truth(x, w, g), strict=True):
         pieces = {"logits": 0.0, "dx": 2.0**-16, "dW": 2.0**-17 if w.element_size() == 2 else 0.0}[name]
@@ -60,8 +82,3 @@ def assert_right(got, x, w, g, summed=SUM):
         bound += 2.0**-25 if a.dtype == fp16 else 2.0**-134  # where exponents end
         error = (a.detach().double() - want).abs()
         assert (error <= bound).all(), (name, (error - bound).max().item(), (error / scale).max().item())
-
-
-def step(x, w, g, fn=router_product):
-    y = fn(x, w)
-    return y, *torch.autograd.grad(y, (x, w), g)

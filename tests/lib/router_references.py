@@ -1,22 +1,32 @@
-"""What routers and balancing losses give, in plain loops."""
+"""What routers' balancing losses must give: the formula in three lines, and plain loops over tokens.
+
+Shape suffixes are those of tmoe/config/run.py: B, S, T (tokens), E (experts), K (experts per token).
+"""
 
 import torch
+from torch import Tensor
 
 
-def reference_loss(logits_TE, ids_TK):
-    """E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021), in three lines."""
+def reference_loss(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+    """The balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)."""
     T, E = logits_TE.shape
     counts_E = torch.nn.functional.one_hot(ids_TK.long(), E).sum((0, 1)).float()
     return E / (ids_TK.shape[1] * T**2) * (logits_TE.softmax(-1).sum(0) * counts_E).sum()
 
 
-def naive_losses(logits_BSE, ids_BSK, keep_BS, scope: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Balancing loss and z-loss of one layer, both with coefficient 1, token by token in fp64."""
+def naive_losses(logits_BSE: Tensor, ids_BSK: Tensor, keep_BS: Tensor, scope: str) -> tuple[Tensor, Tensor]:
+    """Balancing loss and z-loss of one layer, both with coefficient 1, token by token in fp64.
+
+    Tokens whose `keep_BS` is False count nowhere. `scope`: with "sequence" each sequence is balanced by
+    itself and the mean is taken over sequences; otherwise all tokens are balanced at once.
+    """
     B, S, E = logits_BSE.shape
     K = ids_BSK.shape[-1]
+    # of each sequence: the sum of probabilities and the number of choices by expert, and its tokens
     probs = [[0.0] * E for _ in range(B)]
     counts = [[0] * E for _ in range(B)]
-    tokens, z = [0] * B, 0.0
+    tokens = [0] * B
+    z = 0.0
     for b in range(B):
         for s in range(S):
             if not keep_BS[b, s]:
@@ -29,6 +39,7 @@ def naive_losses(logits_BSE, ids_BSK, keep_BS, scope: str) -> tuple[torch.Tensor
                 probs[b][e] = probs[b][e] + exps[e] / total
             for e in ids_BSK[b, s].tolist():
                 counts[b][e] += 1
+
     n = sum(tokens)
     if scope == "sequence":
         pairs = [(b, e) for b in range(B) for e in range(E) if tokens[b]]

@@ -1,4 +1,7 @@
-"""Runs of train.py in a test: short commands, what they wrote, and whether two ended alike."""
+"""Runs of train.py in a test: short commands, what they wrote, and whether two ended alike.
+
+The functions that take (rank, world, argv) are for gloo workers: `gloo(2, run, flags)`.
+"""
 
 import contextlib
 import io
@@ -13,14 +16,22 @@ import train
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 
-SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
-    --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32 --steps 8 --optim.warmup 2
-    --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
+# Eight steps of a model with two layers and four experts, on sequences of 32 tokens.
+SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
+    --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.seq 32
+    --steps 8 --optim.warmup 2 --optim.eps 1e-4 --train.eval-every 0 --train.eval-batches 1""".split()
+# What draws random numbers in a step, and an average that is a state of its own.
 NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 
 
+# ---- in a worker ----
+
+
 def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
-    """One run in a gloo worker. Returns every tensor of the final state, whole."""
+    """One run. Returns every tensor of the final state, whole.
+
+    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged.
+    """
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
     trainer = train.Trainer(cfg, process)
@@ -39,21 +50,45 @@ def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> d
 
 
 def load(rank: int, world: int, argv: list[str]) -> dict[str, torch.Tensor]:
+    """The state with which a run begins, whole: what it has loaded, or its initial weights."""
     cfg = parse(argv, "", rank=rank, world=world)
     return whole(train.Trainer(cfg, runtime.start(cfg.seed)))
 
 
-def whole(trainer) -> dict[str, torch.Tensor]:
+def changes(rank: int, world: int, argv: list[str]) -> list[str]:
+    """What a resumed run says has changed since."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    return train.Trainer(cfg, runtime.start(cfg.seed)).changes
+
+
+def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Starts a run without a step. Returns its exit code (0 if it could begin) and its stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            cfg = parse(argv, "", rank=rank, world=world)
+            train.Trainer(cfg, runtime.start(cfg.seed))
+        except SystemExit as error:
+            return error.code, said.getvalue()
+    return 0, said.getvalue()
+
+
+def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:
+    """Every tensor of a trainer's state: DTensors gathered, others copied."""
     return {
         n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in trainer.tensors().items()
     }
 
 
+# ---- what runs wrote ----
+
+
 def lines(out: Path) -> list[dict]:
+    """The lines of a run folder's metrics.jsonl."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def numbers(out: Path, first: int) -> list[tuple]:
+    """What two equal runs must have logged alike, for each step from `first` on."""
     return [
         (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"])
         for r in lines(out)
@@ -62,21 +97,7 @@ def numbers(out: Path, first: int) -> list[tuple]:
 
 
 def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Both states have the same tensors, equal to the bit."""
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
-
-
-def changes(rank: int, world: int, argv: list[str]) -> list[str]:
-    cfg = parse(argv, "", rank=rank, world=world)
-    return train.Trainer(cfg, runtime.start(cfg.seed)).changes
-
-
-def begin(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        try:
-            cfg = parse(argv, "", rank=rank, world=world)
-            train.Trainer(cfg, runtime.start(cfg.seed))
-        except SystemExit as error:
-            return error.code, said.getvalue()
-    return 0, said.getvalue()

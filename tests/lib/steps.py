@@ -1,6 +1,8 @@
-"""What tests of step folders share: small tensors in every layout, saving and loading them, damage, hostile files, the offline tools.
+"""What tests of step folders share: small tensors in every layout, saving, loading, damage, offline tools.
 
-next: test_checkpoint.py
+And hostile files.
+
+next: tests/checkpoint/test_checkpoint.py
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
 
 ROOT = Path(__file__).parents[2]
-
-
 INFO = {"preset": "tiny", "torch": torch.__version__}
 
 
@@ -33,7 +33,10 @@ def checkpoints(folder: Path, keep: int = 0, mode: str = "sync") -> Checkpoints:
 
 
 class Model(nn.Module):
-    """Six experts, a 7-row layer that no even number of ranks divides, a 3-element norm that leaves ranks without a row."""
+    """Six experts and two parameters that ranks share unevenly.
+
+    No even number of ranks divides the 7-row layer; the 3-element norm leaves ranks without a row.
+    """
 
     def __init__(self, seed: int, mesh):
         super().__init__()
@@ -46,7 +49,7 @@ class Model(nn.Module):
 
 
 def sharded(world: int, ep: int, seed: int) -> dict[str, Tensor]:
-    """What a trainer would save, its values fixed by the seed whatever the layout."""
+    """What a trainer would save; the seed alone fixes the values, whatever the layout."""
     mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
     model = Model(seed, mesh)
     fully_shard(model.experts, mesh=mesh["dp"])
@@ -102,7 +105,7 @@ class Hostile:
 
 
 def forge(step: Path, name: str, raw: bytes, tensor: str | None = None) -> None:
-    """Replace a file, or the payload of a tensor, and make the manifest agree, as an attacker would."""
+    """Replaces a file, or the payload of a tensor, and makes the manifest agree, as an attacker would."""
     manifest = read_manifest(step)
     if tensor:
         chunk = manifest.tensors[tensor].chunks[0]
@@ -125,14 +128,16 @@ def steps_of(folder: Path) -> set[str]:
 
 def save_layout(rank, world, folder, ep, seed, mode="sync"):
     torch.manual_seed(100 + rank)
-    store, tensors = checkpoints(folder, mode=mode), sharded(world, ep, seed)
+    store = checkpoints(folder, mode=mode)
+    tensors = sharded(world, ep, seed)
     store.save(seed, tensors, {"step": seed, "tokens": 4096}, {"cpu": torch.get_rng_state()})
     store.finish()
     return whole(tensors), torch.get_rng_state()
 
 
 def load_layout(rank, world, folder, ep):
-    store, tensors = checkpoints(folder), sharded(world, ep, seed=0)
+    store = checkpoints(folder)
+    tensors = sharded(world, ep, seed=0)
     path = store.find("auto")
     state, rng = store.load(path, tensors)
     stock = sharded(world, ep, seed=0)
@@ -166,7 +171,7 @@ def save(
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a step but the generator states, as Checkpoints.load gives it."""
+    """Every tensor of a step except the generator states, as Checkpoints.load gives it."""
     saved = read_manifest(path).tensors
     tensors = {
         name: torch.zeros(entry.shape, dtype=files.dtype_of(entry.dtype))

@@ -1,35 +1,51 @@
-"""Ranks of one expert group in one process, for the exchange's kernels under the interpreter."""
+"""Ranks of one expert group on one machine, for the exchange's kernels under the interpreter.
+
+Their sections of memory are tensors: in one process (Ranks), or shared by forked processes (fork).
+Imports of tmoe stand inside: kernels are defined at import, and TRITON_INTERPRET must be set before.
+"""
+
+from __future__ import annotations
 
 import itertools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.multiprocessing as mp
+from torch import Tensor
 
-D, K = 8, 2
+if TYPE_CHECKING:
+    from tmoe.moe.symm import Exchange
+
+ROOT = Path(__file__).parents[2]
+D, K = 8, 2  # of `operands`
+SHARED = 96  # width of a shared expert; that of K experts' products is another
 
 
-def operands(shared=True):
+# ---- what ranks work on ----
+
+
+def operands(shared: bool = True) -> tuple[Tensor | None, ...]:
+    """Zeros for one call of the op.
+
+    x, weights, ids, up, down, no bias, and with `shared` the two matrices of a shared expert.
+    """
     x, w, ids = torch.zeros(4, D), torch.zeros(4, K), torch.zeros(4, K, dtype=torch.int32)
     matrices = (torch.zeros(2 * 6, D), torch.zeros(D, 6)) if shared else (None, None)
     return x, w, ids, torch.zeros(2, 8, D), torch.zeros(2, D, 4), None, *matrices
 
 
-ROOT = Path(__file__).parents[2]
+def routes(kind: str, tokens: int, E: int, K: int, draw: torch.Generator) -> Tensor:
+    """ids [tokens, K] int32: distinct experts of each token, or -1.
 
-
-def run(*command, limit=340, **env):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
-    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=limit)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
-    assert "all right" in ran.stdout.splitlines()
-
-
-def routes(kind, tokens, E, K, draw):
-    """ids [T, K]: distinct experts of a token, or -1."""
+    kind: "one expert" (all tokens to expert 5), "first rank" (to experts 0 and 1), "nowhere" (all -1),
+    "holes" (random, half of them -1); any other word: random.
+    """
     ids = torch.rand(tokens, E, generator=draw).topk(K).indices if tokens else torch.empty(0, K)
     if kind == "one expert":
         ids = torch.where(torch.arange(K) == 1, 5, -1).expand(tokens, K)
@@ -42,16 +58,38 @@ def routes(kind, tokens, E, K, draw):
     return ids.int().contiguous()
 
 
-class Ranks:
-    """The sections of all ranks of a group, full of NaN and of -7 before anything arrives."""
+def rule(beside: bool, hidden: bool) -> Callable[[int, int, int], bool]:
+    """In place of symm.hides, which would let none of these small layers overlap.
 
-    def __init__(self, world, capacity, D, K, dtype):
+    It answers `beside` for the width of the shared expert, else `hidden`.
+    """
+    return lambda ranks, itemsize, width: beside if width == SHARED else hidden
+
+
+# ---- the ranks ----
+
+
+class Ranks:
+    """The sections of all ranks of a group, full of NaN and of -7 before anything arrives.
+
+    of[name][rank]: the rank's section as [rows, width]. at[name] [world] int64: where the sections begin.
+    """
+
+    def __init__(self, world: int, capacity: int, D: int, K: int, dtype: torch.dtype) -> None:
         from tmoe.ops import exchange
 
         R = world * capacity
-        kinds = dict(x=(R, D, dtype), dy=(R, D, dtype), y=(R, D, dtype), sums=(R, D, dtype), ids=(R, K, torch.int32),
-                     weights=(R, K, torch.float32), d_weights=(R, K, torch.float32), state=(1, exchange.STATE, torch.int32),
-                     side=(1, exchange.STATE, torch.int32))  # fmt: skip
+        kinds = dict(
+            x=(R, D, dtype),
+            dy=(R, D, dtype),
+            y=(R, D, dtype),
+            sums=(R, D, dtype),
+            ids=(R, K, torch.int32),
+            weights=(R, K, torch.float32),
+            d_weights=(R, K, torch.float32),
+            state=(1, exchange.STATE, torch.int32),
+            side=(1, exchange.STATE, torch.int32),
+        )
         sizes = {name: -(-rows * width * t.itemsize // 256) * 256 for name, (rows, width, t) in kinds.items()}
         self.starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
         self.memory = [
@@ -66,22 +104,30 @@ class Ranks:
         self.at = {name: torch.tensor([t.data_ptr() for t in ts]) for name, ts in self.of.items()}
         self.world, self.capacity = world, capacity
 
-    def exchange(self, p):
-        """What rank p of a real group would have."""
+    def exchange(self, p: int) -> Exchange:
+        """The Exchange that rank p of a real group would have."""
         from tmoe.moe import symm
 
         ex = object.__new__(symm.Exchange)
-        ex.rank, ex.world, ex.capacity = p, self.world, self.capacity
+        ex.rank = p
+        ex.world = self.world
+        ex.capacity = self.capacity
         ex.sections = {name: ts[p].view(-1).view(torch.uint8) for name, ts in self.of.items()}
-        ex.peers, ex.starts, ex.tables = self.memory, self.starts, {}
+        ex.peers = self.memory
+        ex.starts = self.starts
+        ex.tables = {}
         ex.addresses = self.at | dict(main=self.at["state"])
         return ex
 
 
-def fork(world, work, *arguments):
-    """work(rank, *arguments) as processes, forked so that addresses hold in all of them."""
-    import torch.multiprocessing as mp
+# ---- processes ----
 
+
+def fork(world: int, work: Callable, *arguments: object) -> None:
+    """Runs work(rank, *arguments) in `world` processes, forked so that addresses hold in all of them.
+
+    AssertionError if one fails, or if they have not all ended after 120 s.
+    """
     processes = [
         mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)
     ]
@@ -102,9 +148,12 @@ def fork(world, work, *arguments):
     )
 
 
-SHARED = 96  # width of a shared expert; that of K experts' products is another
+def run(*command: object, limit: float = 340, **env: str) -> None:
+    """Runs python with this command line; it must end with 0 and print a line "all right".
 
-
-def rule(beside, hidden):
-    """In place of symm.hides, which would let none of these small layers overlap."""
-    return lambda ranks, itemsize, width: beside if width == SHARED else hidden
+    limit: seconds. env: variables of its environment besides this process's own.
+    """
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **env}
+    ran = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=limit)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
+    assert "all right" in ran.stdout.splitlines()

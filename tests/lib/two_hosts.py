@@ -1,18 +1,22 @@
-"""Trains over two hosts, kills one, starts it again: hosts are network namespaces of this machine, joined by a cable (veth).
+"""Trains over two hosts, kills one and starts it again: hosts are network namespaces of this machine.
 
-    python tests/lib/two_hosts.py          needs Linux, ip and unshare, and the right to make namespaces (root or user namespaces)
+    python tests/lib/two_hosts.py
+
+Needs Linux, ip and unshare, and the right to make namespaces (root or user namespaces). A cable (veth)
+joins the hosts:
 
       host0 10.77.0.1   rank 0  rank 1     ep: tokens stay on the host
              |                             dp: gradients and gathered parameters cross the cable
       host1 10.77.0.2   rank 2  rank 3
 
 1. The reference: the same four ranks on one host.
-2. One torchrun agent a host, as in docs/multinode.md. After the first checkpoint everything on host1 is killed; host0 must
-   end by itself and say which ranks fell silent.
-3. The same two commands again: the run goes on from the checkpoint, and all its losses equal the reference's to 1e-5.
+2. One torchrun agent on each host, as in docs/multinode.md. After the first checkpoint everything on
+   host1 is killed; host0 must end by itself and say which ranks fell silent.
+3. The same two commands again: the run goes on from the checkpoint, and all its losses equal the
+   reference's to 1e-5.
 
-Everything happens inside namespaces of its own (network, mounts, processes, host names), which the kernel takes down with
-the last process: nothing is left on the machine, however this ends.
+Everything happens inside namespaces of its own (network, mounts, processes, host names). The kernel takes
+them down with the last process: nothing is left on the machine, however this ends.
 """
 
 import argparse
@@ -33,10 +37,10 @@ ROOT = Path(__file__).parents[2]
 HOSTS = {"host0": "10.77.0.1", "host1": "10.77.0.2"}
 SANDBOX = "unshare --map-root-user --net --mount --pid --fork --kill-child --mount-proc --uts".split()
 STEPS, EVERY = 16, 4
-TRAIN = f"""tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1
-    --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.batch 2 --train.seq 32 --train.eval-every 0
-    --train.eval-batches 1 --optim.eps 1e-4 --steps {STEPS} --checkpoint.every {EVERY} --checkpoint.mode sync
-    --parallel.ep 2""".split()
+TRAIN = f"""tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
+    --model.kv-heads 1 --model.head-dim 16 --model.moe.experts 4 --model.moe.ffn-dim 32 --train.batch 2
+    --train.seq 32 --train.eval-every 0 --train.eval-batches 1 --optim.eps 1e-4
+    --steps {STEPS} --checkpoint.every {EVERY} --checkpoint.mode sync --parallel.ep 2""".split()
 LIMIT_S = 120  # for any one launch
 
 
@@ -65,9 +69,8 @@ def main() -> None:
 
 def play(folder: Path) -> None:
     lay_cable(folder)
-    shutil.copytree(
-        ROOT / "tmoe", folder / "text", ignore=shutil.ignore_patterns("__pycache__")
-    )  # to train on
+    # to train on
+    shutil.copytree(ROOT / "tmoe", folder / "text", ignore=shutil.ignore_patterns("__pycache__"))
     reference, out = folder / "one-host", folder / "two-hosts"
     one = torchrun("--standalone", "--nproc-per-node", "4", out=reference)
     ended(one, 0)

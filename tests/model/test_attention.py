@@ -78,19 +78,18 @@ ROPES = [
     RopeConfig(scaling="llama3", theta=5e5, factor=8, original_max_seq=8192, max_seq=131072),  # Llama 3.1
     RopeConfig(scaling="llama3", theta=5e5, factor=32, original_max_seq=8192, max_seq=131072),  # Llama 3.2
     RopeConfig(scaling="llama3", factor=4, original_max_seq=512, low_freq_factor=2, high_freq_factor=16),
-    RopeConfig(
-        scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072
-    ),  # Qwen3's long range
+    # Qwen3's long range
+    RopeConfig(scaling="yarn", theta=1e6, factor=4, original_max_seq=32768, max_seq=131072),
     RopeConfig(scaling="yarn", factor=40, original_max_seq=4096, max_seq=163840),
     RopeConfig(scaling="yarn", factor=16, original_max_seq=2048, beta_fast=20, beta_slow=3),
     RopeConfig(scaling="yarn", factor=8, original_max_seq=4096, attention_factor=1.3),
     RopeConfig(scaling="yarn", factor=1, original_max_seq=4096),
+    # gpt-oss
     RopeConfig(
         scaling="yarn", theta=150000.0, factor=32, original_max_seq=4096, max_seq=131072, truncate=False
-    ),  # gpt-oss
-    RopeConfig(
-        scaling="yarn", factor=4, original_max_seq=6, truncate=False
-    ),  # a ramp that ends before it begins
+    ),
+    # a ramp that ends before it begins
+    RopeConfig(scaling="yarn", factor=4, original_max_seq=6, truncate=False),
     RopeConfig(scaling="yarn", factor=4, original_max_seq=5),
 ]
 
@@ -137,7 +136,8 @@ def test_table_equals_hugging_faces_far_out(rope):
 
 def test_table_made_in_inference_mode_serves_training():
     cfg = config(rope=RopeConfig(theta=12345.0))
-    a, x = attention(cfg), torch.randn(1, 7, 12)
+    a = attention(cfg)
+    x = torch.randn(1, 7, 12)
     with torch.inference_mode():
         want = a(x, *tables(cfg, 7), None)
     got = a(x, *tables(cfg, 7), None)
@@ -170,10 +170,12 @@ def test_rotation_keeps_the_type():
 
 
 def naive(a: Attention, x_BSD, cos, sin, allowed):
-    """A query and a head at a time, in fp64; allowed(b, i, j): may i look at j."""
+    """One query and one head at a time, in fp64; allowed(b, i, j) says whether i may look at j."""
     cfg = a.cfg
     H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
-    x, qkv, o = x_BSD.double(), a.qkv.weight.double(), a.o.weight.double()
+    x = x_BSD.double()
+    qkv = a.qkv.weight.double()
+    o = a.o.weight.double()
     bias = torch.zeros(len(qkv)) if a.qkv.bias is None else a.qkv.bias.double()
     scale = 1 / math.sqrt(C) if cfg.attention_multiplier is None else cfg.attention_multiplier
     out = torch.zeros(*x.shape[:2], H * C, dtype=torch.float64)
@@ -203,7 +205,8 @@ def naive(a: Attention, x_BSD, cos, sin, allowed):
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (4, 4), (3, 1)])
 def test_grouped_causal_attention_equals_softmax(heads, kv_heads):
     cfg = config(heads=heads, kv_heads=kv_heads)
-    a, x = attention(cfg), torch.randn(2, 6, 12)
+    a = attention(cfg)
+    x = torch.randn(2, 6, 12)
     cos, sin = tables(cfg, 6)
     want = naive(a, x, cos, sin, lambda b, i, j: j <= i)
     torch.testing.assert_close(a(x, cos, sin, None).double(), want, rtol=1e-5, atol=1e-5)
@@ -211,7 +214,8 @@ def test_grouped_causal_attention_equals_softmax(heads, kv_heads):
 
 def test_document_mask_equals_softmax_over_allowed_keys():
     cfg = config()
-    a, x = attention(cfg), torch.randn(2, 7, 12)
+    a = attention(cfg)
+    x = torch.randn(2, 7, 12)
     documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]])
     cos, sin = tables(cfg, 7)
     want = naive(a, x, cos, sin, lambda b, i, j: j <= i and bool(documents[b, i] == documents[b, j]))
@@ -232,13 +236,15 @@ def test_document_mask_equals_softmax_over_allowed_keys():
 def test_windows_sinks_biases_and_scale_equal_softmax(window, changes, documents):
     """Values and the gradient of every parameter."""
     cfg = config(**changes)
-    a, x = attention(cfg, window), torch.randn(1, 7, 12)
+    a = attention(cfg, window)
+    x = torch.randn(1, 7, 12)
     ids = torch.tensor([[0, 0, 0, 0, 0, 2, 2]]) if documents else torch.zeros(1, 7)
     near = window or 7
     want = naive(a, x, *tables(cfg, 7), lambda b, i, j: i - near < j <= i and bool(ids[b, i] == ids[b, j]))
     got = a(x, *tables(cfg, 7), document_mask(ids) if documents else None)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    weights, names = torch.randn_like(got), dict(a.named_parameters())
+    weights = torch.randn_like(got)
+    names = dict(a.named_parameters())
     found = torch.autograd.grad((got * weights).sum(), names.values())
     exact = torch.autograd.grad((want * weights).sum(), names.values())
     for name, g, e in zip(names, found, exact, strict=True):
@@ -254,15 +260,17 @@ def test_document_mask_by_hand():
 
 def test_one_document_is_plain_causal_attention():
     cfg = config()
-    a, x = attention(cfg), torch.randn(2, 9, 12)
+    a = attention(cfg)
+    x = torch.randn(2, 9, 12)
     masked = a(x, *tables(cfg, 9), document_mask(torch.full((2, 9), 4)))
     torch.testing.assert_close(masked, a(x, *tables(cfg, 9), None), rtol=1e-5, atol=1e-6)
 
 
 def test_packed_documents_equal_each_alone():
-    """Positions run on through the row: attention sees their differences only."""
+    """Positions run on through the row, but attention sees only their differences."""
     cfg = config(qk_norm="head", rope=RopeConfig(scaling="yarn", factor=4, original_max_seq=16))
-    a, x = attention(cfg), torch.randn(1, 20, 12)
+    a = attention(cfg)
+    x = torch.randn(1, 20, 12)
     lengths = [5, 1, 11, 3]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
     packed = a(x, *tables(cfg, 20), document_mask(documents))
@@ -272,7 +280,8 @@ def test_packed_documents_equal_each_alone():
 
 def test_nothing_comes_from_later_tokens():
     cfg = config()
-    a, x = attention(cfg), torch.randn(2, 9, 12)
+    a = attention(cfg)
+    x = torch.randn(2, 9, 12)
     other = torch.cat([x[:, :5], torch.randn(2, 4, 12)], 1)
     y, z = (a(v, *tables(cfg, 9), None) for v in (x, other))
     torch.testing.assert_close(y[:, :5], z[:, :5])
@@ -283,7 +292,10 @@ def test_nothing_comes_from_later_tokens():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("S", "C"), [(256, 16), (150, 24)])
 def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
-    """A GPU's way, here without its kernels: short documents, ids that come again, padding, windows, sinks."""
+    """A GPU's way, here without its kernels.
+
+    Short documents, ids that come again, padding, windows and sinks.
+    """
     monkeypatch.setattr(attend_module, "fused", lambda fn, *sizes: fn)
     ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
     ids[1, 40:49] = -1
@@ -297,7 +309,10 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
 @pytest.mark.parametrize("window", [0, 1, 50, 128, 129, 400])
 @pytest.mark.parametrize("S", [5, 128, 129, 700, 1024])
 def test_blocks_are_those_that_hold_anything(S, window):
-    """torch looks at every pair for them. Documents one after another: the same blocks, in the same order. Ids that come again: none less."""
+    """torch finds them by looking at every pair.
+
+    Documents one after another: the same blocks in the same order. Ids that come again: no block is missing.
+    """
     lengths = [torch.randint(1, 400, (S,)).cumsum(0) for _ in range(3)]
     rows = torch.stack([torch.bucketize(torch.arange(S), ends, right=True) for ends in lengths])
     for ids in (None, torch.zeros_like(rows), rows, rows.remainder(3).masked_fill(torch.rand(S) < 0.02, -1)):
@@ -357,7 +372,10 @@ def test_eager_blocks_compile_flex_attention_for_any_number_of_lengths(monkeypat
 
 
 def test_compiled_blocks_ask_for_no_mode(monkeypatch):
-    """torch 2.11's Dynamo cannot trace the question for inference mode: every compiled run with documents kept apart ended there."""
+    """torch 2.11's Dynamo cannot trace the question for inference mode.
+
+    Every compiled run with documents kept apart ended there.
+    """
     real = torch.is_inference_mode_enabled
 
     def asked():
@@ -366,15 +384,20 @@ def test_compiled_blocks_ask_for_no_mode(monkeypatch):
 
     q, k, v = (torch.randn(2, 40, heads, 16) for heads in (4, 2, 2))
     ids = torch.randint(4, (2, 40))
-    mask, want = block_mask(ids, 0, 40, CPU), attend(q, k, v, document_mask(ids))
+    mask = block_mask(ids, 0, 40, CPU)
+    want = attend(q, k, v, document_mask(ids))
     compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend="eager")
     monkeypatch.setattr(torch, "is_inference_mode_enabled", asked)
     torch.testing.assert_close(compiled(q, k, v, mask), want, rtol=1e-5, atol=1e-5)
 
 
 def test_tiles_fit_into_shared_memory():
-    """Queries once, stages of keys and values, rows rounded up to powers of two: what torch takes where we say nothing fits as well."""
-    room, kept = 232448 - 16 * 1024, 0
+    """Queries once, stages of keys and values, and rows rounded up to powers of two.
+
+    What torch takes where we set nothing fits as well.
+    """
+    room = 232448 - 16 * 1024
+    kept = 0
     for dtype, hopper in itertools.product((torch.float32, torch.bfloat16, torch.float16), (True, False)):
         for width in range(16, 513, 16):
             for values in (width, 128, 512):
@@ -387,7 +410,8 @@ def test_tiles_fit_into_shared_memory():
                     kept += 1
                     assert max(rows, columns) * dtype.itemsize <= 512
     assert kept
-    latent, blocks = tiles(torch.bfloat16, 192, 128, True), ("M1", "N1", "M2", "N2")
+    latent = tiles(torch.bfloat16, 192, 128, True)
+    blocks = ("M1", "N1", "M2", "N2")
     assert [latent[f"bwd_BLOCK_{of}"] for of in blocks] == [64, 128, 128, 64]  # as measured
     assert all(
         "bwd_BLOCK_M1" not in tiles(torch.bfloat16, *of) for of in ((192, 128, False), (128, 128, True))
@@ -401,7 +425,7 @@ def test_tiles_fit_into_shared_memory():
 
 
 def test_on_a_gpu_sinks_take_blocks_too():
-    """A dense mask takes four times as long, and plain causal attention has no room for them."""
+    """A dense mask takes four times as long, and plain causal attention has no place for sinks."""
     meta = torch.device("meta")  # a GPU's rules
     assert isinstance(make_mask(None, 0, 70, meta, 16, sinks=True), BlockMask)
     assert make_mask(None, 0, 70, meta, 16) is None and make_mask(None, 0, 70, CPU, 16, sinks=True) is None

@@ -1,4 +1,4 @@
-"""Blocks compile whole: the same numbers as eager, one graph for all of them, and none anew when only the routing changes."""
+"""Blocks compile whole: the numbers of eager, one graph for all blocks, no new one for other routing."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def step(net: Transformer, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str
 
 
 def compare(rank: int, world: int, ep: int) -> dict:
-    """Eager against compiled, then 20 routings, some with most experts empty."""
+    """Eager against compiled, then 20 routings, some of which leave most experts empty."""
     eager, compiled = build(False, ep), build(True, ep)
     draw = torch.Generator().manual_seed(rank)
     tokens = torch.randint(64, (2, SEQ), generator=draw)

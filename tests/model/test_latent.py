@@ -1,6 +1,8 @@
-"""Latent attention against DeepSeek's equations written out in fp64, its counts and memory, and a block that holds it compiled.
+"""Latent attention against DeepSeek's equations written out in fp64, its counts and its memory.
 
-next: ../../tmoe/model/latent.py
+And a compiled block that holds it.
+
+next: tmoe/model/latent.py
 """
 
 import math
@@ -44,8 +46,11 @@ def config(**kw) -> ModelConfig:
 
 
 def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """Radians a position, from DeepSeek's description: pairs that turn more than 32 times over the trained range stay, those
-    that turn less than once are divided by the factor, in between linearly in the pair's number."""
+    """Radians per position, from DeepSeek's description.
+
+    Pairs that turn more than 32 times over the trained range stay. Those that turn less than once are
+    divided by the factor. In between the change is linear in the pair's number.
+    """
     pair = torch.arange(dim // 2, dtype=torch.float64)
     angle = rope.theta ** (-2 * pair / dim)
     if rope.scaling == "none":
@@ -54,7 +59,8 @@ def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
     def number(turns):
         return dim * math.log(rope.original_max_seq / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(math.floor(number(32)), 0), min(math.ceil(number(1)), dim - 1)
+    low = max(math.floor(number(32)), 0)
+    high = min(math.ceil(number(1)), dim - 1)
     stretched = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
     return angle * (1 - stretched) + angle / rope.factor * stretched
 
@@ -62,8 +68,10 @@ def yarn_angles(rope: RopeConfig, dim: int) -> torch.Tensor:
 def written_out(
     attention: LatentAttention, cfg: ModelConfig, x: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
-    """DeepSeek-V2, eq. 9 to 13, 14 to 19 (2024), head by head and token by token in complex numbers."""
-    m, H, eps = cfg.mla, cfg.heads, 1e-6
+    """DeepSeek-V2 (2024), eq. 9 to 13 and 14 to 19, head by head and token by token in complex numbers."""
+    m = cfg.mla
+    H = cfg.heads
+    eps = 1e-6
     w = {n: p.double() for n, p in attention.named_parameters()}
     rows = w["qkv_a.weight"]
     q_a, kv_a, k_r = rows.split([len(rows) - m.kv_rank - m.rope_dim, m.kv_rank, m.rope_dim])
@@ -103,7 +111,8 @@ def written_out(
 def test_equals_the_equations(shape, documents):
     cfg = config(**SHAPES[shape])
     torch.manual_seed(0)
-    attention, S = LatentAttention(cfg), 23
+    attention = LatentAttention(cfg)
+    S = 23
     for p in attention.parameters():
         torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.4)
     x = torch.randn(2, S, cfg.dim, requires_grad=True)
@@ -165,7 +174,8 @@ def test_flops_worked_by_hand():
     cfg = config(**SHAPES["query latent"])
     matrices = 20 * (7 + 9 + 6) + 7 * 3 * 10 + 9 * 3 * (4 + 5) + 3 * 5 * 20 + 3 * 20 * 24
     active = 2 * (matrices + 7 + 9 + 2 * 20) + 31 * 20 + 20
-    # a causal token of 64 sees 32 on average: products over 10 channels and sums over 5, forward and twice backward
+    # a causal token of 64 sees 32 on average: products over 10 channels and sums over 5, forward and
+    # twice backward
     assert flops_per_token(cfg, 64) == 6 * active + 2 * 3 * (2 * 10 * 32 + 2 * 5 * 32) * 3
 
 
@@ -173,9 +183,8 @@ def test_flops_worked_by_hand():
 @pytest.mark.parametrize(("q_rank", "v_dim"), [(0, 48), (96, 40)])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, q_rank, v_dim):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr(
-        "tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16
-    )  # as on the GPU
+    # as on the GPU
+    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)
     moe = MoEConfig(experts=8, ffn_dim=128, score="sigmoid", choice_bias=True, groups=4, top_groups=2)
     mla = MLAConfig(q_rank=q_rank, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=v_dim)
     model = config(dim=256, heads=4, mla=mla, dense_layers=int(kind == "dense"), ffn_dim=512, moe=moe)

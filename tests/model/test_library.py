@@ -1,4 +1,4 @@
-"""tmoe's parts in someone else's model and loop: no Transformer, no config file, real tensors instead of meta ones."""
+"""tmoe's parts in someone else's model and loop: no Transformer, no config file, no meta tensors."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ D, STEPS, ROWS = 16, 6, 8
 
 
 class Theirs(nn.Module):
-    """A classifier of somebody's own, with two of tmoe's layers in it."""
+    """A classifier as a user might write it, with two of tmoe's layers in it."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,8 @@ def test_bf16_trains_fp32_masters(gloo):
 
 
 def twice(rank: int, world: int) -> list[str]:
-    said, mesh = [], tmoe.parallel.build_mesh(ep=world)
+    said = []
+    mesh = tmoe.parallel.build_mesh(ep=world)
     cfg = tmoe.Config(compile=False)
     whole = tmoe.Transformer(tmoe.config.ModelConfig(vocab=16, dim=16, layers=1, head_dim=4, moe=CFG))
     half = nn.ModuleList(tmoe.MoE(D, CFG) for _ in range(2))
@@ -187,12 +188,13 @@ def test_mesh_errors_name_the_axis(axes, says):
     ids=["transposed", "one", "float", "list", "scalar", "elsewhere"],
 )
 def test_marks_of_another_shape_or_type_are_refused(padding):
-    """Transposed, they would flatten in another order; of one element, they would leave every token out."""
+    """Transposed marks would flatten in another order; marks of one element would leave every token out."""
     with pytest.raises(
         ValueError, match=r"padding: got .*, valid is torch.bool \(3, 7\) on cpu, one for each token"
     ):
         tmoe.MoE(D, CFG)(torch.randn(3, 7, D), padding)
-    model, tokens = tmoe.Transformer(tmoe.presets()["tiny"].model), torch.zeros(3, 7, dtype=torch.int64)
+    model = tmoe.Transformer(tmoe.presets()["tiny"].model)
+    tokens = torch.zeros(3, 7, dtype=torch.int64)
     with pytest.raises(ValueError, match="padding: got "):
         model(tokens, padding_BS=padding)
     for name in ("documents_BS", "targets_BS"):
@@ -203,7 +205,8 @@ def test_marks_of_another_shape_or_type_are_refused(padding):
 
 
 def test_nan_at_padding_reaches_no_gradient():
-    moe, x = tmoe.MoE(D, replace(CFG, shared_gate=True)), torch.randn(3, 7, D)
+    moe = tmoe.MoE(D, replace(CFG, shared_gate=True))
+    x = torch.randn(3, 7, D)
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[1, 4:] = True
     wants = []
@@ -217,7 +220,8 @@ def test_nan_at_padding_reaches_no_gradient():
 
 def test_a_layer_under_autocast_computes_in_its_type():
     torch.manual_seed(0)
-    moe, x = tmoe.MoE(D, CFG), torch.randn(5, 7, D)
+    moe = tmoe.MoE(D, CFG)
+    x = torch.randn(5, 7, D)
     first = nn.Linear(D, D)
     with torch.autocast("cpu", torch.bfloat16):
         y = moe(first(x))  # bf16 from the linear layer, fp32 weights
@@ -254,7 +258,8 @@ def test_what_is_frozen_stays_frozen(gloo, world, ep):
 
 def refrozen(rank: int, world: int, ep: int, dtype: str) -> list[bool]:
     """Which weights the second step moved, when experts were unfrozen or frozen after the first."""
-    cfg, moved = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype)), []
+    cfg = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype))
+    moved = []
     for wanted in (True, False):
         model = Theirs()
         experts = model.layers[0].experts.requires_grad_(not wanted)
@@ -279,7 +284,8 @@ def test_weights_may_be_frozen_and_unfrozen_between_steps(gloo, world, ep, dtype
 
 
 def recomputing(rank: int, world: int, ep: int, dtype: str) -> float:
-    cfg, grads = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype)), []
+    cfg = tmoe.Config(compile=False, train=tmoe.config.TrainConfig(dtype=dtype))
+    grads = []
     for reentrant in (None, False, True):
         torch.manual_seed(0)
         model = Theirs()
@@ -323,7 +329,10 @@ def changed_inside(rank: int, world: int) -> list[str]:
 
 
 def test_weights_written_between_a_forward_and_its_backward_are_refused(gloo):
-    """As autograd itself does: the second backward would use the new weights where the first forward had the old ones."""
+    """Autograd refuses this itself for plain tensors.
+
+    The second backward would use the new weights where the first forward had the old ones.
+    """
     first, second = gloo(1, changed_inside)[0]
     assert all(
         "modified by an inplace operation" in text or "between a forward and its backward" in text
@@ -332,7 +341,8 @@ def test_weights_written_between_a_forward_and_its_backward_are_refused(gloo):
 
 
 def refused(rank: int, world: int) -> list[str]:
-    said, mesh = [], tmoe.parallel.build_mesh(ep=world)
+    said = []
+    mesh = tmoe.parallel.build_mesh(ep=world)
     uneven = nn.Sequential(tmoe.MoE(D, CFG), tmoe.MoE(D, replace(CFG, experts=7)))
     for model in nn.ModuleList([tmoe.MoE(D, CFG)]), uneven:
         with pytest.raises(ValueError) as error:
@@ -342,17 +352,23 @@ def refused(rank: int, world: int) -> list[str]:
 
 
 def lay_out_shared(rank: int, world: int, shared: str) -> None:
-    mesh, first, second = tmoe.parallel.build_mesh(ep=world), tmoe.MoE(D, CFG), tmoe.MoE(D, CFG)
+    mesh = tmoe.parallel.build_mesh(ep=world)
+    first = tmoe.MoE(D, CFG)
+    second = tmoe.MoE(D, CFG)
     if shared == "weight":
         second.experts.down = first.experts.down
     elif shared == "module":
         second.experts = first.experts
     model = nn.Sequential(first, nn.Identity(), first if shared == "layer" else second, nn.Linear(D, D))
-    x, count = torch.randn(5, D), len(list(model.parameters()))
+    x = torch.randn(5, D)
+    count = len(list(model.parameters()))
     with torch.no_grad():
         before = model(x)
     if shared != "layer":
-        says = r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, valid is one of this layer alone"
+        says = (
+            r"parallelize: 2.experts.\w+: got the parameter of 0.experts.\w+, "
+            r"valid is one of this layer alone"
+        )
         with pytest.raises(ValueError, match=says):
             tmoe.parallel.parallelize(model, mesh)
         assert type(first.experts.down.data) is torch.Tensor
@@ -364,12 +380,13 @@ def lay_out_shared(rank: int, world: int, shared: str) -> None:
 
 @pytest.mark.parametrize("shared", ["weight", "module", "layer"])
 def test_experts_of_two_layers_are_refused_and_a_layer_called_twice_is_not(gloo, shared):
-    """Spread one by one, what two layers share would be trained as two, in silence."""
+    """Spread one by one, parameters that two layers share would be trained as two, in silence."""
     gloo(2, lay_out_shared, shared)
 
 
 def no_parts(rank: int, world: int) -> None:
-    model, mesh = tmoe.MoE(D, CFG), tmoe.parallel.build_mesh()
+    model = tmoe.MoE(D, CFG)
+    mesh = tmoe.parallel.build_mesh()
     for args, says in (
         ((None, mesh), "model: got None, valid is a Module"),
         ((model, mesh.world), "mesh: got DeviceMesh.*, valid is a Mesh"),
@@ -459,9 +476,10 @@ def small_transformer(**router) -> tmoe.Transformer:
 
 
 def under_another_wrapper(rank: int, world: int) -> list[str]:
-    """DDP, say: the router is steered by all ranks' counts, or not at all."""
+    """DDP, for example: the router is steered by all ranks' counts, or not at all."""
     torch.manual_seed(0)
-    said, tokens = [], torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))
+    said = []
+    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(rank))
     for router in (dict(choice_bias=True), dict(balance="global")):
         model = small_transformer(**router)
         step = nn.parallel.DistributedDataParallel(model)

@@ -1,6 +1,6 @@
 """The chunked cross-entropy against F.cross_entropy, and what it never allocates.
 
-next: test_router.py
+next: tests/moe/test_router.py
 """
 
 import pytest
@@ -25,7 +25,7 @@ def batch(T, D, V, dtype=torch.float64, ignored=0.2):
 
 
 def reference(h, weight, targets, scale):
-    """fp64 value and gradients of scale * sum of losses."""
+    """Value and gradients of scale * sum of losses, in fp64."""
     h, weight = (t.detach().double().requires_grad_() for t in (h, weight))
     loss = F.cross_entropy(h @ weight.T, targets, reduction="sum")
     return loss, *torch.autograd.grad(scale * loss, (h, weight))
@@ -75,7 +75,10 @@ def test_large_logits_stay_finite():
 
 
 def test_bf16_inputs(monkeypatch):
-    """bf16 h and W: logits are rounded once (2^-9 relative), so the loss is off by far less than a logit's rounding."""
+    """bf16 h and W: logits are rounded once (2^-9 relative).
+
+    So the loss is off by far less than a logit's rounding.
+    """
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 512 * 100)
     h, weight, targets = batch(T=700, D=64, V=512, dtype=torch.bfloat16)
     h.requires_grad_(), weight.requires_grad_()
@@ -89,7 +92,10 @@ def test_bf16_inputs(monkeypatch):
 
 
 def test_head_gradient_accumulates_in_fp32(monkeypatch):
-    """512 chunks of one row that each add about the same: a bf16 sum would stop growing at 256 times a term."""
+    """512 chunks of one row, each of which adds about the same.
+
+    A bf16 sum would stop growing at 256 times a term.
+    """
     h = torch.ones(512, 1, dtype=torch.bfloat16)
     weight = torch.zeros(4, 1, dtype=torch.bfloat16, requires_grad=True)
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 4)
@@ -98,7 +104,7 @@ def test_head_gradient_accumulates_in_fp32(monkeypatch):
 
 
 def test_no_gradient_is_scaled_by_a_rounded_number():
-    """1/1539 in bf16 is 0.2% off, for every token of a step alike."""
+    """1/1539 in bf16 is 0.2% off, by the same amount for every token of a step."""
     h, weight, targets = batch(T=1539, D=32, V=50)
     sides = [t.bfloat16().requires_grad_() for t in (h, weight)]
     cross_entropy_sum(*sides, targets).mul(1 / 1539).backward()
@@ -132,7 +138,7 @@ def test_one_side_alone():
 
 
 def test_logits_of_all_tokens_never_exist():
-    """At the real chunk size: T x V is 39M, the limit 33.5M; forward and backward both."""
+    """At the real chunk size T x V is 39M, and the limit is 33.5M; forward and backward both."""
     T, D, V = 600, 2, 65536
     h, weight, targets = batch(T, D, V, dtype=torch.float32)
     h.requires_grad_(), weight.requires_grad_()
@@ -142,9 +148,8 @@ def test_logits_of_all_tokens_never_exist():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(
-    ("D", "rows"), [(4, 100), (200, 10)]
-)  # a chunk is more than the head's gradient, and less
+# a chunk is more than the head's gradient, and less
+@pytest.mark.parametrize(("D", "rows"), [(4, 100), (200, 10)])
 def test_one_chunk_of_logits_and_one_gradient_of_the_head_are_held(monkeypatch, grad, D, rows):
     V, T = 1000, 4 * rows
     h, weight, targets = batch(T, D, V, dtype=torch.float32)
@@ -167,7 +172,7 @@ def test_a_compilers_loss_takes_a_head_that_lies_by_columns(needs_w):
 
 
 def test_without_gradients_none_are_made(monkeypatch):
-    """Validation holds no fp32 gradient of the head: nothing larger than a chunk of logits."""
+    """Validation holds no fp32 gradient of the head, and nothing larger than a chunk of logits."""
     T, D, V = 6, 50, 40
     h, weight, targets = batch(T, D, V, dtype=torch.float32)
     want = cross_entropy_sum(h, weight, targets)
@@ -230,7 +235,10 @@ def test_under_autocast_products_are_in_its_type():
 
 
 def test_targets_with_strides_and_elsewhere():
-    """What a kernel reads by address: a column of a matrix counts as its elements do, another device's memory is refused."""
+    """What a kernel reads by address.
+
+    A column of a matrix counts as its elements do; another device's memory is refused.
+    """
     h, weight, targets = batch(T=23, D=8, V=17)
     column = torch.stack([targets.roll(3), targets], 1)[:, 1]
     seen = []

@@ -1,6 +1,8 @@
-"""The whole Transformer against Hugging Face's models, its parts against its whole, presets and initial weights.
+"""The whole Transformer against Hugging Face's models, its parts against its whole.
 
-next: ../../tmoe/model/transformer.py
+And presets and initial weights.
+
+next: tmoe/model/transformer.py
 """
 
 import math
@@ -105,7 +107,10 @@ def qwen3(renormalize=True, **kw):
 
 
 def qwen3_interleaved():
-    """One leading dense layer, then every second layer MoE: Qwen's own rule (i + 1) % 2 == 0 picks layers 1 and 3."""
+    """One leading dense layer, then every second layer MoE.
+
+    Qwen's own rule (i + 1) % 2 == 0 picks layers 1 and 3.
+    """
     cfg, _ = qwen3(layers=4, dense_layers=1, moe_every=2)
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -197,7 +202,9 @@ def test_logits_and_gradients_equal_hugging_faces(make):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_is_the_cross_entropy_of_the_logits(tied):
-    model, x, y = build(small(tied=tied, moe=QUIET)), tokens(), tokens()
+    model = build(small(tied=tied, moe=QUIET))
+    x = tokens()
+    y = tokens()
     y[0, 3:6] = -100
     logits = model(x)
     assert logits.shape == (2, 13, 31)
@@ -220,11 +227,12 @@ def test_no_target_at_all():
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
 def test_balancing_losses_are_added(scope):
-    """Each MoE layer's own, from what its router said."""
+    """Each MoE layer adds its own, from what its router said."""
     cfg = small(
         layers=4, dense_layers=1, moe_every=2, moe=dict(balance=scope, balance_coeff=0.3, z_coeff=0.1)
     )
-    model, x = build(cfg), tokens()
+    model = build(cfg)
+    x = tokens()
     padding = torch.zeros(2, 13, dtype=torch.bool)
     padding[1, 9:] = True
     said = []
@@ -243,8 +251,10 @@ def test_balancing_losses_are_added(scope):
 
 
 def test_parts_of_a_step_add_up():
-    """Micro-batches of any size under the step's totals: value and every gradient."""
-    model, x, y = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1))), tokens(B=5), tokens(B=5)
+    """Micro-batches of any size under the step's totals add up in value and in every gradient."""
+    model = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1)))
+    x = tokens(B=5)
+    y = tokens(B=5)
     y[0, :9] = -100
     totals = Totals(*(torch.tensor(float(v)) for v in ((y != -100).sum(), x.numel(), 5)))
     want = model(x, y)
@@ -254,7 +264,8 @@ def test_parts_of_a_step_add_up():
 
 
 def test_documents_in_a_row_equal_each_alone():
-    model, x = build(small(layers=3, qk_norm="head")), tokens(B=1, S=30)
+    model = build(small(layers=3, qk_norm="head"))
+    x = tokens(B=1, S=30)
     lengths = [11, 1, 16, 2]
     documents = torch.repeat_interleave(torch.tensor([4, 2, 7, 0]), torch.tensor(lengths))[None]
     packed = model.hidden(x, documents)[0]
@@ -264,8 +275,12 @@ def test_documents_in_a_row_equal_each_alone():
 
 
 def test_padding_is_left_out():
-    """Padded on the left or right: the loss, its gradients and the other tokens are those of the tokens alone."""
-    model, x = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1))), tokens(B=1, S=12)
+    """Padded on the left or right.
+
+    The loss, its gradients and the other tokens are those of the tokens alone.
+    """
+    model = build(small(moe=dict(balance_coeff=0.3, z_coeff=0.1)))
+    x = tokens(B=1, S=12)
     y = torch.cat([x[:, 1:], x[:, :1]], 1)
     want = model(x, y)
     want_gradients = gradients(want, model)
@@ -282,16 +297,19 @@ def test_padding_is_left_out():
 
 
 def test_causal():
-    model, x = build(small()), tokens()
+    model = build(small())
+    x = tokens()
     other = torch.cat([x[:, :6], tokens()[:, 6:]], 1)
     torch.testing.assert_close(model(x)[:, :6], model(other)[:, :6])
 
 
 def test_dropout_in_training_only():
-    model, x = build(small(dropout=0.5, moe=QUIET)), tokens()
+    model = build(small(dropout=0.5, moe=QUIET))
+    x = tokens()
     assert torch.equal(model.eval()(x), model(x))
     torch.testing.assert_close(model.eval()(x), _without_dropout(model)(x))
-    first, second = model.train()(x), model(x)
+    first = model.train()(x)
+    second = model(x)
     assert not torch.equal(first, second)
     kept = model.blocks[0].branch(torch.ones(200, 200))  # half is dropped, half doubled: the mean stays
     assert set(kept.unique().tolist()) == {0.0, 2.0} and kept.mean().item() == pytest.approx(1, abs=0.03)
@@ -304,7 +322,8 @@ def _without_dropout(model):
 
 
 def test_counts_are_recorded_in_training_only():
-    model, x = build(small()), tokens()
+    model = build(small())
+    x = tokens()
     model.eval()(x)
     assert model.balancer.read_log() is None
     model.train()(x)
@@ -390,7 +409,8 @@ HUBS = {  # config.json of the published repositories
 
 @pytest.mark.parametrize("name", HUBS)
 def test_preset_has_the_published_constants(name):
-    cfg, hub = presets()[name].model, HUBS[name]
+    cfg = presets()[name].model
+    hub = HUBS[name]
     assert (cfg.rope.theta, cfg.rope.max_seq, cfg.rope.scaling) == (hub["rope_theta"], hub["max"], "none")
     assert (cfg.norm_eps, cfg.moe.balance_coeff) == (hub["eps"], hub["aux"])
     assert (cfg.moe.renormalize or cfg.moe.softmax == "after") == hub["norm_topk"] and not cfg.tied
@@ -420,7 +440,10 @@ def seeded(cfg: ModelConfig, seed: int) -> dict:
 
 
 def test_spread_of_every_weight():
-    """Within five standard errors (two-sided chance 6e-7 a tensor) of its documented mean and deviation."""
+    """Within five standard errors of its documented mean and deviation.
+
+    The two-sided chance is 6e-7 for each tensor.
+    """
     kinds = set()
     for name, p in seeded(INIT, seed=3).items():
         if p.dim() == 1:
@@ -475,7 +498,7 @@ def test_unseeded_weights_follow_the_global_generator():
 
 
 def test_cutting_layers_keeps_the_others_draws():
-    """Same numbers by name; what writes to the residual stream is scaled by its own depth."""
+    """The numbers are the same by name; what writes to the residual stream is scaled by its own depth."""
     whole, cut = seeded(INIT, seed=3), seeded(replace(INIT, layers=3), seed=3)
     assert cut.keys() < whole.keys()
     for name, p in cut.items():
@@ -486,11 +509,9 @@ def test_cutting_layers_keeps_the_others_draws():
 
 
 def test_other_modules_neither_shift_nor_share_the_draws():
-    """A tied head, another vocabulary or wider experts leave tensors of the same name and shape alone."""
-    a, b = (
-        seeded(INIT, seed=3),
-        seeded(replace(INIT, tied=True, vocab=500, moe=replace(INIT.moe, ffn_dim=72)), seed=3),
-    )
+    """A tied head, another vocabulary or wider experts do not change tensors of equal name and shape."""
+    a = seeded(INIT, seed=3)
+    b = seeded(replace(INIT, tied=True, vocab=500, moe=replace(INIT.moe, ffn_dim=72)), seed=3)
     same = [n for n in b if b[n].shape == a[n].shape]
     assert len(same) > 30 and all(torch.equal(a[n], b[n]) for n in same)
 

@@ -1,4 +1,7 @@
-"""Activation checkpointing changes memory, not numbers: the same gradients to the bit, the load counted once, fewer tensors kept."""
+"""Activation checkpointing changes memory, not numbers: gradients are the same to the bit.
+
+The load is counted once, and fewer tensors are kept.
+"""
 
 from dataclasses import replace
 

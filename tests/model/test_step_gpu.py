@@ -1,4 +1,7 @@
-"""What of a step runs on a GPU only: one-pass AdamW, offloaded moments, the fused loss, attention in blocks, no host sync."""
+"""What of a step runs on a GPU only: AdamW, offloaded moments, the fused loss, attention in blocks.
+
+AdamW takes one pass, and nothing waits for the host.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +29,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _alone():
-    """No test meets the graphs of those that this worker ran before: dynamo counts them all towards its limit."""
+    """No test meets the graphs of tests that this worker ran before.
+
+    dynamo counts them all towards its limit.
+    """
     torch._dynamo.reset()
     yield
     torch.cuda.set_sync_debug_mode("default")
@@ -89,8 +95,9 @@ def test_offloaded_moments_change_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("offset", [1, 2, 8])
 def test_one_pass_adamw_takes_any_alignment(offset):
-    """What misses 16 bytes gives what an aligned copy gives, and writes nothing beside it."""
-    one, hyper = torch.ones((), device=CUDA), (1e-2, (0.9, 0.95), 1e-8, 0.1)
+    """A tensor off 16 bytes gives what an aligned copy gives, and nothing is written beside it."""
+    one = torch.ones((), device=CUDA)
+    hyper = (1e-2, (0.9, 0.95), 1e-8, 0.1)
     whole = [torch.rand(5000, device=CUDA).to(t) for t in (*[torch.float32] * 4, torch.bfloat16)]
     for shifted in (range(5), (1,), (4,), (0, 2)):
         aligned = [t[offset:-7].clone() for t in whole]
@@ -130,7 +137,8 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
     targets[::5] = -100
     loss = cross_entropy_sum(h, w, targets)
     grads = torch.autograd.grad(0.37 * loss, (h, w))
-    h64, w64 = h.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    h64 = h.detach().double().requires_grad_()
+    w64 = w.detach().double().requires_grad_()
     want = F.cross_entropy(h64 @ w64.T, targets, reduction="sum")
     wants = torch.autograd.grad(0.37 * want, (h64, w64))
     limit = 1e-5 if dtype == torch.float32 else 6e-3
@@ -141,8 +149,11 @@ def test_fused_loss(T, D, V, dtype, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "top_k", "limit"), [(torch.float32, 2, 1e-4), (torch.bfloat16, 8, 0.03)])
 def test_a_whole_model_with_targets_compiles_to_one_graph(dtype, top_k, limit):
-    """In bf16 every expert is chosen: with two of eight, a rounded logit moves a token to another expert, and the experts'
-    and routers' gradients lie 0.13 from those in fp32 without any compiler."""
+    """In bf16, with every expert chosen.
+
+    With two of eight, a rounded logit moves a token to another expert. The gradients of experts and routers
+    then lie 0.13 from those in fp32, without any compiler.
+    """
     moe = MoEConfig(experts=8, top_k=top_k, ffn_dim=128)
     cfg = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, vocab=512, moe=moe)
     model = Transformer(cfg)
@@ -166,7 +177,10 @@ def test_a_whole_model_with_targets_compiles_to_one_graph(dtype, top_k, limit):
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
-    """Many short documents, some ids that come again, padding (-1): the same numbers as the dense mask, forward and backward."""
+    """Many short documents, some ids that come again, padding (-1).
+
+    The same numbers as the dense mask, forward and backward.
+    """
     draw = torch.Generator().manual_seed(S)
     ids = torch.randint(4, (2, S // 16 + 1), generator=draw).repeat_interleave(16, 1)[:, :S]
     ids[1, S // 2 : S // 2 + 9] = -1
@@ -188,8 +202,12 @@ def test_attention_in_blocks_is_the_masks(S, H, G, C, window, sinks):
 )
 @pytest.mark.parametrize("sinks", [False, True])
 def test_every_block_is_read_in_the_backward(window, lengths, sinks):
-    """Eight blocks a side, rows of blocks that do not begin at their diagonal: the orders by queries and by keys are different ones."""
-    S, draw = 1024, torch.Generator().manual_seed(1)
+    """Eight blocks a side, and rows of blocks that do not begin at their diagonal.
+
+    So the order by queries and the order by keys are different.
+    """
+    S = 1024
+    draw = torch.Generator().manual_seed(1)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, S).to(CUDA)
     q, k, v = (torch.randn(2, S, n, 64, generator=draw).to(CUDA).requires_grad_() for n in (4, 2, 2))
     sink = torch.randn(4, generator=draw).to(CUDA).requires_grad_() if sinks else None
@@ -217,7 +235,10 @@ def test_every_block_is_read_in_the_backward(window, lengths, sinks):
     ],
 )
 def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, documents):
-    """A whole module, norms and rotation in its graph: short, narrow, wide, latent. Freed memory is filled before, so that none is zero."""
+    """A whole module, with norms and rotation in its graph: short, narrow, wide, latent.
+
+    Freed memory is filled before, so that none is zero.
+    """
     cfg = ModelConfig(dim=64, **settings)
     module = (LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, window)).to(CUDA, dtype)
     with torch.no_grad():
@@ -258,14 +279,23 @@ def test_an_h200_takes_latent_attentions_widths_as_they_are():
 
 SEQ = 256
 MODEL = ModelConfig(
-    vocab=512, dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, qk_norm="head", rope=RopeConfig(max_seq=SEQ),
+    vocab=512,
+    dim=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    qk_norm="head",
+    rope=RopeConfig(max_seq=SEQ),
     moe=MoEConfig(experts=8, top_k=2, ffn_dim=64, shared_dim=64),
-)  # fmt: skip
+)
 
 
 def train(steps: int, strict: bool = False, **settings):
-    """Losses, final parameters and the first step's gradients of a bf16 run on one GPU; with strict, a host sync after the third step
-    is an error."""
+    """Losses, final parameters and the first step's gradients of a bf16 run on one GPU.
+
+    With `strict`, a host sync after the third step is an error.
+    """
     parallel = ParallelConfig(checkpoint=settings.pop("checkpoint", "none"))
     cfg = Config(
         model=MODEL, train=TrainConfig(seq=SEQ, **settings), parallel=parallel, optim=OptimConfig(lr=1e-3)
@@ -282,7 +312,8 @@ def train(steps: int, strict: bool = False, **settings):
     tokens = torch.randint(16, (steps, 2, SEQ), generator=draw).to(CUDA)
     documents = (torch.arange(SEQ) // 100).expand(2, SEQ).to(CUDA)
     totals = Totals(*torch.tensor([2.0 * SEQ, 2.0 * SEQ, 2.0], device=CUDA))
-    losses, grads = [], {}
+    losses = []
+    grads = {}
     for step in range(steps):
         torch.cuda.set_sync_debug_mode("error" if strict and step > 2 else "default")
         loss = model(tokens[step], tokens[step].roll(-1, 1), documents_BS=documents, totals=totals)
@@ -304,8 +335,11 @@ def test_no_step_waits_for_the_host():
 
 @pytest.mark.parametrize("policy", ["moe", "attention", "block"])
 def test_recomputing_gives_the_same_training(policy):
-    """Compiled otherwise, a recomputed graph rounds otherwise: up to 1.9e-3 of a gradient, where bf16 itself is 6e-2 off float32. The
-    weights after some steps are no measure: AdamW's first steps are as large for a gradient of 1e-9 as for one of 1."""
+    """A recomputed graph is compiled otherwise and so rounds otherwise.
+
+    By up to 1.9e-3 of a gradient, where bf16 itself is 6e-2 off float32. The weights after some steps are no
+    measure: AdamW's first steps are as large for a gradient of 1e-9 as for one of 1.
+    """
     want, _, grads = train(4)
     got, _, same = train(4, checkpoint=policy)
     assert got == pytest.approx(want, rel=1e-4)
@@ -313,7 +347,7 @@ def test_recomputing_gives_the_same_training(policy):
 
 
 def test_fresh_copies_are_the_weights():
-    """The optimizer writes the bf16 copies; casting them anew in each forward gives the same bits."""
+    """The optimizer writes the bf16 copies; a new cast in each forward gives the same bits."""
     kept = optim.AdamW._step_in_one_pass
     want, weights, _ = train(5)
     try:

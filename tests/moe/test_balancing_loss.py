@@ -1,4 +1,7 @@
-"""tmoe.balancing_loss against its definition in plain torch: shares of ranks and micro-batches add up to the loss of the whole step."""
+"""tmoe.balancing_loss against its definition in plain torch.
+
+The shares of ranks and micro-batches add up to the loss of the whole step.
+"""
 
 import pytest
 import torch
@@ -32,8 +35,10 @@ def made(balance: str) -> tuple[Two, torch.Tensor]:
 
 
 def wanted(balance: str) -> tuple[float, torch.Tensor]:
-    """Switch's loss (Fedus et al. 2021, eq. 4 with K choices) and ST-MoE's z-loss over all rows, summed over layers; the first router's
-    gradient."""
+    """Both losses over all rows, summed over layers, and the first router's gradient.
+
+    Switch's loss (Fedus et al. 2021, eq. 4 with K choices) and ST-MoE's z-loss.
+    """
     model, x = made(balance)
     total = torch.zeros(())
     for moe in model.first, model.second:

@@ -1,6 +1,6 @@
 """Which experts a token may choose: groups, sigmoid scores, and the choice bias from rule to checkpoint.
 
-next: ../../tmoe/moe/router.py
+next: tmoe/moe/router.py
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ def filled(cfg: MoEConfig, dim: int = 7) -> Router:
 
 
 def choose(cfg: MoEConfig, logits: list[float], bias: list[float]) -> dict[int, float]:
-    """Expert to weight for one token: DeepSeek's rule in words."""
+    """For one token, its experts and their weights: DeepSeek's rule in words."""
     row = torch.tensor(logits)
     scores = (row.sigmoid() if cfg.score == "sigmoid" else row.softmax(0)).tolist()
     wanted = [s + b for s, b in zip(scores, bias, strict=True)]
@@ -65,7 +65,8 @@ def choose(cfg: MoEConfig, logits: list[float], bias: list[float]) -> dict[int, 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_choice_and_weights(name):
-    cfg, router = ROUTERS[name], filled(ROUTERS[name])
+    cfg = ROUTERS[name]
+    router = filled(ROUTERS[name])
     routing = router(torch.randn(200, 7))
     bias = [0.0] * cfg.experts if router.choice_bias is None else router.choice_bias.tolist()
     changed = 0
@@ -84,7 +85,8 @@ def test_choice_and_weights(name):
 
 def test_the_bias_has_no_gradient_and_weighs_nothing():
     cfg = ROUTERS["V3, every group, weights as they are"]
-    router, x = filled(cfg), torch.randn(50, 7)
+    router = filled(cfg)
+    x = torch.randn(50, 7)
     routing = router(x)
     assert torch.equal(routing.weights_TK, routing.logits_TE.sigmoid().gather(1, routing.ids_TK.long()))
     assert dict(router.named_parameters()).keys() == {"weight"}
@@ -123,7 +125,10 @@ def test_settings_are_checked(kw, word):
 
 
 def test_sigmoid_scores_are_shares_in_the_balancing_loss():
-    """DeepSeek-V3 (2024), eq. 17 to 19; shares stay shares where every sigmoid is nearly zero, and z is of the logits."""
+    """DeepSeek-V3 (2024), eq. 17 to 19.
+
+    Shares stay shares where every sigmoid is nearly zero, and z is computed from the logits.
+    """
     torch.manual_seed(0)
     logits = torch.randn(24, 6)
     logits[:5] -= 100.0
@@ -141,7 +146,8 @@ def test_sigmoid_scores_are_shares_in_the_balancing_loss():
 def test_counts_stay_exact_beyond_what_fp32_counts():
     cfg = MoEConfig(experts=3, top_k=1)
     routing = Routing(torch.ones(4097, 1), torch.full((4097, 1), 1, dtype=torch.int32), torch.zeros(4097, 3))
-    load, balancer = measure(routing, 1, None), Balancer(cfg)
+    load = measure(routing, 1, None)
+    balancer = Balancer(cfg)
     for _ in range(4200):  # 17.2 million pairs: 2^24 is 16.8
         balancer.record(type(load)(*(t[None] for t in load)))
     assert balancer.read_log().counts_LE.tolist() == [[0, 4200 * 4097, 0]]
@@ -167,7 +173,10 @@ def biases(model: Transformer) -> torch.Tensor:
 
 
 def test_the_rule_counts_the_step_and_nothing_else():
-    """Up for less than the mean load, down for more, unmoved at the mean; micro-batches add up, padding and validation do not."""
+    """Up for less than the mean load, down for more, unmoved at the mean.
+
+    Micro-batches add up; padding and validation do not count.
+    """
     torch.manual_seed(0)
     model = Transformer(small())
     tokens = torch.randint(64, (2, 4, 16))
@@ -203,10 +212,14 @@ def test_the_rule_counts_the_step_and_nothing_else():
 
 
 def test_it_evens_the_load_out():
-    """60 steps of the rule on frozen weights: the fullest expert goes from twice its share and more to within a fifth of it."""
+    """60 steps of the rule on frozen weights.
+
+    The fullest expert goes from more than twice its share to within a fifth of it.
+    """
     router = filled(MoEConfig(experts=16, top_k=2, score="sigmoid", choice_bias=True, bias_speed=0.01), 32)
     router.weight.data *= 0.1
-    x, violation = torch.randn(2048, 32) + 0.5, []
+    x = torch.randn(2048, 32) + 0.5
+    violation = []
     for _ in range(60):
         counts = measure(router(x), 1, None).counts_BE[0]
         violation.append((counts.max() / counts.mean() - 1).item())
@@ -234,7 +247,10 @@ STEPS, SEQUENCES, SEQ = 6, 8, 16
 
 
 def train(rank: int, world: int, ep: int, micro: int, compile: bool = False):
-    """As test_layouts.train, with the bias: (losses, biases, parameters, graphs after two steps and after the last)."""
+    """As test_layouts.train, with the bias.
+
+    Returns (losses, biases, parameters, graphs after two steps and after the last).
+    """
     cfg = Config(
         compile=compile,
         model=small(),
@@ -294,19 +310,26 @@ def test_no_layout_changes_it(gloo, one_process, world, ep, micro):
 
 @pytest.mark.slow
 def test_compiled(gloo, one_process):
-    """Latent attention, groups and a bias that changes under the graph: eager's numbers, and no graph anew."""
+    """Latent attention, groups and a bias that changes under the graph.
+
+    Eager's numbers, and no new graph.
+    """
     result = gloo(1, train, 1, 1, True, timeout=340)[0]
     same(result, one_process)
     assert result[3][0] == result[3][-1] == 1
 
 
-FLAGS = """--model.attention mla --model.mla.kv-rank 8 --model.mla.nope-dim 8 --model.mla.rope-dim 4 --model.mla.v-dim 8
-    --model.moe.score sigmoid --model.moe.choice-bias --model.moe.bias-speed 0.01 --model.moe.groups 2 --optim.ema 0.9
-    --model.moe.top-groups 1 --model.moe.group-score top2 --model.qk-norm none --train.batch 2""".split()
+FLAGS = """--model.attention mla --model.mla.kv-rank 8 --model.mla.nope-dim 8 --model.mla.rope-dim 4
+    --model.mla.v-dim 8 --model.moe.score sigmoid --model.moe.choice-bias --model.moe.bias-speed 0.01
+    --model.moe.groups 2 --optim.ema 0.9 --model.moe.top-groups 1 --model.moe.group-score top2
+    --model.qk-norm none --train.batch 2""".split()
 
 
 def test_a_run_keeps_it(gloo, tmp_path):
-    """Straight = resumed, bit for bit; other layouts load the same bits; offline tools carry it whole, in fp32."""
+    """The straight run equals the resumed one, bit for bit.
+
+    Other layouts load the same bits; offline tools carry the bias whole, in fp32.
+    """
     flags = [*SMALL, *FLAGS, "--steps", "4", "--checkpoint.every", "2", "--checkpoint.keep", "0"]
     straight = gloo(2, run, [*flags, "--parallel.ep", "2", "--out", str(tmp_path / "a")], timeout=240)
     for rank in straight[1:]:
@@ -349,13 +372,14 @@ def test_sigmoids_that_are_all_zero():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_evaluation_between_micro_batches_changes_no_gradient(training):
-    """Of the global-batch loss, which adds up the counts of a step's micro-batches."""
+    """No gradient of the global-batch loss, which adds up the counts of a step's micro-batches."""
     moe = MoEConfig(experts=8, top_k=2, ffn_dim=16, balance="global", balance_coeff=0.1)
     model = Transformer(ModelConfig(vocab=64, dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, moe=moe))
     model.init_weights(0)
     tokens = torch.randint(64, (2, 2, 16))
     tokens[1] //= 8
-    totals, grads = Totals(*map(torch.tensor, (64.0, 64.0, 4.0))), []
+    totals = Totals(*map(torch.tensor, (64.0, 64.0, 4.0)))
+    grads = []
     for between in (False, True):
         model.zero_grad()
         model.balancer.start_step()

@@ -1,4 +1,4 @@
-"""Tokens reach their experts and come back, forward and backward, whatever the routing: equal to one process."""
+"""Tokens reach their experts and come back, forward and backward, whatever the routing: as in one process."""
 
 import pytest
 import torch
@@ -34,7 +34,10 @@ def routing(kind: str, tokens: int, draw: torch.Generator) -> torch.Tensor:
 
 
 def layer(rank: int, world: int, kind: str, tokens: list[int]) -> dict[str, torch.Tensor]:
-    """One MoE layer's experts under expert parallelism with given routing; what this rank gets, and its gradients."""
+    """One MoE layer's experts under expert parallelism with the given routing.
+
+    Returns what this rank gets, and its gradients.
+    """
     draw = torch.Generator().manual_seed(rank)
     T = tokens[rank]
     ids_TK = routing(kind, T, draw)
@@ -107,7 +110,10 @@ def test_equals_one_process(gloo, kind, tokens):
 
 
 def wire(rank: int, world: int) -> tuple:
-    """Rows that leave each rank; bf16 passes bit for bit; a plan is enough to combine, in any order of use."""
+    """Rows that leave each rank.
+
+    bf16 passes bit for bit; a plan is enough to combine, in any order of use.
+    """
     draw = torch.Generator().manual_seed(rank)
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E // world)
     xs = [torch.randn(n, D, generator=draw).bfloat16() for n in (21, 8)]
@@ -119,9 +125,8 @@ def wire(rank: int, world: int) -> tuple:
         assert plan.splits_2P[0].tolist() == [sum(p in o for o in owners) for p in range(world)]
         sent.append((rows, plan, torch.tensor([len(o) for o in owners])))
     for (rows, plan, copies), x in zip(reversed(sent), reversed(xs), strict=True):
-        y = dispatcher.combine(
-            rows.x_RD.float(), plan
-        )  # each copy of a token comes back: the sum is copies * x
+        # each copy of a token comes back: the sum is copies * x
+        y = dispatcher.combine(rows.x_RD.float(), plan)
         back.append(torch.equal(y, x.float() * copies[:, None]))
     return back
 
@@ -131,7 +136,7 @@ def test_one_row_for_each_token_and_rank(gloo):
 
 
 def odd_calls(rank: int, world: int) -> tuple:
-    """A sum in fp64, and what the next call hears of one that another rank never came to."""
+    """A sum in fp64, and the error of the call after one that another rank never came to."""
     dispatcher = AllToAllDispatcher(dist.group.WORLD, E // world)
     x = torch.randn(0 if rank else 9, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(E, dtype=torch.int32).repeat(len(x), 1)  # every rank is asked

@@ -1,6 +1,6 @@
-"""A whole MoE layer on a GPU, router to combined output: no host sync, one graph, replayed with other routing.
+"""A whole MoE layer on a GPU, router to combined output: no host sync, one graph for all routings.
 
-next: test_ops_gpu.py
+next: tests/ops/test_ops_gpu.py
 """
 
 import pytest
@@ -27,7 +27,7 @@ def build(name):
 
 
 def step(moe, call, x, dy):
-    """y and every gradient; call is the layer or its compiled form."""
+    """y and every gradient; `call` is the layer or its compiled form."""
     y = call(x)
     grads = torch.autograd.grad(y, [x, *moe.parameters()], dy)
     return [y.detach(), *grads]
@@ -39,7 +39,8 @@ def inputs(T=SIZES[0]):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_host_sync(name):
-    moe, (x, dy) = build(name), inputs()
+    moe = build(name)
+    (x, dy) = inputs()
     step(moe, moe, x.requires_grad_(), dy)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -51,7 +52,8 @@ def test_no_host_sync(name):
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_equals_eager(name):
     torch.compiler.reset()  # another case's layer runs the same code, and would be a recompilation
-    moe, (x, dy) = build(name), inputs()
+    moe = build(name)
+    (x, dy) = inputs()
     compiled = torch.compile(moe, fullgraph=True, dynamic=False)
     x.requires_grad_()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -64,7 +66,8 @@ def test_compiled_equals_eager(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_graph_replays_with_new_routing(name):
-    moe, (x, dy) = build(name), inputs()
+    moe = build(name)
+    (x, dy) = inputs()
     x.requires_grad_()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

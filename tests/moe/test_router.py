@@ -1,6 +1,6 @@
-"""Router, balancing losses and the MoE layer against formulas written out token by token, and against Hugging Face.
+"""Router, balancing losses and the MoE layer against formulas token by token, and against Hugging Face.
 
-next: test_attention.py
+next: tests/model/test_attention.py
 """
 
 import math
@@ -52,7 +52,7 @@ def balance_loss(cfg: MoEConfig, load: Load, totals: Totals | None = None) -> to
 
 
 def test_fixed_values():
-    """FEATURES §3's numbers."""
+    """The numbers of FEATURES, section 3."""
     cfg = config(experts=4, renormalize=False, balance="batch")
     routing = identity_router(cfg)(torch.tensor(FIXED))
     assert routing.ids_TK[0].tolist() == [1, 0] and routing.ids_TK.dtype == torch.int32
@@ -107,7 +107,10 @@ FAR_APART = [[0.0, -300.0, -200.0, -150.0], [-150.0, -300.0, 0.0, -200.0], [-400
     ids=str,
 )
 def test_underflowed_scores_are_chosen_by_logit(kw):
-    """exp(-150) is 0 in fp32: the second weight is 0 whoever has it, but counts and balancing losses see who it is."""
+    """exp(-150) is 0 in fp32, so the second weight is 0 whichever expert has it.
+
+    But counts and balancing losses see which expert it is.
+    """
     cfg = replace(MoEConfig(experts=4, top_k=2, ffn_dim=4), **kw)
     logits = torch.tensor(FAR_APART) - 200.0 * (cfg.score == "sigmoid")
     got = identity_router(cfg)(logits)
@@ -144,9 +147,8 @@ def test_fp32_under_bf16(autocast):
     assert got.weights_TK.dtype == got.logits_TE.dtype == torch.float32
     torch.testing.assert_close(got.weights_TK, want / want.sum(-1, keepdim=True))
     rounded = F.linear(x, r.weight).float().topk(8).indices
-    assert not torch.equal(
-        rounded, ids
-    )  # a bf16 product would choose otherwise: the test can see the difference
+    # a bf16 product would choose otherwise: the test can see the difference
+    assert not torch.equal(rounded, ids)
 
 
 def test_jitter_is_bounded_and_only_in_training():
@@ -212,7 +214,8 @@ def test_gradient_matches_finite_differences_of_the_formula():
         aux, z = naive_losses(logits.view(2, 5, 4), ids.view(2, 5, 2), torch.ones(2, 5), "sequence")
         return (weights * c.double()).sum() + aux + 0.3 * z
 
-    w, eps = r.weight.detach().double(), 1e-6
+    w = r.weight.detach().double()
+    eps = 1e-6
     want = torch.zeros_like(w)
     for i in range(w.numel()):
         step = torch.zeros_like(w)
@@ -240,12 +243,13 @@ def test_losses_equal_the_loop(scope):
     aux, z = naive_losses(exact.view(4, 9, 6), routing.ids_TK.view(4, 9, 2), ~padding, scope)
     want = 0.7 * aux + 0.2 * z
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
-    grad, grad_want = torch.autograd.grad(loss, routing.logits_TE)[0], torch.autograd.grad(want, exact)[0]
+    grad = torch.autograd.grad(loss, routing.logits_TE)[0]
+    grad_want = torch.autograd.grad(want, exact)[0]
     assert ((grad - grad_want).norm() / grad_want.norm()).item() < 1e-5
 
 
 def test_balanced_routing_costs_the_coefficient():
-    """The least value, 1, at uniform probabilities; E/K when one set of K experts takes all."""
+    """1, the least value, at uniform probabilities; E/K when one set of K experts takes all."""
     cfg = config(experts=4, top_k=2)
     ids = torch.tensor([[0, 1], [2, 3]]).repeat(5, 1)
     assert balance_loss(cfg, measure(Routing(ids, ids, torch.zeros(10, 4)), 1, None)).item() == pytest.approx(
@@ -253,9 +257,8 @@ def test_balanced_routing_costs_the_coefficient():
     )
     collapsed = torch.tensor([[50.0, 50.0, 0.0, 0.0]]).repeat(10, 1)
     loss = balance_loss(cfg, measure(Routing(ids, torch.tensor([[0, 1]]).repeat(10, 1), collapsed), 1, None))
-    assert loss.item() == pytest.approx(
-        2.0, rel=1e-5
-    )  # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
+    # exp(50 - logsumexp) carries logsumexp's rounding, 2e-6
+    assert loss.item() == pytest.approx(2.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
@@ -269,12 +272,13 @@ def test_one_sequence_has_one_scope(scope, padded):
 
 @pytest.mark.parametrize("split", [(1, 1, 1, 1), (2, 2), (3, 1)])
 def test_sequence_and_z_loss_do_not_see_the_split(split):
-    """Parts add up to the whole: every layout and number of micro-batches is a split like these."""
+    """Parts add up to the whole: every layout and number of micro-batches is such a split."""
     cfg = config(z_coeff=0.4)
     routing, padding = routed(cfg)
     whole = measure(routing, 4, padding.flatten())
     totals = totals_of(whole)
-    parts, start = 0.0, 0
+    parts = 0.0
+    start = 0
     for n in split:
         rows = slice(start * 9, (start + n) * 9)
         part = Routing(*(t[rows] for t in routing))
@@ -289,7 +293,9 @@ def test_sequence_and_z_loss_do_not_see_the_split(split):
 
 def parts_of(routing, padding, sizes):
     """The loads of consecutive groups of sequences."""
-    S, start, loads = padding.shape[1], 0, []
+    S = padding.shape[1]
+    start = 0
+    loads = []
     for n in sizes:
         rows = slice(start * S, (start + n) * S)
         loads.append(measure(Routing(*(t[rows] for t in routing)), n, padding.flatten()[rows]))
@@ -324,7 +330,7 @@ def test_global_loss_of_two_ranks_is_the_loss_of_their_union():
 
 
 def test_global_counts_run_over_a_steps_micro_batches():
-    """Micro-batch m is weighed with the counts of micro-batches 1 to m; a new step starts afresh."""
+    """Micro-batch m is weighed with the counts of micro-batches 1 to m; a new step starts from zero."""
     cfg = config(balance="global")
     routing, padding = routed(cfg)
     loads = parts_of(routing, padding, (1, 1, 2))
@@ -340,7 +346,10 @@ def test_global_counts_run_over_a_steps_micro_batches():
 
 
 def test_a_call_that_is_all_remembers_nothing():
-    """Without totals each call is a step of its own: a plain training loop gets the same loss for the same batch."""
+    """Without totals each call is a step of its own.
+
+    A plain training loop gets the same loss for the same batch.
+    """
     cfg = config(balance="global")
     first, second = (measure(routed(cfg, padded=0.0)[0], 4, None) for _ in range(2))
     balancer = Balancer(cfg)
@@ -351,8 +360,10 @@ def test_a_call_that_is_all_remembers_nothing():
 
 def test_log_equals_a_recount():
     cfg = config()
-    balancer, recount = Balancer(cfg), torch.zeros(2, 6, dtype=torch.long)
-    entropies, dropped = [[], []], [0, 0]
+    balancer = Balancer(cfg)
+    recount = torch.zeros(2, 6, dtype=torch.long)
+    entropies = [[], []]
+    dropped = [0, 0]
     assert balancer.read_log() is None
     for _ in range(3):  # micro-batches
         loads = []
@@ -376,7 +387,10 @@ def test_log_equals_a_recount():
 
 @pytest.mark.parametrize("padded", [0.0, 0.4])
 def test_hugging_faces_loss_where_it_is_right(padded):
-    """One layer, counts over the batch. It does not divide by K, and pools layers (transformers #31464), so only one."""
+    """For one layer, with counts over the batch.
+
+    Theirs does not divide by K, and pools layers (transformers #31464), so it is right for one layer only.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     cfg = config(balance="batch", top_k=3)
@@ -387,7 +401,10 @@ def test_hugging_faces_loss_where_it_is_right(padded):
 
 
 def test_layers_add_up_each_on_its_own_counts():
-    """Pooling the layers (as Hugging Face does) would call two layers that collapse onto different experts balanced."""
+    """Pooled layers, as in Hugging Face, would hide a collapse.
+
+    Two layers that collapse onto different experts would be called balanced.
+    """
     cfg = config(balance="batch", balance_coeff=0.5)
     loads = [measure(routed(cfg, padded=0.0)[0], 4, None) for _ in range(3)]
     together = Balancer(cfg).loss(stack(loads), None)
@@ -398,7 +415,7 @@ def test_layers_add_up_each_on_its_own_counts():
 
 
 def layer(dim: int, cfg: MoEConfig) -> MoE:
-    """fp64 weights of a size at which every nonlinearity bends."""
+    """fp64 weights so large that every nonlinearity bends."""
     moe = MoE(dim, cfg).double()
     with torch.no_grad():
         for p in moe.parameters():
@@ -461,7 +478,8 @@ def test_layer_equals_the_loop(kw):
 def test_flat_and_batched_inputs_agree():
     moe = layer(5, config())
     x = torch.randn(4, 6, 5, dtype=torch.float64)
-    y, load = moe(x), moe.load
+    y = moe(x)
+    load = moe.load
     assert torch.equal(moe(x.flatten(0, 1)).view_as(x), y)
     assert load.counts_BE.shape == (4, 6) and moe.load.counts_BE.shape == (1, 6)
     assert torch.equal(load.counts_BE.sum(0), moe.load.counts_BE[0])

@@ -1,4 +1,6 @@
-"""The router's product on a GPU: the kernel's pieces bit by bit, fp64 beside values and gradients, graphs, no host sync.
+"""The router's product on a GPU: the kernel's pieces bit by bit, values and gradients, graphs, no host sync.
+
+Values and gradients are compared with fp64.
 
 next: test_moe_gpu.py
 """
@@ -32,8 +34,14 @@ def test_the_kernels_pieces_are_the_definitions(shape):
 
 
 SHAPES = [
-    (16384, 2048, 128), (512, 2048, 128), (1, 2048, 128), (3000, 512, 60), (700, 201, 61), (4096, 1024, 256), (64, 8, 1),
-]  # fmt: skip
+    (16384, 2048, 128),
+    (512, 2048, 128),
+    (1, 2048, 128),
+    (3000, 512, 60),
+    (700, 201, 61),
+    (4096, 1024, 256),
+    (64, 8, 1),
+]
 
 
 @TYPES
@@ -62,7 +70,10 @@ def test_no_tokens(dtype):
 
 @pytest.fixture
 def tf32():
-    """Allowed for torch's own products; torch's property is no attribute that monkeypatch can put back."""
+    """tf32 is allowed for torch's own products.
+
+    torch's property is no attribute that monkeypatch can restore.
+    """
     before = torch.backends.cuda.matmul.allow_tf32
 
     def allow() -> None:

@@ -64,11 +64,13 @@ def test_programs_for_few_tokens(tokens, programs, rows):
 
 
 def check_exchange(kind, tokens, D, K, L, dtype):
-    """Every row is where it should be and nowhere else; pulled back, sums are those of a loop over ranks."""
+    """Every row is where it should be and nowhere else; sums pulled back are those of a loop over ranks."""
     from tmoe.ops import exchange
 
-    world, capacity = len(tokens), max(tokens) + 3
-    ranks, draw = Ranks(world, capacity, D, K, dtype), torch.Generator().manual_seed(len(kind))
+    world = len(tokens)
+    capacity = max(tokens) + 3
+    ranks = Ranks(world, capacity, D, K, dtype)
+    draw = torch.Generator().manual_seed(len(kind))
     xs = [torch.randn(n, D, generator=draw).to(dtype) for n in tokens]
     ws = [torch.rand(n, K, generator=draw) for n in tokens]
     ids = [routes(kind, n, world * L, K, draw) for n in tokens]
@@ -118,27 +120,31 @@ def check_exchange(kind, tokens, D, K, L, dtype):
 
 
 def check_packed(tokens, D, K, L, dtype):
-    """Rows of float8's own values times a power of two travel packed without loss, and come back added up.
+    """Rows of float8's own values times a power of two travel packed without loss.
 
-    (Others the interpreter rounds wrongly: 124 becomes 64, not 128.)
+    They come back added up. (Other values the interpreter rounds wrongly: 124 becomes 64, not 128.)
     """
     from tmoe.ops import exchange
 
-    world, capacity = len(tokens), max(tokens)
-    draw, float8 = torch.Generator().manual_seed(D), torch.float8_e4m3fn
+    world = len(tokens)
+    capacity = max(tokens)
+    draw = torch.Generator().manual_seed(D)
+    float8 = torch.float8_e4m3fn
     ranks = Ranks(world, capacity, D, K, dtype)
-    at, R = ranks.at, world * capacity
-    packed, scales = (
-        [torch.zeros(R, D, dtype=float8) for _ in tokens],
-        [torch.full((R,), float("nan")) for _ in tokens],
-    )
+    at = ranks.at
+    R = world * capacity
+    packed = [torch.zeros(R, D, dtype=float8) for _ in tokens]
+    scales = [torch.full((R,), float("nan")) for _ in tokens]
     to, to_scales = (torch.tensor([t.data_ptr() for t in ts]) for ts in (packed, scales))
-    xs, ids = [], [routes("holes", n, world * L, K, draw) for n in tokens]
+    xs = []
+    ids = [routes("holes", n, world * L, K, draw) for n in tokens]
     for p in range(world):
         x = torch.randn(tokens[p], D, generator=draw).mul(20).to(float8).float()
         x[:, 0] = 448
         xs.append((x * 2.0 ** torch.randint(-20, 20, (tokens[p], 1), generator=draw)).to(dtype))
-        mine, s, w = torch.zeros(tokens[p], D, dtype=float8), torch.zeros(tokens[p]), torch.ones(tokens[p], K)
+        mine = torch.zeros(tokens[p], D, dtype=float8)
+        s = torch.zeros(tokens[p])
+        w = torch.ones(tokens[p], K)
         exchange.pack(xs[p], None, mine, s)
         exchange.push(
             mine, ids[p], w, to, at["ids"], at["weights"], at["state"], p, capacity, L, 3, False, s, to_scales
@@ -152,10 +158,8 @@ def check_packed(tokens, D, K, L, dtype):
         scales[q].fill_(float("nan"))
         exchange.pack(ranks.of["x"][q], ranks.of["ids"][q], packed[q], scales[q])
     for p in range(world):
-        y, copies = (
-            torch.empty(tokens[p], D, dtype=dtype),
-            sum((ids[p] // L == q).any(1).int() for q in range(world)),
-        )
+        y = torch.empty(tokens[p], D, dtype=dtype)
+        copies = sum((ids[p] // L == q).any(1).int() for q in range(world))
         exchange.pull(y, None, ids[p], to, at["d_weights"], at["state"], p, capacity, L, 2, False, to_scales)
         assert torch.equal(y, (xs[p].float() * copies[:, None]).to(dtype))
 
@@ -173,14 +177,13 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
     for i in range(rounds):
         if torch.rand((), generator=pace) < 0.5:
             time.sleep(0.03)
-        x, ids = torch.randn(T[rank], D, generator=draw), routes("random", T[rank], world * L, K, draw)
+        x = torch.randn(T[rank], D, generator=draw)
+        ids = routes("random", T[rank], world * L, K, draw)
         exchange.push(x, ids, torch.rand(T[rank], K, generator=draw), *to, *where)
         here = (ranks["ids"][rank] >= 0).any(1)
         ranks["y"][rank][here] = ranks["x"][rank][here] * (i + 1)  # experts: what arrived, and when
-        y, copies = (
-            torch.empty(T[rank], D),
-            torch.stack([(ids // L == q).any(1) for q in range(world)]).sum(0),
-        )
+        y = torch.empty(T[rank], D)
+        copies = torch.stack([(ids // L == q).any(1) for q in range(world)]).sum(0)
         exchange.pull(y, None, ids, at["y"], at["d_weights"], at["state"], *where)
         failed[rank] |= not torch.allclose(y, x * (i + 1) * copies[:, None])
         if i % 3 == 0:
@@ -193,10 +196,14 @@ def meet_often(rank, world, rounds, D, K, L, T, ranks, at, failed):
 
 
 def check_meeting():
-    """Ranks as processes that share their sections, meeting for real, through counts that wrap."""
+    """Ranks are processes that share their sections and really meet, with counts that wrap."""
     from tmoe.ops import exchange
 
-    world, D, K, L, T = 3, 32, 2, 2, [5, 0, 9]
+    world = 3
+    D = 32
+    K = 2
+    L = 2
+    T = [5, 0, 9]
     ranks = Ranks(world, max(T), D, K, torch.float32)
     for state in ranks.of["state"]:
         state[0, : exchange.MET.value + 1] = 2**31 - 4
@@ -206,25 +213,24 @@ def check_meeting():
 
 
 def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
-    """The whole layer, forward and backward, against one process that holds all experts; `pairs` may take several rounds.
+    """The whole layer, forward and backward, against one process that holds all experts.
 
-    Backward as kernels move its rows, and as copies do.
+    `pairs` may take several rounds. In the backward rows are moved by kernels, and by copies.
     """
     from tmoe.moe import symm
     from tmoe.ops import exchange, reference
 
-    world, capacity, draw = len(tokens), max(tokens), torch.Generator().manual_seed(3)
+    world = len(tokens)
+    capacity = max(tokens)
+    draw = torch.Generator().manual_seed(3)
     ranks = Ranks(world, capacity, D, K, torch.float32)
-    at, ex = ranks.at, [ranks.exchange(p) for p in range(world)]
+    at = ranks.at
+    ex = [ranks.exchange(p) for p in range(world)]
     xs, dys = ([torch.randn(n, D, generator=draw) for n in tokens] for _ in range(2))
-    ws, ids = (
-        [torch.rand(n, K, generator=draw) for n in tokens],
-        [routes(kind, n, world * L, K, draw) for n in tokens],
-    )
-    gate_up, down = (
-        torch.randn(world * L, 2 * F, D, generator=draw) / 8,
-        torch.randn(world * L, D, F, generator=draw) / 6,
-    )
+    ws = [torch.rand(n, K, generator=draw) for n in tokens]
+    ids = [routes(kind, n, world * L, K, draw) for n in tokens]
+    gate_up = torch.randn(world * L, 2 * F, D, generator=draw) / 8
+    down = torch.randn(world * L, D, F, generator=draw) / 6
 
     def experts(p):
         own = slice(p * L, (p + 1) * L)
@@ -261,7 +267,8 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
     hs = [torch.full((pairs, 2 * F), float("nan")) for _ in tokens]
     for p in range(world):
         experts(p).forward(hs[p])
-    y, got = pull(None), []
+    y = pull(None)
+    got = []
     for copies in (False, True):
         for t in ranks.of["x"]:
             t.fill_(float("nan"))
@@ -272,10 +279,8 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
         else:
             push("x", xs, None)
         grads = [experts(p).backward(hs[p], lambda: None, lambda: None) for p in range(world)]
-        d_ws, dxs = (
-            [torch.full_like(w, float("nan")) for w in ws],
-            [torch.full_like(x, float("nan")) for x in xs],
-        )
+        d_ws = [torch.full_like(w, float("nan")) for w in ws]
+        dxs = [torch.full_like(x, float("nan")) for x in xs]
         wires = [e.wire_y(D, torch.float32, K, False) for e in ex]
         for p in range(world) if copies else ():
             ex[p].copy_y(wires[p])

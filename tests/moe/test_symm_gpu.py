@@ -1,6 +1,7 @@
-"""On GPUs one MoE layer through the peers' memory equals the nccl dispatcher's, waits for no host, compiles whole and replays in a graph.
+"""On GPUs one MoE layer through the peers' memory equals the nccl dispatcher's.
 
-As a test it starts itself under torchrun on up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
+It waits for no host, compiles whole and replays in a graph. As a test it starts itself under torchrun on
+up to four GPUs of the machine; four ranks share a single one (benchmarks/shared.py):
     torchrun --nproc-per-node 2 tests/moe/test_symm_gpu.py
 
 next: test_symm_shared.py
@@ -34,7 +35,7 @@ def test_on_gpus():
 
 
 def way(dispatcher, moe):
-    """From x, its routing and the experts to (y,), or (y, the shared expert's y)."""
+    """From x, its routing and the experts to (y,), or to (y, the shared expert's y)."""
 
     def through(x, routing, experts):
         if moe.shared is None:
@@ -45,10 +46,11 @@ def way(dispatcher, moe):
 
 
 def layer(through, moe, x, w, ids, dy):
-    """y, all gradients, and the shared expert's y unless there is none."""
+    """y, all gradients, and the shared expert's y if there is one."""
     from tmoe.moe.router import Routing
 
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    w = w.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
     ys = moe.experts(lambda experts: through(x, Routing(w, ids, torch.empty(0)), experts))
     torch.autograd.backward(ys, [dy, -dy][: len(ys)])
@@ -82,7 +84,8 @@ NAMES = "y", "dx", "dw", "gate_up", "down", "shared gate_up", "shared down", "sh
 def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
     from tmoe.moe.dispatch import AllToAllDispatcher, SymmDispatcher
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     moe = make_layer(dtype, shared=shared)
     E, K, D = 16, 4, 128
     assert isinstance(moe.dispatcher, SymmDispatcher), "auto"
@@ -108,13 +111,21 @@ def check_against_nccl(dtype, kind, tokens, fp8=False, shared=0):
 
 
 def check_no_sync_and_graph(shared=0):
-    """No host sync, one compiled graph, and a CUDA graph that replays with new routing: all give eager's bits."""
+    """No host sync, one compiled graph, and a CUDA graph that replays with new routing.
+
+    All give eager's bits.
+    """
     torch.compiler.reset()  # other rules, and other layers, from the same code
-    rank, n, D, K, E = dist.get_rank(), 96, 128, 4, 16
+    rank = dist.get_rank()
+    n = 96
+    D = 128
+    K = 4
+    E = 16
     moe = make_layer(torch.bfloat16, shared=shared)
     draw = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(n, D, generator=draw).bfloat16().cuda() for _ in range(2))
-    w, ids = torch.rand(n, K, generator=draw).cuda(), routes("random", n, E, K, draw).cuda()
+    w = torch.rand(n, K, generator=draw).cuda()
+    ids = routes("random", n, E, K, draw).cuda()
     other = routes("first rank", n, E, K, draw).cuda()
     eager = way(moe.dispatcher, moe)
     want = [layer(eager, moe, x, w, i, dy) for i in (ids, other)]
@@ -156,7 +167,8 @@ def check_whole_layer(shared=0):
     x = torch.randn(64, 128, device="cuda").bfloat16().requires_grad_()
     y, _ = moe.experts(moe.route, x, None)
     y.sum().backward()
-    want, x.grad = (y.detach(), x.grad), None
+    want = (y.detach(), x.grad)
+    x.grad = None
     route = torch.compile(moe.route, fullgraph=True, dynamic=False)
     moe.experts(route, x, None)[0].sum().backward()
     x.grad = None
@@ -207,17 +219,15 @@ def on_gpus():
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     for hides in (False, True):  # layers as small as these would not
         symm.hides = rule(False, hides)
-        check_against_nccl(
-            torch.bfloat16, "random", [900], fp8=True
-        )  # before a captured graph fixes the buffers
+        # before a captured graph fixes the buffers
+        check_against_nccl(torch.bfloat16, "random", [900], fp8=True)
         for dtype in (torch.float32, torch.bfloat16):
             for kind, tokens in CASES if dtype == torch.float32 else CASES[::3]:
                 check_against_nccl(dtype, kind, tokens)
         check_no_sync_and_graph()
         check_whole_layer()
-        check_against_nccl(
-            torch.bfloat16, "random", [900], fp8=True, shared=SHARED
-        )  # which then stays in the graph
+        # which then stays in the graph
+        check_against_nccl(torch.bfloat16, "random", [900], fp8=True, shared=SHARED)
         check_against_nccl(torch.float32, "random", [40, 0], shared=SHARED)
         symm.hides = rule(True, hides)
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The order of the exchange's steps on streams, without a GPU: who waits for whom.
+"""The order of the exchange's steps on streams, without a GPU: what waits for what.
 
 next: test_symm_room.py
 """
@@ -19,7 +19,8 @@ class Streams:
     """torch.cuda's streams, as a list of (stream, what it was given)."""
 
     def __init__(self):
-        self.now, self.log = "main", []
+        self.now = "main"
+        self.log = []
 
     def stream(self, name):
         return SimpleNamespace(
@@ -28,18 +29,22 @@ class Streams:
 
     @contextlib.contextmanager
     def on(self, stream):
-        before, self.now = self.now, stream.name
+        before = self.now
+        self.now = stream.name
         yield
         self.now = before
 
 
 class Calls(Streams):
-    """An exchange, streams and experts that do nothing but say when they are asked, and on which stream."""
+    """An exchange, streams and experts that only say when they are asked, and on which stream."""
 
     def __init__(self, monkeypatch, hidden):
         super().__init__()
         main = self.stream("main")
-        say = lambda what: lambda *wire, **how: self.note(" ".join([what, *self.words(wire, how)]))  # noqa: E731
+
+        def say(what):
+            return lambda *wire, **how: self.note(" ".join([what, *self.words(wire, how)]))
+
         ex = SimpleNamespace(
             side=self.stream("side"), rank=0, world=2, addresses=dict(side=None), reserve=lambda *_: None
         )
@@ -78,7 +83,10 @@ class Calls(Streams):
 
 
 def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch):
-    """Streams are all that a CUDA graph knows: what waits for other ranks must depend on what they wait for."""
+    """A CUDA graph knows streams only.
+
+    So what waits for other ranks must depend on what those ranks wait for.
+    """
     at = Calls(monkeypatch, True)
     x, w, ids, gate_up, down, *_ = operands(False)
     without = (None,) * 5  # bias, shared expert, H
@@ -86,14 +94,16 @@ def test_backward_waits_for_its_own_copies_before_it_waits_for_peers(monkeypatch
     assert at.log == [
         ("main", "push 8 columns meet=True"), ("main", "wire_x"),
         ("side", "after main"), ("side", "copy_x"), ("side", "half wait=False"),
-        ("main", "route"), ("main", "dx"), ("main", "after side"), ("main", "half arrive=False"), ("main", "wire_y"),
+        ("main", "route"), ("main", "dx"),
+        ("main", "after side"), ("main", "half arrive=False"), ("main", "wire_y"),
         ("side", "after main"), ("side", "copy_y"), ("side", "half wait=False"),
-        ("main", "dw"), ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"), ("main", "meet"),
+        ("main", "dw"),
+        ("main", "after side"), ("main", "half arrive=False"), ("main", "sum"), ("main", "meet"),
     ]  # fmt: skip
 
 
 def test_forward_waits_for_its_own_copies_and_then_for_peers(monkeypatch):
-    """As in backward."""
+    """As in the backward."""
     at = Calls(monkeypatch, True)
     symm._forward(*operands(), "swiglu", 4, 128, False, True, "group")
     beside = [

@@ -1,4 +1,4 @@
-"""The exchange's buffers without a GPU: who makes room when, and what outlives a mode or a graph.
+"""The exchange's buffers without a GPU: which rank makes room when, and what outlives a mode or a graph.
 
 Processes share the sections of their memory through files, in place of GPUs that map each other's.
 
@@ -29,7 +29,7 @@ D, K = 8, 2
 
 @contextlib.contextmanager
 def shared_files(folder):
-    """Symmetric memory of CPU processes, and what torch.cuda would answer."""
+    """Symmetric memory of CPU processes, and the answers that torch.cuda would give."""
     made = []
 
     def file(rank, n, size):
@@ -59,7 +59,7 @@ def shared_files(folder):
 
 
 def push(ex):
-    """What a push does to the peers' states; the meeting that it waits for is the next."""
+    """What a push does to the peers' states; the meeting that it waits for is the next one."""
     for q, peer in enumerate(ex.peers):
         state = ex.sections["main"] if q == ex.rank else peer[ex.starts["main"] :][:256]
         state.view(torch.int32)[ex.rank] += 1
@@ -70,9 +70,13 @@ def met(ex):
 
 
 def asks(rank, world, folder, tokens, late=0.0):
-    """One reserve a list of tokens, each followed by a meeting: capacities, then what was raised and after how long."""
+    """One reserve for each list of tokens, followed by a meeting.
+
+    Returns the capacities, then what was raised and after how long.
+    """
     with shared_files(folder):
-        ex, got = symm.Exchange(dist.group.WORLD), []
+        ex = symm.Exchange(dist.group.WORLD)
+        got = []
         for of_ranks in tokens:
             dist.barrier()
             time.sleep(late * rank)
@@ -88,14 +92,15 @@ def asks(rank, world, folder, tokens, late=0.0):
             met(ex)
             got.append(ex.capacity)
         dist.barrier()
-        store, prefix = _get_process_group_store(dist.group.WORLD), f"tmoe room of {list(range(world))}"
+        store = _get_process_group_store(dist.group.WORLD)
+        prefix = f"tmoe room of {list(range(world))}"
         left = any(store.check([f"{prefix} {call}{end}"]) for call in range(9) for end in ("", " 0"))
         return [*got, left, int(ex.sections["x"].numel()), ex.ahead()]
 
 
 @pytest.mark.parametrize("late", [0.0, 0.4])
 def test_room_grows_where_all_ask(gloo, tmp_path, late):
-    """The first call for the largest rank; then only for more; a rank that comes late is waited for."""
+    """In the first call for the largest rank, later only for more; a rank that comes late is waited for."""
     for got in gloo(3, asks, tmp_path, [[5, 0, 9], [2, 9, 1], [12, 10, 11], [12, 12, 0]], late):
         assert got == [9, 9, 12, 12, False, symm._up(3 * 12 * D * 4), []]
 
@@ -110,7 +115,7 @@ def test_a_rank_that_asks_alone_says_so_at_once(gloo, tmp_path):
 
 
 def test_counts_wrap(gloo, tmp_path):
-    """Who is ahead is told from a difference of int32."""
+    """Which rank is ahead is told from a difference of int32."""
     assert all(gloo(2, wrapped, tmp_path))
 
 
@@ -131,7 +136,8 @@ def wrapped(rank, world, folder):
 
 def capture_first(rank, world, folder):
     with shared_files(folder):
-        ex, said = symm.Exchange(dist.group.WORLD), []
+        ex = symm.Exchange(dist.group.WORLD)
+        said = []
         for capturing, tokens in ((True, 4), (False, 4), (True, 3), (False, 5)):
             with mock.patch.object(
                 torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
@@ -145,7 +151,10 @@ def capture_first(rank, world, folder):
 
 
 def test_a_capture_that_came_too_early_may_be_tried_again(gloo, tmp_path):
-    """What the error asks for, a run before the capture, must then work; only a captured graph fixes the buffers."""
+    """What the error asks for, a run before the capture, must then work.
+
+    Only a captured graph fixes the buffers.
+    """
     for early, run, captured, larger in gloo(2, capture_first, tmp_path):
         assert "before capturing" in early and run == captured == 4 and "no room for 5" in larger
 
@@ -178,11 +187,9 @@ def test_nobody_waits_for_ever(gloo):
 
 
 def split_groups(rank, world):
-    """Two pairs of ranks with one store, as split_group leaves them, one after the other."""
-    groups, store = (
-        [dist.new_group([0, 1]), dist.new_group([2, 3])],
-        _get_process_group_store(dist.group.WORLD),
-    )
+    """Two pairs of ranks with one store, as split_group leaves them, one pair after the other."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    store = _get_process_group_store(dist.group.WORLD)
     with mock.patch.object(collectives, "_get_process_group_store", lambda group: store):
         time.sleep(rank // 2 * 0.3)
         return collectives.together(groups[rank // 2], "room", rank, list)
@@ -193,7 +200,10 @@ def test_groups_that_share_a_store(gloo):
 
 
 def after_inference(rank, world, folder):
-    """Buffers first made by an evaluation in inference mode, then copied into by a backward, where autograd counts versions."""
+    """Buffers that an evaluation in inference mode makes first.
+
+    A backward copies into them later, where autograd counts versions.
+    """
     with shared_files(folder):
         ex = symm.Exchange(dist.group.WORLD)
         with torch.inference_mode():
@@ -210,9 +220,12 @@ def test_copies_after_an_evaluation_in_inference_mode(gloo, tmp_path):
 
 
 def test_a_graphs_table_is_not_kept(monkeypatch):
-    """Under capture nothing is computed: who kept the table would read addresses before the first replay."""
+    """Under capture nothing is computed: a kept table would give addresses before the first replay."""
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity, ex.tables = 0, 2, 3, {}
+    ex.rank = 0
+    ex.world = 2
+    ex.capacity = 3
+    ex.tables = {}
     ex.sections = {name: torch.zeros(2 * 3 * D * 4, dtype=torch.uint8) for name in ("y", "sums")}
     y = mock.Mock(wraps=ex.rows("y", D, torch.float32), is_cuda=True, device="cpu", itemsize=4)
     y.__getitem__ = lambda self, i: torch.zeros(D)
@@ -233,10 +246,16 @@ def test_a_graphs_table_is_not_kept(monkeypatch):
     ],
 )
 def test_the_warm_up_knows_every_kernel_of_the_experts(T, world, dim, F, E, top_k, dtype, biased):
-    """What `precompile.trace` names is all that a rank's share of a layer launches, so that nobody compiles while peers wait."""
-    L, pairs = E // world, pairs_bound(T, top_k, world, E // world)
+    """`precompile.trace` names all that a rank's share of a layer launches.
+
+    So no rank compiles while its peers wait.
+    """
+    L = E // world
+    pairs = pairs_bound(T, top_k, world, E // world)
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity = 0, world, T
+    ex.rank = 0
+    ex.world = world
+    ex.capacity = T
     widths = dict.fromkeys(("x", "dy", "y"), dim * dtype.itemsize) | dict.fromkeys(
         ("ids", "weights", "d_weights"), 4 * top_k
     )
@@ -271,7 +290,9 @@ def refusals(rank, world):
     from tmoe.moe.dispatch import AllToAllDispatcher
     from tmoe.parallel import build_mesh
 
-    moe, mesh, said = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8)), build_mesh(ep=world), []
+    moe = MoE(16, MoEConfig(experts=4, top_k=2, ffn_dim=8))
+    mesh = build_mesh(ep=world)
+    said = []
     for dispatch, wire in (("symm", "same"), ("auto", "fp8")):
         with pytest.raises(ValueError) as error:
             apply_ep(moe, mesh, dispatch, 8, wire)
@@ -283,7 +304,7 @@ def refusals(rank, world):
 
 
 def test_without_gpus(gloo):
-    """auto falls back without a word of the user; what cannot work is refused, alike on all ranks."""
+    """auto falls back without a word from the user; what cannot work is refused alike on all ranks."""
     first, second = gloo(2, refusals)
     assert first == second
     assert all(part in first[0] for part in ("--parallel.dispatch=symm", "GPU", "auto or nccl"))
@@ -300,7 +321,7 @@ def test_a_call_hears_no_word_of_another(gloo):
 
 
 def refused_then_equal(rank, world, folder):
-    """Unlike rows are refused on both ranks, and what both ask for afterwards is granted."""
+    """Unlike rows are refused on both ranks; what both ask for afterwards is granted."""
     with shared_files(folder):
         ex = symm.Exchange(dist.group.WORLD)
         with pytest.raises(ValueError, match="different layers"):
@@ -314,7 +335,7 @@ def test_a_refusal_leaves_nothing_behind(gloo, tmp_path):
 
 
 def test_who_went_on_is_found_though_its_word_of_a_later_call_is_there(gloo):
-    """It asks for more already, and waits for what this rank never does."""
+    """The rank asks for more already, and waits for what this rank never does."""
     assert gloo(2, late_for_one_call) == [[1], None]
 
 
@@ -327,7 +348,10 @@ def late_for_one_call(rank, world):
 
 
 def ahead_of_its_gpu(rank, world):
-    """Rank 1's host asks for more already; its GPU comes 0.3 s later to what rank 0, who waits for a word, never does."""
+    """Rank 1's host asks for more already, and its GPU is 0.3 s behind.
+
+    The GPU then comes to what rank 0, which waits for a word, never does.
+    """
     _get_process_group_store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=1))
     dist.barrier()
     begin = time.monotonic()

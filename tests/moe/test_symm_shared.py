@@ -1,7 +1,9 @@
-"""Rows that travel beside a shared expert: when they may, and the same sums and gradients, by ranks that really exchange.
+"""Rows that travel beside a shared expert: when they may, and that sums and gradients stay the same.
 
-The kernels run in the interpreter, in processes that share their sections; as a test it starts itself for that:
+The ranks really exchange: kernels run in the interpreter, in processes that share their sections. As a
+test it starts itself for that:
     TRITON_INTERPRET=1 python tests/moe/test_symm_shared.py
+
 On GPUs test_symm_gpu.py compares such layers with the nccl dispatcher, and whole runs are compared by
     python -m benchmarks.layouts --gpus 4
 
@@ -57,7 +59,8 @@ def test_the_rule(preset, ep, hides):
     assert symm.hides(ep, 2, moe.shared_dim) == hides
     cfg = Config(model=presets()[preset].model, parallel=ParallelConfig(ep=ep))
     assert runs_beside(cfg, ep) == hides and not runs_beside(cfg, 1)
-    packed, nccl = (Config(model=cfg.model, parallel=ParallelConfig(ep=ep, **how)) for how in ({"wire": "fp8"}, {"dispatch": "nccl"}))  # fmt: skip
+    packed = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, wire="fp8"))
+    nccl = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, dispatch="nccl"))
     assert not runs_beside(packed, ep) and not runs_beside(nccl, ep)
     T = cfg.train.batch * cfg.train.seq
     assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, (
@@ -66,11 +69,13 @@ def test_the_rule(preset, ep, hides):
 
 
 def test_who_takes_the_shared_expert(monkeypatch):
-    """The op where the rule says so and rows travel unpacked; else whoever calls it, as without peers."""
+    """The op where the rule says so and rows travel unpacked; else the caller, as without peers."""
     taken = []
     monkeypatch.setattr(symm, "moe", lambda *args: taken.append(len(args)) or (args[0] * 2, args[0] * 3))
-    x, shared = torch.randn(4, 8), SwiGLU(8, SHARED)
-    routing, local = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x), LocalExperts(x, x)
+    x = torch.randn(4, 8)
+    shared = SwiGLU(8, SHARED)
+    routing = Routing(torch.ones(4, 1), torch.zeros(4, 1).int(), x)
+    local = LocalExperts(x, x)
     for beside, fp8, op in ((True, False, True), (True, True, False), (False, False, False)):
         monkeypatch.setattr(symm, "hides", rule(beside, True))
         dispatcher = SymmDispatcher(
@@ -92,36 +97,45 @@ class Scaled(SwiGLU):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("change", [
-    lambda m: with_hook(m, "register_forward_hook"), lambda m: with_hook(m, "register_full_backward_hook"),
-    lambda m: with_hook(m.down, "register_forward_pre_hook"), lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
-    lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up), lambda m: setattr(m, "__class__", Scaled),
-    lambda m: setattr(m, "forward", m.forward), lambda m: setattr(m.down, "forward", lambda x: x),
-    lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))), lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: with_hook(m, "register_forward_hook"),
+        lambda m: with_hook(m, "register_full_backward_hook"),
+        lambda m: with_hook(m.down, "register_forward_pre_hook"),
+        lambda m: with_hook(m.gate_up, "register_full_backward_pre_hook"),
+        lambda m: torch.nn.utils.parametrizations.weight_norm(m.gate_up),
+        lambda m: setattr(m, "__class__", Scaled),
+        lambda m: setattr(m, "forward", m.forward),
+        lambda m: setattr(m.down, "forward", lambda x: x),
+        lambda m: setattr(m, "down", torch.nn.Sequential(m.down, torch.nn.Linear(8, 8))),
+        lambda m: setattr(m, "gate_up", torch.nn.Linear(8, 2 * SHARED)),
+    ],
+)
 def test_a_shared_expert_that_is_more_than_its_matrices_is_not_passed_by(change, monkeypatch):
-    """Told at parallelize, all ranks call it; later, when others may not know, it is an error."""
+    """Told at parallelize, all ranks call it; later, when other ranks may not know, it is an error."""
     monkeypatch.setattr(symm, "hides", rule(True, True))
     monkeypatch.setattr(symm, "moe", lambda *args: (args[0], args[0]))
-    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    shared = SwiGLU(8, SHARED)
+    x = torch.randn(3, 8)
     up, down = shared.matrices(x) or ()
     assert up is shared.gate_up.weight and down is shared.down.weight and shared.plain
     change(shared)
     assert not shared.plain
-    group, routing, local = (
-        SimpleNamespace(group_name="g", size=lambda: 2),
-        Routing(x, x.int(), x),
-        LocalExperts(x, x),
-    )
+    group = SimpleNamespace(group_name="g", size=lambda: 2)
+    routing = Routing(x, x.int(), x)
+    local = LocalExperts(x, x)
     for now in (shared, torch.nn.Linear(8, 8)):
         with pytest.raises(ValueError, match=r"moe\.shared: has got hooks"):
-            SymmDispatcher(group, 1, width=SHARED).beside(x, routing, local, now)  # type: ignore[bad-argument-type]
+            dispatcher = SymmDispatcher(group, 1, width=SHARED)  # type: ignore[bad-argument-type]
+            dispatcher.beside(x, routing, local, now)  # type: ignore[bad-argument-type]
     _, y = SymmDispatcher(group, 1).beside(x, routing, local, shared)  # type: ignore[bad-argument-type]
     assert torch.equal(y, shared(x))
 
 
 def agreed(rank, world):
-    before, symm.obstacle = symm.obstacle, lambda group: ""
+    before = symm.obstacle
+    symm.obstacle = lambda group: ""
     try:
         widths = [96, 96 if rank else 0]  # of two layers, here
         return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, False, width).width for width in widths]
@@ -134,7 +148,8 @@ def test_all_ranks_pass_a_shared_expert_by_or_none(gloo):
 
 
 def test_a_shared_expert_that_is_cast_runs_itself():
-    shared, x = SwiGLU(8, SHARED), torch.randn(3, 8)
+    shared = SwiGLU(8, SHARED)
+    x = torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert shared.matrices(x) is None
     assert shared.matrices(x.bfloat16()) is None and shared.bfloat16().matrices(x) is None
@@ -171,11 +186,14 @@ def test_the_warm_up_knows_the_kernels():
             trace(*args)
 
     ex = object.__new__(symm.Exchange)
-    ex.rank, ex.world, ex.capacity = 0, 4, T
+    ex.rank = 0
+    ex.world = 4
+    ex.capacity = T
     ex.addresses = dict.fromkeys(
         ("x", "ids", "weights", "main", "side"), torch.empty(4, dtype=torch.int64, device="meta")
     )
-    ex.side, ex.copy = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
+    ex.side = SimpleNamespace(wait_stream=lambda other: None)
+    ex.copy = lambda *_: None
     x, h = (torch.empty(T, width, dtype=torch.bfloat16, device="meta") for width in (D, 2 * G))
     ids, weights = torch.empty(T, K, dtype=torch.int32, device="meta"), torch.empty(T, K, device="meta")
 
@@ -249,10 +267,11 @@ def no_streams():
 
 
 class Late:
-    """Copies that begin when somebody waits for them."""
+    """Copies that begin only when something waits for them."""
 
     def __init__(self, ex):
-        self.ex, self.pending = ex, []
+        self.ex = ex
+        self.pending = []
 
     def beside(self, copy, wire):
         self.pending.append((copy, wire))
@@ -271,14 +290,19 @@ def swiglu_of(x, gate_up, down):
 
 
 class Net:
-    """Two layers, of which rank p has L experts each and all the shared matrices; every rank knows the others' tokens and matrices."""
+    """Two layers; rank p has L experts of each and all the shared matrices.
+
+    Every rank knows the others' tokens and matrices.
+    """
 
     def __init__(self, tokens, kind, L, seed, width=64, hidden=32, top_k=2):
-        world, draw = len(tokens), torch.Generator().manual_seed(seed)
+        world = len(tokens)
+        draw = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=draw)  # noqa: E731
         self.tokens, self.L, self.seed = tokens, L, seed
         self.x, self.dys = ([normal(n, width) for n in tokens] for _ in range(2))
-        self.ids, self.w = ([f(n) for n in tokens] for f in (lambda n: routes(kind, n, world * L, top_k, draw), lambda n: torch.rand(n, top_k, generator=draw)))  # fmt: skip
+        self.ids = [routes(kind, n, world * L, top_k, draw) for n in tokens]
+        self.w = [torch.rand(n, top_k, generator=draw) for n in tokens]
         self.layers = [
             (normal(world * L, 2 * hidden, width) / 8, normal(world * L, width, hidden) / 6,
              normal(2 * SHARED, width) / 8, normal(width, SHARED) / 10)
@@ -286,7 +310,10 @@ class Net:
         ]  # fmt: skip
 
     def leaves(self, p, whole=False):
-        """x, w and matrices of a rank, or x and w of all ranks, and a copy of the shared matrices for each."""
+        """x, w and matrices of a rank.
+
+        Or x and w of all ranks, with a copy of the shared matrices for each.
+        """
         own = slice(None) if whole else slice(p * self.L, (p + 1) * self.L)
         kind = torch.float64 if whole else torch.float32
         take = lambda t: t.clone().to(kind).requires_grad_()  # noqa: E731
@@ -299,7 +326,7 @@ class Net:
         return x, w, layers
 
     def want(self, p, uses):
-        """What rank p should get, of one process that holds all."""
+        """What rank p should get, computed by one process that holds all."""
         from tmoe.ops import reference
 
         xs, ws, layers = self.leaves(p, whole=True)
@@ -356,10 +383,14 @@ def one_rank(rank, ranks, tokens, L):
     repair_interpreter()
     small_tiles(gpu, False, True, 1)
     poison()
-    ex, pace = ranks.exchange(rank), torch.Generator().manual_seed(rank)
-    ex.side, ex.reserve = SimpleNamespace(wait_stream=lambda other: None), lambda *_: None
-    early, late = ex.beside, Late(ex)
-    symm.exchange_of, symm._all = lambda _: ex, lambda t: 2  # programs; no GPU to ask
+    ex = ranks.exchange(rank)
+    pace = torch.Generator().manual_seed(rank)
+    ex.side = SimpleNamespace(wait_stream=lambda other: None)
+    ex.reserve = lambda *_: None
+    early = ex.beside
+    late = Late(ex)
+    symm.exchange_of = lambda _: ex
+    symm._all = lambda t: 2  # programs; no GPU to ask
     symm._lib.impl("symm_moe", symm._forward, "CPU")
     symm._lib.impl("symm_moe_backward", symm._backward, "CPU")
     dispatcher = SymmDispatcher(
@@ -374,7 +405,8 @@ def one_rank(rank, ranks, tokens, L):
 
         return call
 
-    cases = [  # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+    # beside, experts' copies hidden, copies begin late, call, what is used, around a layer, no gradient of x
+    cases = [
         (True, True, False, dispatcher.beside, both, paced, False),
         (True, False, rank == 0, dispatcher.beside, both, checkpointed, False),
         (False, True, False, dispatcher.beside, both, paced, False),
@@ -393,7 +425,8 @@ def one_rank(rank, ranks, tokens, L):
                 else (early, functools.partial(symm.Exchange.arrived, ex))
             )
             net = Net(tokens, ("random", "first rank", "holes")[i % 3], L, i)
-            got, want = net.got(rank, call, uses, around, frozen), net.want(rank, uses)
+            got = net.got(rank, call, uses, around, frozen)
+            want = net.want(rank, uses)
             for j, (g, t) in enumerate(zip(got, want, strict=True)):
                 if j == 1 and frozen:
                     assert g is None
@@ -406,7 +439,7 @@ def one_rank(rank, ranks, tokens, L):
 
 
 def keeps_nothing(rank, net, dispatcher, tokens):
-    """Without gradients the same values, and no pre-activations; x of an inference is copied as well."""
+    """Without gradients the values are the same, without pre-activations; x of an inference is copied too."""
     x, w, [(up, down, [(shared_up, shared_down)]), _] = net.leaves(rank)
     symm.hides = rule(True, True)
     tensors = x, w, net.ids[rank], up, down, None, shared_up, shared_down
@@ -425,11 +458,13 @@ def keeps_nothing(rank, net, dispatcher, tokens):
 def in_the_interpreter():
     from interpreter import repair_interpreter
 
+    # forked before autograd has run here, which could not run there again
     for tokens in (
         [21, 0, 9],
         [12, 12],
-    ):  # forked before autograd has run here, which could not run there again
-        L, world = 2, len(tokens)
+    ):
+        L = 2
+        world = len(tokens)
         fork(world, one_rank, Ranks(world, max(tokens) + 3, 64, 2, torch.float32), tokens, L)
     repair_interpreter()
     for T, width, dtype in (

@@ -1,6 +1,8 @@
-"""A top-1 router whose one weight is divided by itself gets nothing from the loss: refused in new models, told of in given ones.
+"""A top-1 router whose only weight is divided by itself gets nothing from the loss.
 
-next: ../../tmoe/config/run.py
+Refused in new models, told of in given ones.
+
+next: tmoe/config/run.py
 """
 
 import warnings
@@ -109,7 +111,10 @@ def test_an_imported_one_starts_resumes_and_goes_back_with_one_note(tmp_path, ca
     model = read_config(Folder(hf_dir).config)
     cfg = Config(model=model, train=TrainConfig(batch=1, seq=16, eval_batches=1), compile=False)
     monkeypatch.setattr(front, "presets", lambda: {"published": cfg})
-    note = "note: --model.moe.top-k=1 with --model.moe.renormalize=True: a token's only weight is divided by itself"
+    note = (
+        "note: --model.moe.top-k=1 with --model.moe.renormalize=True: "
+        "a token's only weight is divided by itself"
+    )
     for i, source in enumerate((hf_dir, tmp_path / "step")):
         out = tmp_path / f"run-{i}"
         words = ["published", "--log.no-progress", "--out", str(out)]
@@ -146,6 +151,6 @@ def test_in_a_loop_of_ones_own_it_is_a_warning(tmp_path):
 
 
 def test_every_published_top_1_model_still_reads():
-    """Granite's softmax over the one chosen logit, and whoever else has a weight that is always 1."""
+    """Granite's softmax over the one chosen logit, and every other model whose weight is always 1."""
     config = MODELS["granitemoe, tied, biases, all heads"]()
     assert read_config(config.to_dict() | dict(architectures=["GraniteMoeForCausalLM"])).moe.untrained

@@ -1,4 +1,6 @@
-"""How calls reach their kernels: the binary that a launch finds, triton's launcher and the short way past it, ops past the dispatcher.
+"""How calls reach their kernels: the binary of a launch, triton's launcher and the short way past it.
+
+And how ops go past the dispatcher.
 
 next: test_ops_kernels.py
 """
@@ -41,7 +43,10 @@ def test_a_binary_is_found_by_all_that_it_depends_on(monkeypatch):
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
-    """Asked for once a thread; not while a CUDA graph is captured, when CUDA refuses most questions."""
+    """Asked for once in each thread.
+
+    Not while a CUDA graph is captured, when CUDA refuses most questions.
+    """
     asked, ran = [], []
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     args = torch.zeros(2, dtype=torch.int64), 0, 2, 2, True, True
@@ -62,9 +67,8 @@ def test_a_thread_has_a_context_before_its_first_launch(monkeypatch, capturing):
 
 
 NEWER = hasattr(nvidia, "wrap_handle_tensordesc_impl")  # triton 3.8
-METADATA = (
-    8 if NEWER else 10
-)  # where a C function's arguments hold the launch's metadata; the hooks stand behind it
+# where a C function's arguments hold the launch's metadata; the hooks stand behind it
+METADATA = 8 if NEWER else 10
 SWIZZLED = dict(elem_size=2, elem_type=10, fp4_padded=False)
 META = [
     dict(swizzle=3, block_size=[64, 64], **SWIZZLED),
@@ -94,12 +98,16 @@ def cuda(monkeypatch):
 def binary(cuda, signature=SIGNATURE, meta=META):
     """A compiled kernel with triton's own launcher, whose C function writes down what it is given."""
     run = object.__new__(nvidia.CudaLauncher)
-    run.launch_cooperative_grid, run.launch_pdl, run.num_ctas, run.gsan_enabled = 0, 1, 1, False
+    run.launch_cooperative_grid = 0
+    run.launch_pdl = 1
+    run.num_ctas = 1
+    run.gsan_enabled = False
     run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = (
         run.profile_scratch_align
     ) = 0
     if NEWER:
-        run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+        run.arg_annotations = ["annotations"]
+        run.kernel_signature = b"signature"
 
     def keep(*args):
         cuda.handed.append((*args[:-1], *args[-1]) if NEWER else args)
@@ -107,25 +115,33 @@ def binary(cuda, signature=SIGNATURE, meta=META):
     c_function = functools.partial(keep)  # no Python function, as triton's is none
     run.launch = nvidia.wrap_handle_tensordesc(c_function, signature, meta)
     compiled = object.__new__(CompiledKernel)
-    compiled._run, compiled.module, compiled.function, compiled.packed_metadata = run, None, 7, (8, 1, 0)
+    compiled._run = run
+    compiled.module = None
+    compiled.function = 7
+    compiled.packed_metadata = (8, 1, 0)
     compiled._init_handles = lambda: None
     compiled.launch_metadata = lambda *_: "facts"
     return compiled
 
 
 def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch, cuda):
-    """Descriptors among other arguments, in any number; a map is encoded once for an address, sizes and strides; hooks are heard."""
-    handed, encoded, heard = cuda.handed, cuda.encoded, []
+    """Descriptors among other arguments, in any number.
+
+    A map is encoded once for each address, sizes and strides; hooks are called.
+    """
+    handed = cuda.handed
+    encoded = cuda.encoded
+    heard = []
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def both_ways(compiled, values):
-        short, before = launch.launcher(compiled, None, values), len(encoded)
+        short = launch.launcher(compiled, None, values)
+        before = len(encoded)
         assert hasattr(short, "parts") and not handed  # asking launches nothing
         short((3, 2, 1), 99, values)
         short((3, 2, 1), 99, values)
-        assert len(encoded) - before == sum(
-            isinstance(v, launch.Descriptor) for v in values
-        )  # the second found them
+        # the second found them
+        assert len(encoded) - before == sum(isinstance(v, launch.Descriptor) for v in values)
         natives = [launch._native(v, None) for v in values]
         compiled.run(3, 2, 1, 99, compiled.function, compiled.packed_metadata, None, None, None, *natives)
         first, second, own = handed[-3:]
@@ -140,7 +156,8 @@ def test_the_short_way_to_a_launch_hands_over_what_tritons_own_does(monkeypatch,
     before = len(encoded)
     short((1, 1, 1), 0, [0, launch.describe(t[:128], [64, 64]), 5, described[1], 16])
     assert len(encoded) == before + 1 and encoded[-1][5] == (128, 128)
-    other, turned = t.clone(), t.view(128, 256)[:, :128]
+    other = t.clone()
+    turned = t.view(128, 256)[:, :128]
     for there, stride in ((other, (128, 1)), (other, (128, 1)), (turned, (256, 1))):
         described_there = launch.Descriptor(there, (128, 128), stride, [64, 64])
         short((1, 1, 1), 0, [0, described_there, 5, described[1], 16])
@@ -191,7 +208,7 @@ def another_encoder(monkeypatch):
 
 @pytest.mark.parametrize("change", [more_arguments, another_order, no_options, another_encoder])
 def test_a_strangers_launcher_launches_itself(monkeypatch, caplog, cuda, change):
-    """Whatever it changed: triton launches, with descriptors of its own kind, and one note says so."""
+    """Whatever it changed, triton launches, with descriptors of its own kind, and one note says so."""
     stack.note.cache_clear()
     t, u = torch.zeros(256, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
     values = [t.data_ptr(), launch.describe(t, [64, 64]), 5, launch.describe_ragged(u, [8, 32]), 16]
@@ -226,7 +243,10 @@ def test_another_gpus_launcher_is_left_to_itself(caplog):
 
 
 def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
-    """Gluon is experimental: where a name is gone, kernels that any GPU runs take their place, and a note says so."""
+    """Gluon is experimental, so a name may be gone.
+
+    Kernels that any GPU runs then take their place, and a note says so.
+    """
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     assert launch.gluon_lacks() == "" and launch._has_descriptors("cuda:90")
@@ -251,7 +271,7 @@ def test_gluon_without_what_hoppers_kernels_use(monkeypatch, caplog):
 
 @pytest.fixture
 def straight(monkeypatch):
-    """The way that a GPU's tensors take, with the CPU's kernels behind it; how often it was taken."""
+    """The way that a GPU's tensors take, with the CPU's kernels behind it; returns how often it was taken."""
     taken = []
 
     def instead(module, *names):
@@ -265,7 +285,10 @@ def straight(monkeypatch):
 
 
 def through(*args, how, use):
-    """What `use` finds in y of a layer behind its router, by the gradients of all; how: moe_mlp and softmax_topk."""
+    """What `use` finds in y of a layer behind its router, by the gradients of all.
+
+    `how`: moe_mlp and softmax_topk.
+    """
     x, logits, gate_up, down, bias = leaves = [
         None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in args
     ]
@@ -306,7 +329,7 @@ def unused(y, leaves):
 
 
 def counted(y, leaves):
-    """How many of our ops a mode around backward alone sees."""
+    """How many of our ops a mode around the backward alone sees."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -361,23 +384,23 @@ def test_the_straight_way_without_gradients(straight):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("way", ["straight", "registered", "layer", "layer, straight", "grouped", "router"])
 def test_a_second_derivative_is_refused(straight, way, named, summed):
-    """A kernel has none: what went on without it would be a wrong number."""
+    """A kernel has none: a call that went on without it would give a wrong number."""
     x, logits = torch.randn(7, 16, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
     topk_of = {"straight": topk._Straight.apply, "registered": ops.softmax_topk}
     if way in topk_of:
-        of, y = logits, topk_of[way](logits, 2, True)[0][:, 0]
+        of = logits
+        y = topk_of[way](logits, 2, True)[0][:, 0]
     elif way == "router":
         of = torch.randn(7, 16, dtype=torch.bfloat16, requires_grad=True)
         y = router_product(of, torch.randn(4, 16, dtype=torch.bfloat16))
     elif way == "grouped":
-        of, y = x, ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
+        of = x
+        y = ops.grouped_mm(x, gate_up, torch.tensor([1, 2, 2, 7], dtype=torch.int32))
     else:
         args = x, gate_up, down, torch.rand(7, 2), torch.randint(0, 4, (7, 2))
-        of, y = (
-            x,
-            mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args),
-        )
+        of = x
+        y = mlp._Straight.apply(*args, None, "swiglu", 14, True) if "straight" in way else ops.moe_mlp(*args)
     (first,) = torch.autograd.grad(y.sum() if summed else y.square().sum(), of, create_graph=True)
     loss = first.square().sum() + of.sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -385,7 +408,10 @@ def test_a_second_derivative_is_refused(straight, way, named, summed):
 
 
 def test_who_watches():
-    """A compiler, a dispatch mode, a functional transform and a tensor of a class of its own each see the registered op."""
+    """Each of these sees the registered op.
+
+    A compiler, a dispatch mode, a functional transform and a tensor of a class of its own.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -395,7 +421,8 @@ def test_who_watches():
     class Mine(torch.Tensor):
         pass
 
-    x, seen = torch.randn(3), []
+    x = torch.randn(3)
+    seen = []
     assert unwatched(x, None, torch.nn.Parameter(x))
     assert not unwatched(x.as_subclass(Mine)) and not unwatched(x, x.as_subclass(Mine))
     with Mode():

@@ -91,7 +91,7 @@ def test_routings(mode, shape):
 
 
 def strided(t):
-    """The same numbers, every other element of a larger tensor in another order of dimensions."""
+    """The same numbers, as every other element of a larger tensor with another order of dimensions."""
     wide = torch.empty(*(2 * n for n in reversed(t.shape)), dtype=t.dtype).permute(*reversed(range(t.dim())))
     return wide[tuple(slice(None, None, 2) for _ in t.shape)].copy_(t)
 
@@ -103,13 +103,16 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
     assert all(
         torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
     )
-    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 5, 12], dtype=torch.int32)
+    a = torch.randn(12, 24)
+    b = torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 5, 12], dtype=torch.int32)
     scattered = strided(a), strided(b), ends
     assert_near(run(ops.grouped_mm, scattered), run(reference.grouped_mm, (a, b, ends), torch.float64), 3e-6)
+    # the gradient of a sum has no strides at all
     for op, inputs in (
         (ops.moe_mlp, args),
         (ops.grouped_mm, (a, b, ends)),
-    ):  # the gradient of a sum has no strides at all
+    ):
         x = inputs[0].clone().requires_grad_()
         (got,) = torch.autograd.grad(op(x, *inputs[1:]).sum(), x)
         y = op(x, *inputs[1:])
@@ -117,7 +120,7 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
 
 
 def test_duplicate_scores():
-    """Equal logits: K different experts, and what the layer makes of them is by the definition."""
+    """Equal logits give K different experts; what the layer makes of them follows the definition."""
     logits = torch.randint(0, 2, (50, 8)).float()
     logits[0] = float("-inf")
     logits[0, 3] = 0
@@ -161,7 +164,7 @@ def test_opcheck():
 
 @torch.library.custom_op("tmoe_test::first_rows", mutates_args=())
 def first_rows(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """As many rows as a tensor says: what arrives from other ranks has a length that no graph knows."""
+    """As many rows as a tensor says: the number that arrives from other ranks is known to no graph."""
     return x[: int(n)].clone()
 
 
@@ -184,9 +187,8 @@ def test_compiled_equals_eager(how):
 
         def unbacked(x, gate_up, down, weights, ids, n=n):
             x = first_rows(x, n)
-            rows = torch.arange(
-                x.shape[0]
-            )  # a slice of unknown length has a gradient that inductor of torch 2.11 cannot place
+            # a slice of unknown length has a gradient that inductor of torch 2.11 cannot place
+            rows = torch.arange(x.shape[0])
             return 2 * ops.moe_mlp(
                 1.5 * x, gate_up, down, weights.index_select(0, rows), ids.index_select(0, rows)
             )
@@ -200,7 +202,7 @@ def test_compiled_equals_eager(how):
 
 
 def test_routing_does_not_recompile():
-    """Neither forward nor backward, whatever is empty, and both equal eager bit for bit."""
+    """Neither forward nor backward, whichever experts are empty; both equal eager bit for bit."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     fn = torch.compile(ops.moe_mlp, backend=counter, fullgraph=True)
@@ -245,7 +247,7 @@ def test_what_is_no_tensor_is_named(position, name):
 
 @pytest.mark.parametrize("position, name", [(1, "gate_up"), (2, "down"), (3, "weights"), (4, "ids")])
 def test_one_argument_on_meta_gives_no_numbers(position, name):
-    """torch runs the fake then: what it gives on the CPU was never written."""
+    """torch then runs the fake: what it gives on the CPU was never written."""
     args = list(layer(5, 8, 8, 4, 2))
     args[position] = args[position].to("meta")
     with pytest.raises(ValueError, match=f"{name}: got meta, valid is the input's cpu"):
@@ -255,7 +257,7 @@ def test_one_argument_on_meta_gives_no_numbers(position, name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("learns", [(0,), (1,), (0, 3)], ids=str)
 def test_a_mapped_op_keeps_what_backward_needs(learns):
-    """Behind torch.vmap a tensor says that it needs no gradient."""
+    """Inside torch.vmap a tensor says that it needs no gradient."""
     args = list(layer(5, 8, 6, 4, 2, absent=0.0))
     args[0] = torch.randn(3, 5, 8)
     for i in learns:
@@ -285,9 +287,11 @@ def test_widths_of_nothing_are_named():
 def test_forward_mode_is_refused(how):
     """torch would take the tangents for zeros."""
     args = layer(5, 8, 8, 4, 2)
-    b, ends = torch.randn(3, 16, 8), torch.tensor([1, 2, 3], dtype=torch.int32)
+    b = torch.randn(3, 16, 8)
+    ends = torch.tensor([1, 2, 3], dtype=torch.int32)
     for name, call, x in (
-        ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]), ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
+        ("x", lambda x: ops.moe_mlp(x, *args[1:5]), args[0]),
+        ("a", lambda a: ops.grouped_mm(a, b, ends), torch.randn(5, 8)),
         ("logits", lambda logits: ops.softmax_topk(logits, 2, True)[0], torch.randn(5, 4)),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"{name}: got a forward-mode tangent"):
@@ -307,7 +311,9 @@ def test_backward_inside_autocast_is_no_less_exact():
 
 
 def test_grouped_mm_errors_name_the_argument():
-    a, b, ends = torch.randn(12, 24), torch.randn(3, 16, 24), torch.tensor([1, 2, 3], dtype=torch.int32)
+    a = torch.randn(12, 24)
+    b = torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 2, 3], dtype=torch.int32)
     bad = [((a, b[:, :, 1:], ends), "b: got shape"), ((a, b, ends.long()), "ends: got torch.int64")]
     for wrong in ([5, 2, 7], [1, 2, 13], [-1, 2, 3]):
         bad.append(((a, b, torch.tensor(wrong, dtype=torch.int32)), r"ends: got .*non-decreasing, 0 to N=12"))

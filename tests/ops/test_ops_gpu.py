@@ -1,4 +1,6 @@
-"""moe_mlp and grouped_mm on a GPU: against fp64 of the same rounded inputs, under every kind of routing, bit for bit twice.
+"""moe_mlp and grouped_mm on a GPU, against fp64 of the same rounded inputs, under every kind of routing.
+
+Two calls give the same bits.
 
 next: test_ops.py
 """
@@ -62,10 +64,17 @@ def errors(got, want):
 
 
 SHAPES = [  # every D, F, T of KERNELS' list at least once; T over 128-row tiles and 64-row tiles
-    (300, 512, 64, 8, 2, "random"), (257, 576, 192, 16, 4, "zipf"), (1000, 512, 704, 8, 2, "one"), (129, 2048, 768, 4, 4, "random"),
-    (1, 512, 128, 4, 1, "random"), (127, 512, 128, 1, 1, "random"), (2000, 512, 256, 64, 8, "absent"), (300, 512, 128, 8, 2, "none"),
-    (700, 200, 72, 5, 3, "random"), (4096, 1536, 256, 128, 8, "random"),
-]  # fmt: skip
+    (300, 512, 64, 8, 2, "random"),
+    (257, 576, 192, 16, 4, "zipf"),
+    (1000, 512, 704, 8, 2, "one"),
+    (129, 2048, 768, 4, 4, "random"),
+    (1, 512, 128, 4, 1, "random"),
+    (127, 512, 128, 1, 1, "random"),
+    (2000, 512, 256, 64, 8, "absent"),
+    (300, 512, 128, 8, 2, "none"),
+    (700, 200, 72, 5, 3, "random"),
+    (4096, 1536, 256, 128, 8, "random"),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -101,9 +110,8 @@ def test_nan_stays_with_its_experts():
     assert d_gate_up[clean].isfinite().all() and d_down[clean].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "E", [16, 64]
-)  # 64: one launch for both products; each replay must find its counters cleared
+# 64: one launch for both products; each replay must find its counters cleared
+@pytest.mark.parametrize("E", [16, 64])
 def test_graph_replays_with_new_routing(E):
     args = layer(2000, 512, 256, E, 4)
     x, gate_up, down, weights, ids, dy = args
@@ -135,7 +143,10 @@ def test_graph_replays_with_new_routing(E):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("share", [1, 3])
 def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
-    """Five calls of a kind, with other tensors and another routing each, then a graph captured from the sixth, replayed with others."""
+    """Five calls of a kind, each with other tensors and another routing.
+
+    Then a graph captured from the sixth, replayed with others.
+    """
     monkeypatch.setattr(replay, "_programs", {})
     slots = shape[0] * shape[4]
     pairs = -(-slots // share // 128) * 128 if share > 1 else slots
@@ -149,7 +160,8 @@ def test_remembered_calls_equal_decided_ones(shape, dtype, share, monkeypatch):
         y = ops.moe_mlp(*leaves, ids, pairs=None if share == 1 else pairs)
         return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
-    modes, kept = ("random", "zipf", "absent", "one", "random"), []
+    modes = ("random", "zipf", "absent", "one", "random")
+    kept = []
     for mode in modes:
         args = layer(*shape, mode, dtype)
         for t in args[:3]:
@@ -181,7 +193,10 @@ def test_what_one_gpu_remembers_runs_on_no_other():
 
 
 def test_launches_from_a_thread_that_never_called_cuda():
-    """Autograd's thread may be one: binaries are there already, from another thread, and no call has made its context current."""
+    """Autograd's thread may be one.
+
+    The binaries are there already, from another thread, and no call has made its context current.
+    """
     # dh gathers at this shape, so what the thread launches first is a kernel with tensor maps
     x, gate_up, down, weights, ids, dy = layer(2000, 512, 256, 16, 4)
     _, h, packed = gpu.forward(x, gate_up, down, weights, ids, None, "swiglu", 8000, True)
@@ -241,9 +256,8 @@ def test_more_than_2_to_the_31_elements():
     args = layer(T, D, F, E, K)
     y = ops.moe_mlp(*args[:5])
     tail = [t[-256:] if i in (0, 3, 4) else t for i, t in enumerate(args[:5])]
-    assert (
-        errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3
-    )  # other tiles may be chosen for 256 rows
+    # other tiles may be chosen for 256 rows
+    assert errors([y[-256:]], [ops.moe_mlp(*tail).double()])[0] < 4e-3
 
 
 def opcheck(op, *args, **kwargs):
@@ -253,7 +267,8 @@ def opcheck(op, *args, **kwargs):
 def test_opcheck():
     *leaves, ids, dy = layer(300, 512, 128, 8, 2)
     how = None, "swiglu", 600
-    # not test_aot_dispatch: it compares whole outputs, and the tile tables' unused ends are not written (the CPU test runs it)
+    # not test_aot_dispatch: it compares whole outputs, and the unused ends of the tile tables are not
+    # written (the CPU test runs it)
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     opcheck("moe_mlp", *[t.requires_grad_() for t in leaves], ids, *how, True, test_utils=checks)
     with torch.no_grad():
@@ -270,7 +285,10 @@ def test_opcheck():
 
 @pytest.mark.parametrize("pairs", [None, 768])
 def test_combine_leaves_rows_of_absent_tokens_alone(pairs):
-    """fill=False, one rank's part of an expert group: rows of tokens with a slot as ever, in every window; the others keep theirs."""
+    """fill=False, for one rank's part of an expert group.
+
+    Rows of tokens with a slot are written as usual, in every window; the other rows keep what they hold.
+    """
     x, gate_up, down, weights, ids, _ = layer(1000, 512, 256, 16, 8, "absent")
     ids[::3] = -1
     here = (ids >= 0).any(1)
@@ -301,7 +319,7 @@ def few_calls(gate_up, slots):
 
 
 def trace_few(T, D, F, E, K, dtype, rows):
-    """The test's launches on meta tensors: fifteen tests would compile each of them anew."""
+    """The test's launches on meta tensors; without them each of fifteen tests would compile them anew."""
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
     x, down = (torch.empty(*shape, dtype=dtype, device="meta") for shape in ((T, D), (E, D, F)))
     weights, ids = (torch.empty(T, K, dtype=kind, device="meta") for kind in (torch.float32, torch.int32))
@@ -317,7 +335,8 @@ def trace_few(T, D, F, E, K, dtype, rows):
 @pytest.mark.parametrize("shape", FEW_SHAPES, ids=str)
 def test_one_launch_for_few_rows_equals_two(shape, dtype, rows, mode, monkeypatch):
     x, gate_up, down, weights, ids, _ = layer(*shape, mode, dtype)
-    cut, here = table.few("cuda:90", rows, True), int((ids >= 0).sum())
+    cut = table.few("cuda:90", rows, True)
+    here = int((ids >= 0).sum())
     for bias, activation, pairs, keep in few_calls(gate_up, ids.numel()):
         got, want = [], []
         for choice, out in ((cut, got), (cut, got), (None, want)):
@@ -394,9 +413,8 @@ def test_strides_of_arguments_and_of_dy_do_not_matter():
         torch.equal(a, b) for a, b in zip(run(ops.moe_mlp, scattered), run(ops.moe_mlp, args), strict=True)
     )
     x = args[0].requires_grad_()
-    (got,) = torch.autograd.grad(
-        ops.moe_mlp(*args[:5]).sum(), x
-    )  # the gradient of a sum has no strides at all
+    # the gradient of a sum has no strides at all
+    (got,) = torch.autograd.grad(ops.moe_mlp(*args[:5]).sum(), x)
     y = ops.moe_mlp(*args[:5])
     assert torch.equal(got, *torch.autograd.grad(y, x, torch.ones_like(y)))
 
@@ -415,7 +433,11 @@ def test_edges_of_routing(shape, twice):
 
 @pytest.mark.whole_gpu
 def test_gradients_beyond_2_to_the_31_elements():
-    """N * D = 2^31 + 2^20: the first and the last tokens' gradients as by themselves, the weights' as the sum of two halves."""
+    """N * D = 2^31 + 2^20.
+
+    The gradients of the first and the last tokens equal those of these tokens alone, and the weights'
+    gradients are the sum of two halves.
+    """
     T, D, F, E, K = 131136, 2048, 64, 8, 8
     args = layer(T, D, F, E, K)
     _, dx, d_gate_up, d_down, d_weights = run(ops.moe_mlp, args)

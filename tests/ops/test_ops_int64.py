@@ -1,7 +1,9 @@
-"""Rows, tokens and experts beyond 2^31 elements, in triton's CPU interpreter: only the ends of huge buffers are ever touched.
+"""Rows, tokens and experts beyond 2^31 elements, in triton's CPU interpreter.
 
-As a test it starts itself in a process with TRITON_INTERPRET=1: TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
-Memory that nobody touches is never there: 30 GB of buffers take 100 MB. (The descriptors of hopper.py address by coordinates.)
+Only the ends of huge buffers are ever touched, and memory that is never touched is never there: 30 GB of
+buffers take 100 MB. (The descriptors of hopper.py address by coordinates.) As a test it starts itself in
+a process with TRITON_INTERPRET=1:
+    TRITON_INTERPRET=1 python tests/ops/test_ops_int64.py
 
 next: test_ops_gpu.py
 """
@@ -23,14 +25,14 @@ N, E = 2**31 // D + n, 2**31 // (2 * F * D) + 1
 
 @pytest.mark.slow
 def test_offsets_beyond_31_bits():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=340)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 
 
 def frugal_interpreter():
-    """Run the last programs of a grid of millions, and do not copy arguments back onto themselves."""
+    """Runs only the last programs of a grid of millions, and does not copy arguments onto themselves."""
     from triton.runtime import interpreter
 
     def last(*bounds):
@@ -45,14 +47,19 @@ def frugal_interpreter():
 
 
 def metadata(E):
-    """The last of E experts has the last n of N rows, in reverse order of their tokens, with K = 1; the others have none."""
+    """The last of E experts has the last n of N rows, in reverse order of their tokens, with K = 1.
+
+    The other experts have none.
+    """
     from tmoe.ops.experts.routing import Metadata
 
     meta = Metadata(torch.empty(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.offsets[E - 1 :] = torch.tensor([N - n, N])
     meta.by_size[0] = E - 1
     for bm, tiles in meta.tiles.items():
-        tiles[0], tiles[4], tiles[4 + meta.capacity(N, E, bm)] = 1, E - 1, N - n
+        tiles[0] = 1
+        tiles[4] = E - 1
+        tiles[4 + meta.capacity(N, E, bm)] = N - n
     meta.order[N - n :] = torch.arange(N - 1, N - n - 1, -1)
     meta.row_of[N - n :] = torch.arange(N - 1, N - n - 1, -1)
     return meta
@@ -84,8 +91,9 @@ def main():
     gate_up, down = (torch.randn(1, 2 * F, D) * D**-0.5).half(), (torch.randn(1, D, F) * F**-0.5).half()
     weights = torch.rand(n, 1)
 
-    # what it should be, in float64; rows are tokens in reverse
-    rows, w = x.double().flip(0).requires_grad_(), weights.double().flip(0).requires_grad_()
+    # what it should be, in float64; rows are tokens in reverse order
+    rows = x.double().flip(0).requires_grad_()
+    w = weights.double().flip(0).requires_grad_()
     h = rows @ gate_up[-1].double().T
     h.retain_grad()
     act = torch.nn.functional.silu(h[:, :F]) * h[:, F:]
@@ -94,7 +102,8 @@ def main():
 
     gate_up, down = huge(gate_up, E), huge(down, E)
     layer = gpu.Layer(huge(x), (E, D, F), 1, metadata(E), huge(weights), (gate_up, down))
-    h_N2F, dy_ND = torch.empty(N, 2 * F, dtype=x.dtype), huge(dy)
+    h_N2F = torch.empty(N, 2 * F, dtype=x.dtype)
+    dy_ND = huge(dy)
     near("gather", layer.gathered(layer.x), rows.detach(), 1e-9)
     act_NF = layer.up(gate_up, None, h_N2F)
     near("H", h_N2F, h.detach())
@@ -107,7 +116,7 @@ def main():
     near("dh", dh_N2F, h.grad)
     near("ds", ds[:, N - n :].sum(0)[:, None], w.grad)
     near("dx", layer.rows("dx", dh_N2F, gate_up, False), rows.grad)
-    # the interpreter has no time for half a million experts
+    # the interpreter is too slow for half a million experts
     layer = gpu.Layer(layer.x, (1, D, F), 1, metadata(1), layer.weights)
     near(
         "d_down",

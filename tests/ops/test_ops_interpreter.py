@@ -1,8 +1,10 @@
-"""The Triton kernels themselves, run by triton's CPU interpreter: values against fp64, poisoned buffers, metadata.
+"""The Triton kernels themselves, run by triton's CPU interpreter: values against fp64, buffers, metadata.
 
-As a test it starts itself once in a process with TRITON_INTERPRET=1, which must be set before the kernels are defined:
+Buffers are poisoned before. As a test it starts itself once in a process with TRITON_INTERPRET=1, which
+must be set before the kernels are defined:
     TRITON_INTERPRET=1 python tests/ops/test_ops_interpreter.py
-Interpreted are the kernels of kernels.py with and without tensor descriptors; those of hopper.py (Gluon) have no interpreter.
+The kernels of kernels.py are interpreted with and without tensor descriptors; those of hopper.py (Gluon)
+have no interpreter.
 
 next: test_ops_kernels.py
 """
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_kernels_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
@@ -38,9 +40,8 @@ def check_metadata(routing):
         (0, 4, 2, 0),
     ]:
         ids = torch.randint(low, E, (T, K))
-        torch.use_deterministic_algorithms(
-            True
-        )  # what is allocated holds the largest integers, no zeros by luck
+        # what is allocated holds the largest integers, no zeros by luck
+        torch.use_deterministic_algorithms(True)
         flat = ids.flatten()
         ids = torch.where(ids == low, E + 7, ids) if low < 0 else ids  # absent in either way
         meta = routing.route(ids, E)
@@ -60,7 +61,8 @@ def check_metadata(routing):
         assert torch.equal(counts[meta.by_size.long()], counts.sort(descending=True).values)
         for bm, table in meta.tiles.items():
             tiles = (counts + bm - 1) // bm
-            m, capacity = int(table[0]), meta.capacity(T * K, E, bm)
+            m = int(table[0])
+            capacity = meta.capacity(T * K, E, bm)
             assert m == tiles.sum() and m <= capacity
             expert = table[4 : 4 + m].long()
             assert torch.equal(expert, torch.repeat_interleave(torch.arange(E), tiles))
@@ -91,7 +93,8 @@ def check_layer(
     activation="swiglu",
 ):
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
-    gate_up, down = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype), (torch.randn(E, D, F) * F**-0.5).to(dtype)
+    gate_up = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype)
+    down = (torch.randn(E, D, F) * F**-0.5).to(dtype)
     bias = torch.randn(E, 2 * F).to(dtype) if biased else None
     if activation == "clamped":
         gate_up *= 6  # far enough for the clamps to act
@@ -139,11 +142,9 @@ def check_topk(topk, T, E, K, renormalize, hard=False):
 
 
 def check_grouped(gpu, reference, ends, dtype=torch.float32):
-    a, b, dc = (
-        torch.randn(130, 40).to(dtype),
-        torch.randn(3, 72, 40).to(dtype),
-        torch.randn(130, 72).to(dtype),
-    )
+    a = torch.randn(130, 40).to(dtype)
+    b = torch.randn(3, 72, 40).to(dtype)
+    dc = torch.randn(130, 72).to(dtype)
     ends = torch.tensor(ends, dtype=torch.int32)
     got = gpu.grouped_mm(a, b, ends), *gpu.grouped_mm_backward(dc, a, b, ends)
     leaves = [t.double().requires_grad_() for t in (a, b)]
@@ -162,13 +163,14 @@ def main():
     check_metadata(routing)
     routing.FEW = 0  # three launches instead of the one for few slots
     check_metadata(routing)
+    # the last in two tiles a row
     for T, E, K in [
         (70, 8, 2),
         (33, 60, 7),
         (5, 1, 1),
         (9, 16, 16),
         (2050, 40, 3),
-    ]:  # the last in two tiles a row
+    ]:
         for renormalize in (True, False):
             check_topk(topk, T, E, K, renormalize)
     check_topk(topk, 40, 16, 5, True, hard=True)
@@ -182,6 +184,7 @@ def main():
         (False, True, 1, 33, 40, 24, 3, 3, "random", torch.bfloat16),
         (True, True, 2, 70, 64, 64, 4, 2, "random", torch.float32, None, True, "clamped"),
         (False, True, 1, 70, 40, 24, 5, 3, "empty", torch.float32, None, True, "clamped"),
+        # windows of 64 of up to 140 rows
         (
             True,
             True,
@@ -195,7 +198,7 @@ def main():
             torch.float32,
             64,
             True,
-        ),  # windows of 64 of up to 140 rows
+        ),
         (False, True, 1, 70, 40, 24, 5, 3, "one", torch.float32, 64),
         (True, False, 1, 40, 64, 64, 4, 2, "empty", torch.float32, 256),
     ]:

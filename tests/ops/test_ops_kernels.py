@@ -1,7 +1,7 @@
-"""Every kernel configuration that ships, compiled for its GPU without one: registers, spills and shared memory.
+"""Every kernel configuration that ships, compiled without a GPU: registers, spills and shared memory.
 
-All binaries of all tests are compiled once, by two processes, into caches of their own. What a binary takes is read from
-ptxas's report and from the metadata of the AMD code; no driver is asked.
+All binaries of all tests are compiled once, by two processes, into caches of their own. What a binary
+takes is read from ptxas's report and from the metadata of the AMD code; no driver is asked.
 
 next: test_ops_gpu.py
 """
@@ -22,7 +22,8 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {  # name: (architecture, D, F, dtype): the fast path, float32, and widths that fit no tile
     f"{arch}-{D}x{F}-{str(dtype)[6:]}": (arch, D, F, dtype)
     for arch, D, F, dtype in [
-        ("cuda:90", 2048, 768, bf16), ("cuda:90", 2048, 768, fp16), ("cuda:90", 512, 192, fp32), ("cuda:90", 200, 72, bf16),
+        ("cuda:90", 2048, 768, bf16), ("cuda:90", 2048, 768, fp16), ("cuda:90", 512, 192, fp32),
+        ("cuda:90", 200, 72, bf16),
         ("cuda:90", 200, 72, fp32), ("cuda:80", 200, 72, fp32), ("hip:gfx942", 200, 72, fp32),
         ("cuda:80", 2048, 768, bf16), ("cuda:80", 200, 72, fp16), ("cuda:80", 512, 192, fp32),
         ("hip:gfx942", 2048, 768, bf16), ("hip:gfx942", 200, 72, bf16), ("hip:gfx942", 512, 192, fp32),
@@ -36,7 +37,7 @@ FEW = (256, 512, 1024)  # tokens with which few.py's kernel runs, in each of its
 
 
 def test_a_dimension_of_one_element_may_have_any_stride():
-    """torch calls such a tensor contiguous; the copy engine takes strides of whole 16 bytes alone."""
+    """torch calls such a tensor contiguous; the copy engine takes only strides of whole 16 bytes."""
     row = torch.empty(64, 1, dtype=bf16, device="meta").t()
     one = torch.empty(64, 64, 1, dtype=bf16, device="meta").permute(2, 0, 1)
     assert row.is_contiguous() and one.is_contiguous() and row.stride(0) == one.stride(0) == 1
@@ -50,8 +51,10 @@ def test_a_dimension_of_one_element_may_have_any_stride():
 
 
 def test_a_gathered_gradient_reads_no_column_behind_a_row():
-    """A tile of 128 columns of rows of 320 numbers: behind the last token's there may be no memory. 16 bytes a copy all the same, and
-    whole tiles are not asked."""
+    """A tile of 128 columns of rows of 320 numbers: after the last token's row there may be no memory.
+
+    Copies are of 16 bytes all the same, and whole tiles are not asked for.
+    """
     copies, edges = [], []
 
     def visit(name, key, compile):
@@ -69,7 +72,7 @@ def test_a_gathered_gradient_reads_no_column_behind_a_row():
 
 
 def main_path(arch, D, F, dtype, visit):
-    """Visit all that softmax_topk, moe_mlp and grouped_mm launch, forward and backward."""
+    """Visits all that softmax_topk, moe_mlp and grouped_mm launch, forward and backward."""
     with compile_only(arch, visit):
         trace(T, D, F, E, K, dtype)
         for few in FEW:
@@ -83,14 +86,14 @@ def main_path(arch, D, F, dtype, visit):
 
 
 def variants(arch, D, F, dtype, visit):
-    """Visit what moe_mlp launches with bias, gpt-oss's activation and in rounds."""
+    """Visits what moe_mlp launches with bias, with gpt-oss's activation and in rounds."""
     with compile_only(arch, visit):
         for tokens in (T, *FEW, 2 * FEW[-1]):  # half of the pairs in a window
             trace(tokens, D, F, E, K, dtype, pairs=tokens * K // 2, activation="clamped", biased=True)
 
 
 def everything(visit):
-    """visit(test's name, architecture)(kernel's name, key, compile) of every launch of every test."""
+    """Calls visit(test's name, architecture)(kernel's name, key, compile) for every launch of every test."""
     for name, (arch, *layer) in CASES.items():
         main_path(arch, *layer, visit(name, arch))
         variants(arch, *layer, visit(f"{name} variants", arch))
@@ -105,8 +108,9 @@ def everything(visit):
 
 
 def half(part, cache):
-    """One process's half of the binaries: {(architecture, key): Binary}."""
-    knobs.cache.dir, knobs.nvidia.dump_ptxas_log = f"{cache}/{part}", True
+    """One process's half of the binaries, as {(architecture, key): Binary}."""
+    knobs.cache.dir = f"{cache}/{part}"
+    knobs.nvidia.dump_ptxas_log = True
     found, seen, reports = {}, {}, {}
 
     def visit(test, arch):
@@ -126,7 +130,8 @@ def binaries(tmp_path_factory):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         cache = str(tmp_path_factory.mktemp("triton"))
         one, other = pool.starmap(half, [(0, cache), (1, cache)], chunksize=1)
-    found, of = {**one, **other}, {}
+    found = {**one, **other}
+    of = {}
 
     def visit(test, arch):
         return lambda name, key, compile: of.setdefault(test, {}).setdefault(key, found[arch, key])

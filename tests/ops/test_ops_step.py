@@ -1,6 +1,8 @@
-"""The step's own kernels, compiled and in Triton's interpreter: AdamW in one pass, the loss and its gradient in place, scaling with rounding.
+"""The step's own kernels, compiled and in Triton's interpreter: AdamW, the loss, scaling with rounding.
 
-next: test_step_gpu.py
+AdamW takes one pass, and the loss writes its gradient in place.
+
+next: tests/model/test_step_gpu.py
 """
 
 import os
@@ -41,11 +43,9 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_warm_up_knows_what_a_step_launches(dtype):
     tiny = presets()["tiny"]
-    cfg, V, D = (
-        replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32")),
-        50304,
-        2048,
-    )
+    cfg = replace(tiny, train=replace(tiny.train, dtype="bf16" if dtype == torch.bfloat16 else "fp32"))
+    V = 50304
+    D = 2048
     cfg = replace(cfg, model=replace(cfg.model, vocab=V, dim=D))
 
     def launched(what):
@@ -55,7 +55,8 @@ def test_the_warm_up_knows_what_a_step_launches(dtype):
         return found
 
     def step():
-        one, copy = torch.ones(()), None if dtype == torch.float32 else dtype
+        one = torch.ones(())
+        copy = None if dtype == torch.float32 else dtype
         tensors = [
             parameter(n, grad, low, 1)
             for n in (64, 100, 7)
@@ -103,7 +104,10 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 
 
 def parameter(n: int, dtype, copy, step: float, offset: int = 0):
-    """weight, grad, mean, square, copy and step; offset: elements by which all miss what is 16-byte aligned."""
+    """weight, grad, mean, square, copy and step.
+
+    `offset`: the number of elements by which all of them miss 16-byte alignment.
+    """
     grad, weight, mean, square, low = (
         torch.empty(n + offset, dtype=t)[offset:]
         for t in (dtype, *[torch.float32] * 3, copy or torch.float32)
@@ -117,13 +121,19 @@ def parameter(n: int, dtype, copy, step: float, offset: int = 0):
 @pytest.mark.parametrize("finite", [1.0, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw(dtype, finite):
-    """Tensors of many lengths, types and alignments in one call, of which each counts its own steps."""
+    """Tensors of many lengths, types and alignments in one call; each counts its own steps."""
     bf16, fp32 = torch.bfloat16, torch.float32
     tensors = [
-        parameter(2500, dtype, bf16, 3), parameter(1, dtype, bf16, 1), parameter(0, dtype, bf16, 9),
-        parameter(16, dtype, bf16, 2), parameter(1024, dtype, None, 3), parameter(33, bf16, None, 4),
-        parameter(3100, dtype, bf16, 5, offset=1), parameter(5000, fp32, bf16, 3), parameter(1025, dtype, bf16, 7),
-    ]  # fmt: skip
+        parameter(2500, dtype, bf16, 3),
+        parameter(1, dtype, bf16, 1),
+        parameter(0, dtype, bf16, 9),
+        parameter(16, dtype, bf16, 2),
+        parameter(1024, dtype, None, 3),
+        parameter(33, bf16, None, 4),
+        parameter(3100, dtype, bf16, 5, offset=1),
+        parameter(5000, fp32, bf16, 3),
+        parameter(1025, dtype, bf16, 7),
+    ]
     before = [[t.clone() for t in (weight, mean, square)] for weight, _, mean, square, _, _ in tensors]
     adamw.adamw_(tensors, torch.tensor(0.25), torch.tensor(finite), 1e-2, (0.9, 0.95), 1e-8, 0.1)
     for (weight, grad, mean, square, copy, step), was in zip(tensors, before, strict=True):
@@ -133,7 +143,9 @@ def test_adamw(dtype, finite):
             continue
         # Loshchilov & Hutter 2017, algorithm 2
         w, m, v, g = (t.double() for t in (*was, grad.double() * 0.25))
-        m, v, n = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g, step.item()
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        n = step.item()
         w = w * (1 - 1e-2 * 0.1) - 1e-2 * (m / (1 - 0.9**n)) / ((v / (1 - 0.95**n)).sqrt() + 1e-8)
         for got, want in zip((weight, mean, square), (w, m, v), strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
@@ -145,15 +157,21 @@ def test_adamw(dtype, finite):
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     [
-        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t[:8], r"float32 \[8\]"),
-        (2, lambda t: t.bfloat16(), "bfloat16"), (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"), (1, lambda t: t.int(), "int32"),
-        (4, lambda t: t.repeat(2), r"\[128\]"), (5, lambda t: t.long(), "int64"), (2, lambda t: t.to("meta"), "meta"),
+        (0, lambda t: t.repeat(2)[::2], r"by \(2,\)"),
+        (1, lambda t: t[:8], r"float32 \[8\]"),
+        (2, lambda t: t.bfloat16(), "bfloat16"),
+        (3, lambda t: t.repeat(2)[::2], r"by \(2,\)"),
+        (1, lambda t: t.int(), "int32"),
+        (4, lambda t: t.repeat(2), r"\[128\]"),
+        (5, lambda t: t.long(), "int64"),
+        (2, lambda t: t.to("meta"), "meta"),
     ],
-)  # fmt: skip
+)
 def test_adamw_takes_no_other_tensors(at, change, message):
-    """It gets addresses alone: what they lead to must be what it takes it for."""
+    """It gets addresses alone, so the memory behind them must be what it is taken for."""
     tensors = list(parameter(64, torch.float32, torch.bfloat16, 1))
-    tensors[at], one = change(tensors[at]), torch.ones(())
+    tensors[at] = change(tensors[at])
+    one = torch.ones(())
     before = [t.clone() for t in tensors]
     with pytest.raises(ValueError, match=rf"adamw_: .*{message}"):
         adamw.adamw_([tensors], one, one, 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -166,7 +184,8 @@ def test_adamw_takes_no_other_tensors(at, change, message):
 def test_cross_entropy(V, grad):
     logits = torch.randn(5, V) * 4
     targets = torch.tensor([0, V - 1, -100, V // 2, 7])
-    before, keep = logits.clone(), targets != -100
+    before = logits.clone()
+    keep = targets != -100
     got = cross_entropy.cross_entropy_(logits, targets, V, -100, grad)
     torch.testing.assert_close(got, F.cross_entropy(before, targets, reduction="none"), rtol=1e-5, atol=1e-6)
     want = before.softmax(-1)
@@ -178,7 +197,8 @@ def test_cross_entropy(V, grad):
 @interpreted
 @pytest.mark.parametrize("grad", [True, False])
 def test_further_columns_of_logits_have_no_share(grad):
-    V, targets = 9001, torch.tensor([0, 9000, -100, 9001, 9003])
+    V = 9001
+    targets = torch.tensor([0, 9000, -100, 9001, 9003])
     logits = torch.randn(5, 9004) * 4
     logits[:, V:] = 100.0
     before = logits.clone()
@@ -194,7 +214,10 @@ def test_further_columns_of_logits_have_no_share(grad):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
-    """A GPU's way: rows of logits that begin at multiples of 16 bytes, in chunks of which the last is shorter."""
+    """A GPU's way: rows of logits that begin at multiples of 16 bytes.
+
+    They come in chunks, of which the last is shorter.
+    """
     T, D, V = 23, 16, 51
     h, w = (torch.randn(n, D).to(dtype) * 0.5 for n in (T, V))
     targets = torch.randint(V, (T,))
@@ -221,8 +244,9 @@ def test_the_loss_of_an_odd_vocabulary(dtype, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("masked", [slice(0, 8192), slice(0, 8195), slice(8192, None)], ids=str)
 def test_logits_of_minus_infinity_have_no_share(masked):
-    """A whole block of them, first or last: nothing that is subtracted is infinite on both sides."""
-    logits, targets = torch.randn(3, 8200), torch.tensor([8199, 0, 8195])
+    """A whole block of them, first or last; no subtraction has infinity on both sides."""
+    logits = torch.randn(3, 8200)
+    targets = torch.tensor([8199, 0, 8195])
     logits[:, masked] = float("-inf")
     logits[1, 0] = 1.0
     logits[:2, 8199] = logits[2, 8195] = 0.5
@@ -238,8 +262,9 @@ def test_logits_of_minus_infinity_have_no_share(masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype, grad):
-    """Not a neighbouring row's logit, nor what lies around the logits."""
-    V, outside = 50, torch.tensor([0, 2, 3, 5])
+    """It is not a neighbouring row's logit, nor what lies around the logits."""
+    V = 50
+    outside = torch.tensor([0, 2, 3, 5])
     targets = torch.tensor([-1, 7, 50, -101, -100, 2**40, 49])
     inside = targets.clone()
     inside[outside] = 3
@@ -260,9 +285,8 @@ def test_a_target_outside_of_the_vocabulary_is_nan_and_others_stay_bitwise(dtype
 def test_scaled():
     x = torch.randn(3, 1000)
     got = cross_entropy.scaled(x, torch.tensor(0.3), torch.bfloat16)
-    torch.testing.assert_close(
-        got.float(), x * 0.3, rtol=2**-7, atol=0
-    )  # the interpreter cuts where a GPU rounds
+    # the interpreter cuts where a GPU rounds
+    torch.testing.assert_close(got.float(), x * 0.3, rtol=2**-7, atol=0)
 
 
 @interpreted

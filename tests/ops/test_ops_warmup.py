@@ -1,6 +1,9 @@
-"""Eight processes starting at once on an empty or half-written cache compile each kernel once, and none waits in a collective.
+"""Eight processes that start at once on an empty or half-written cache compile each kernel once.
 
-As a test it starts itself in a process of its own, which forks eight ranks: python tests/ops/test_ops_warmup.py
+None of them waits in a collective.
+
+As a test it starts itself in a process of its own, which forks eight ranks:
+    python tests/ops/test_ops_warmup.py
 
 next: test_ops_gpu.py
 """
@@ -29,7 +32,10 @@ RANKS = 8
 
 
 def rank(index, folder):
-    """What train.py does first: compile, and only then meet the others. Returns (compiled, needed, when done, compiled again)."""
+    """What train.py does first: it compiles, and only then meets the others.
+
+    Returns (compiled, needed, when done, compiled again).
+    """
     cfgs = [presets()["tiny"]]
     compiled, needed = warm(cfgs, "cuda:90", 1)
     done = time.time()
@@ -73,7 +79,8 @@ def assert_ranks_share_the_work(cache):
     assert len(set(needed)) == 1 and needed[0] == len(whole(cache)) > 10
     assert sum(compiled) == needed[0] - found, (compiled, found)
     assert sum(n > 0 for n in compiled) > 1, compiled  # in parallel
-    # whoever leaves for the first collective leaves after the last kernel: nobody has to wait for a compiler there
+    # the first rank to leave for the first collective leaves after the last kernel: no rank has to wait
+    # for a compiler there
     assert min(done) >= max(f.stat().st_mtime for f in whole(cache))
     assert not half_written(cache) and all(n == [0, needed[0]] for n in again)
 
@@ -105,7 +112,7 @@ def broken(arch, traces):
 
 @pytest.mark.timeout(30)
 def test_a_killed_process_ends_the_warm_up(monkeypatch):
-    """Out of memory, or a compiler that aborts: nobody waits for what will not come."""
+    """Out of memory, or a compiler that aborts: no process waits for what will not come."""
     monkeypatch.setattr(precompile, "work", killed)
     with pytest.raises(RuntimeError, match="a process that compiled kernels for cuda:90 died"):
         precompile.precompile("cuda:90", [], 2)
@@ -115,9 +122,15 @@ def test_a_killed_process_ends_the_warm_up(monkeypatch):
 
 
 def test_a_cache_without_room_for_locks_is_read(tmp_path):
-    """Whole and read-only, or another user's: triton reads it, and so do we. (Root may write anywhere: a file is in the way here.)"""
+    """Whole and read-only, or another user's: triton reads it, and so do we.
+
+    (Root may write anywhere, so here a file is in the way.)
+    """
     (tmp_path / "tmoe-locks").touch()
-    asks = "import torch; from tmoe.ops import adamw; from tmoe.ops.launch import precompile; print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
+    asks = (
+        "import torch; from tmoe.ops import adamw; from tmoe.ops.launch import precompile; "
+        "print(precompile.work('cuda:90', [(adamw.trace, torch.bfloat16)]))"
+    )
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     first, second = (
         eval(
@@ -132,7 +145,8 @@ def test_a_cache_without_room_for_locks_is_read(tmp_path):
 
 DAMAGE = """
 import os, pathlib, sys, torch
-from tmoe.ops import sum_parts as parts; from tmoe.ops.launch import precompile
+from tmoe.ops import sum_parts as parts
+from tmoe.ops.launch import precompile
 
 def start():
     if (child := os.fork()) == 0:  # a process that has compiled nothing yet
@@ -140,9 +154,13 @@ def start():
         os._exit(100 + compiled if wanted == 2 else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 100
 
-cache, found = pathlib.Path(os.environ["TRITON_CACHE_DIR"]), [start(), start()]
+cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
+found = [start(), start()]
 for pattern in ("__grp__*.json", "sum*.json", "*.cubin"):
-    for harm in (lambda f, data: f.write_bytes(b""), lambda f, data: f.write_bytes(data[: len(data) // 2]), lambda f, data: f.unlink()):
+    empty = lambda f, data: f.write_bytes(b"")
+    half = lambda f, data: f.write_bytes(data[: len(data) // 2])
+    gone = lambda f, data: f.unlink()
+    for harm in (empty, half, gone):
         file = sorted(cache.glob(f"*/{pattern}"))[0]
         whole = file.read_bytes()
         harm(file, whole)
@@ -153,14 +171,14 @@ print(found)
 
 @pytest.mark.slow
 def test_a_torn_or_missing_file_costs_its_kernel_alone(tmp_path):
-    """Not every start, and not the first launch: triton takes a torn binary for a whole one."""
+    """It costs neither every start nor the first launch; triton takes a torn binary for a whole one."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", DAMAGE], env=env, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1:] == [str([2, 0, *[1, 0, 1] * 9])], ran.stdout + ran.stderr
 
 
 def test_nothing_is_asked_for_twice(monkeypatch):
-    """By one process for one architecture: a second run in it forks nothing."""
+    """One process asks once for one architecture: a second run in it forks nothing."""
     asked = []
     monkeypatch.setattr(warmup, "_warm", set())
     monkeypatch.setattr(
@@ -202,9 +220,8 @@ def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch)
     (library,) = tmp_path.rglob("*.main.so")
     warmup.drop_torn_objects()
     os.truncate(library, library.stat().st_size - 1)
-    with FileLock(
-        tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"
-    ):  # somebody is just writing it
+    # another process is just writing it
+    with FileLock(tmp_path / "locks" / f"{library.name.partition('.')[0]}.lock"):
         warmup.drop_torn_objects()
         assert library.exists()
     warmup.drop_torn_objects()
@@ -225,6 +242,7 @@ def test_a_cache_that_is_a_file_is_one_error(tmp_path):
 
 def test_architectures_are_those_that_the_assembler_knows():
     known = [a for a in range(60, 130) if warmup.ARCH.fullmatch(f"cuda:{a}")]
+    # of the ptxas that triton 3.6 brings
     assert known == [
         70,
         72,
@@ -239,7 +257,7 @@ def test_architectures_are_those_that_the_assembler_knows():
         103,
         120,
         121,
-    ]  # of the ptxas that triton 3.6 brings
+    ]
 
 
 if __name__ == "__main__":

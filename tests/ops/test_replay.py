@@ -1,6 +1,7 @@
-"""Calls that are remembered: the launches of the third are those of the first, but for the addresses, which are its own tensors'.
+"""Calls that are remembered: the third call launches what the first did, with addresses of its own tensors.
 
-Kernels go nowhere here: a stand-in for triton's C function writes down what it is given. test_ops_gpu.py compares results.
+No kernel runs here: a stand-in for triton's C function writes down what it is given. test_ops_gpu.py
+compares results.
 """
 
 import gc
@@ -21,11 +22,11 @@ from tmoe.ops.launch import launch, replay
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What reached the C function, each as a list; a GPU of sm_90 that is not there."""
+    """What reached the C function, each call as a list; a GPU of sm_90 that is not there."""
     handed = []
 
     class Compiled(SimpleNamespace):
-        """triton's own launch, where somebody hears."""
+        """triton's own launch, where hooks listen."""
 
         def __getitem__(self, grid):
             return lambda *args, stream: handed.append(["heard", *grid, stream, *args])
@@ -57,7 +58,7 @@ def calls(monkeypatch):
 
 
 class Memory:
-    """Gives every buffer of a call a name, the order of its allocation, so that two calls can be compared."""
+    """Names each buffer of a call by the order of its allocation, so that two calls can be compared."""
 
     def __init__(self, monkeypatch, inputs):
         self.named = [t for t in inputs if t is not None]
@@ -77,9 +78,8 @@ class Memory:
             return tuple(map(self.name, value))
         if isinstance(value, int):
             found = [(i, value - begin) for i, (begin, end) in enumerate(self.spans) if begin <= value < end]
-            assert found or value < 2**34, (
-                value
-            )  # of a program that is loaded at a fixed address, all of the heap can lie below
+            # of a program that is loaded at a fixed address, all of the heap can lie below
+            assert found or value < 2**34, value
             return found[0] if found else value
         return value
 
@@ -99,13 +99,11 @@ def inputs(T, D, F, E, K, dtype, biased, gap=0):
 
 
 def step(tensors, pairs, run):
-    """forward without and with what backward keeps, and backward; the shapes of all results."""
+    """forward without and with what backward keeps, and backward; returns the shapes of all results."""
     x, gate_up, down, weights, _, bias = tensors
     how = "swiglu", pairs
-    (alone, *_), (y, h, packed) = (
-        run(gpu.forward, tensors, *how, False),
-        run(gpu.forward, tensors, *how, True),
-    )
+    (alone, *_) = run(gpu.forward, tensors, *how, False)
+    (y, h, packed) = run(gpu.forward, tensors, *how, True)
     grads = run(
         gpu.backward, (torch.empty(x.shape, dtype=x.dtype), x, gate_up, down, weights, h, packed, bias), *how
     )
@@ -141,11 +139,22 @@ def test_the_third_call_launches_what_the_first_did(calls, monkeypatch, case):
 
 
 def test_another_kind_of_call_is_not_taken_for_it(calls):
-    """Other shapes, types, alignments, arguments: each is decided anew. Inputs with gaps are not remembered."""
+    """Other shapes, types, alignments or arguments: each kind is decided anew.
+
+    Inputs with gaps are not remembered.
+    """
     base = dict(T=300, D=64, F=64, E=3, K=2, dtype=torch.bfloat16, biased=False)
     changes = [
-        {}, dict(T=301), dict(D=128), dict(F=128), dict(E=4), dict(K=3), dict(dtype=torch.float16), dict(biased=True), dict(gap=1),
-    ]  # fmt: skip
+        {},
+        dict(T=301),
+        dict(D=128),
+        dict(F=128),
+        dict(E=4),
+        dict(K=3),
+        dict(dtype=torch.float16),
+        dict(biased=True),
+        dict(gap=1),
+    ]
     for change in changes:
         for _ in range(3):
             tensors = inputs(**(base | change))
@@ -160,7 +169,8 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
     for _ in range(3):
         replay.remembered(gpu.forward, (gaps, *others), "swiglu", 1024, True)
     assert len(replay._programs) == len(changes) + 3 and str(gaps.data_ptr()) not in repr(calls)
-    tf32, before = torch.backends.cuda.matmul.allow_tf32, len(calls)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    before = len(calls)
     try:
         torch.backends.cuda.matmul.allow_tf32 = not tf32
         replay.remembered(gpu.forward, (x, *others), "swiglu", 1024, True)
@@ -170,7 +180,7 @@ def test_another_kind_of_call_is_not_taken_for_it(calls):
 
 
 def test_tf32_by_fp32_precision(calls):
-    """Who has set that may not be asked for allow_tf32: torch raises."""
+    """Where that is set, allow_tf32 may not be asked for: torch raises."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -186,7 +196,8 @@ def test_tf32_by_fp32_precision(calls):
 
 def test_threads_may_fill_the_memory_together(monkeypatch):
     monkeypatch.setattr(replay, "_programs", {})
-    failed, interval = [], sys.getswitchinterval()
+    failed = []
+    interval = sys.getswitchinterval()
 
     def fill(thread):
         x = torch.zeros(1)
@@ -209,9 +220,13 @@ def test_threads_may_fill_the_memory_together(monkeypatch):
 
 
 def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
-    """Buffers go back behind their last use: the most bytes at once are those of a call that decides for itself, or fewer. Afterwards
-    nothing is alive."""
-    own, peaks, alive = torch.empty, [], [0, 0]
+    """Buffers are given back after their last use.
+
+    The most bytes at once are those of a call that decides for itself, or fewer; afterwards nothing is alive.
+    """
+    own = torch.empty
+    peaks = []
+    alive = [0, 0]
 
     def gone(size):
         alive[0] -= size
@@ -235,7 +250,11 @@ def test_no_more_is_alive_than_in_the_first_call(calls, monkeypatch):
 
 
 def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
-    """No tokens (torch's own ops make the results), two inputs of one memory, memory that nobody heard of, triton's own launcher."""
+    """Four kinds of calls.
+
+    No tokens (torch's own ops make the results), two inputs in one memory, unknown memory, and triton's own
+    launcher.
+    """
     empty = inputs(0, 64, 64, 3, 2, torch.bfloat16, False)
     x, gate_up, down, weights, ids, bias = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
     shared = torch.zeros(3, 3, 64, 64, dtype=torch.bfloat16)
@@ -266,7 +285,10 @@ def test_what_cannot_be_replayed_is_not(calls, monkeypatch):
 
 
 def test_what_torch_does_no_program_repeats(calls):
-    """A function that calls one of torch's ops, even on memory that it has allocated here, runs as it is for ever."""
+    """A function that calls one of torch's ops always runs as it is.
+
+    Even if the op works on memory that the function has allocated here.
+    """
 
     def run(x, through_a_view):
         y = launch.empty(x.shape, x.dtype, x.device)
@@ -281,7 +303,8 @@ def test_what_torch_does_no_program_repeats(calls):
 
 
 def test_inside_compile_only_nothing_is_remembered(calls):
-    asked, tensors = [], inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
+    asked = []
+    tensors = inputs(300, 64, 64, 3, 2, torch.bfloat16, False)
     for _ in range(3):
         replay.remembered(gpu.forward, tensors, "swiglu", 1024, True)
     driver = triton.runtime.driver._active
@@ -292,9 +315,10 @@ def test_inside_compile_only_nothing_is_remembered(calls):
 
 
 def test_memory_that_was_let_go_is_nobodys():
-    """Another tensor, of which nobody heard, may have got it since."""
+    """An unknown tensor may have got it since."""
     t = torch.zeros(64)
-    tape, address = replay.Tape(()), t.data_ptr()
+    tape = replay.Tape(())
+    address = t.data_ptr()
     tape.allocated(t)
     assert tape._find(address + 8) == (0, 8) and tape.whole
     del t
@@ -326,7 +350,7 @@ def test_hooks_hear_of_every_launch(calls, monkeypatch, hook):
 
 
 def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
-    """The oldest goes, and is written down anew when it comes again."""
+    """The oldest is dropped, and is written down anew when it comes again."""
     monkeypatch.setattr(replay, "KEPT", 4)
     for T in itertools.chain(range(300, 310), [300] * 3, range(310, 313)):
         replay.remembered(gpu.forward, inputs(T, 64, 64, 3, 2, torch.bfloat16, False), "swiglu", 1024, True)
@@ -334,7 +358,7 @@ def test_sizes_that_never_come_again_fill_no_memory(calls, monkeypatch):
 
 
 class Sections:
-    """An exchange's, each a tensor of its own."""
+    """The sections of an exchange, each a tensor of its own."""
 
     def __init__(self, T, D, K, dtype):
         self.of = {name: torch.zeros(T, D, dtype=dtype) for name in ("x", "dy", "y")}
@@ -350,13 +374,20 @@ class Sections:
 @pytest.mark.parametrize("share", [1, 3])
 @pytest.mark.parametrize(("D", "dtype", "biased"), [(128, torch.bfloat16, True), (128, torch.float32, False)])
 def test_an_expert_groups_parts(calls, monkeypatch, share, D, dtype, biased):
-    """One launch after another as without memory, the two words of the exchange between the same ones, and x unread until it is here."""
+    """One launch after another as without memory.
+
+    The two words of the exchange come between the same launches, and x is not read until it is here.
+    """
     T, F, L, K = 6000, 64, 4, 2
     pairs = -(-T * K // share // 128) * 128
     logs, found = [], []
     for again in range(5):
-        ex, weights = Sections(T, D, K, dtype), inputs(8, D, F, L, K, dtype, biased)
-        gate_up, down, bias, h = weights[1], weights[2], weights[5], torch.zeros(pairs, 2 * F, dtype=dtype)
+        ex = Sections(T, D, K, dtype)
+        weights = inputs(8, D, F, L, K, dtype, biased)
+        gate_up = weights[1]
+        down = weights[2]
+        bias = weights[5]
+        h = torch.zeros(pairs, 2 * F, dtype=dtype)
         calls.clear()
         with monkeypatch.context() as patch:
             if again == 0:

@@ -1,8 +1,9 @@
-"""The router's product out of bf16 pieces: exactness of the pieces, fp64 beside values and gradients, what compiling and keeping see.
+"""The router's product out of bf16 pieces: the pieces are exact, values and gradients are compared with fp64.
 
-As a test it starts itself once in a process with TRITON_INTERPRET=1, where the kernel that splits is run by triton's interpreter.
+And what compiling and keeping see. As a test it starts itself once in a process with TRITON_INTERPRET=1,
+where triton's interpreter runs the kernel that splits.
 
-next: test_router_gpu.py
+next: tests/moe/test_router_gpu.py
 """
 
 import os
@@ -66,14 +67,13 @@ def test_infinity_and_nan_stay_in_the_first_piece():
 
 @pytest.mark.parametrize("shape", [(5, 3), (8, 16), (1, 61)], ids=str)
 def test_where_pieces_lie(shape):
-    (R, C), a = shape, torch.randn(shape)
+    (R, C) = shape
+    a = torch.randn(shape)
     pieces = three_pieces(a)
     for order in ORDERS:
         columns, rows = (C + 7) // 8 * 8, (R + 7) // 8 * 8
-        wide, tall = (
-            beside(a, order).view(R, len(order), columns),
-            stacked(a, order).view(len(order), rows, C),
-        )
+        wide = beside(a, order).view(R, len(order), columns)
+        tall = stacked(a, order).view(len(order), rows, C)
         assert not wide[:, :, C:].any() and not tall[:, R:].any()
         for i, piece in enumerate(order):
             assert torch.equal(wide[:, i, :C], pieces[piece]) and torch.equal(tall[i, :R], pieces[piece])
@@ -96,7 +96,10 @@ def test_an_fp64_weight_counts_as_fp32():
 
 @TYPES
 def test_gradients_that_cancel(dtype):
-    """Experts whose rows nearly agree: of dx remains 2^-10 of its terms. One piece of dlogits would leave their rounding."""
+    """Experts whose rows nearly agree: 2^-10 of its terms remains of dx.
+
+    With one piece of dlogits their rounding would remain.
+    """
     x, w, g = operands(200, 64, 32, dtype)
     with torch.no_grad():
         w.copy_(torch.randn(64) + 2**-8 * torch.randn(32, 64))
@@ -195,7 +198,10 @@ def test_autocast_and_recomputation_change_nothing(dtype):
 
 @TYPES
 def test_a_second_derivative_is_refused(dtype):
-    """F.linear, which stands here on other devices, has one; this would leave its terms out without a word."""
+    """F.linear, which other devices use here, has one.
+
+    This would leave its terms out without a word.
+    """
     x, w, g = operands(30, 16, 6, dtype)
     y = router_product(x, w)
     dx, dw = torch.autograd.grad((y * y * g).sum(), (x, w), create_graph=True)
@@ -217,7 +223,8 @@ def every_layout(T=40, D=16, E=6):
 
 @pytest.mark.parametrize(("x", "w"), every_layout())
 def test_any_strides_and_either_gradient_alone(x, w):
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    x = x.detach().requires_grad_()
+    w = w.detach().requires_grad_()
     g = torch.randn(len(x), 1).expand(-1, len(w))
     want = step(
         x.detach().contiguous().requires_grad_(), w.detach().contiguous().requires_grad_(), g.contiguous()
@@ -307,14 +314,17 @@ def test_the_kernel_compiles(monkeypatch, tmp_path, arch):
 
 
 def test_the_kernel_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
     ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 
 
 def main():
-    """The interpreter cuts fp32 off to bf16 instead of rounding: other pieces, whose sum is the number all the same."""
+    """The interpreter cuts fp32 off to bf16 instead of rounding.
+
+    The pieces are others, but their sum is the number all the same.
+    """
     torch.manual_seed(0)
     a = every_exponent(2**14)
     a = a[a.abs() >= 2.0**-100]  # nor does it round to bf16's subnormal numbers as a GPU does

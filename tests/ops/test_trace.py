@@ -30,11 +30,19 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
     shares, names, waits = trace.read(path)
     assert shares == pytest.approx(
         {
-            "ms": 0.4, "GPU idle": 0.035, "exchange not hidden": 0.02, "collectives not hidden": 0.03,
+            "ms": 0.4,
+            "GPU idle": 0.035,
+            "exchange not hidden": 0.02,
+            "collectives not hidden": 0.03,
             "outside": 0.105,  # 35 idle, 30 of the collective, 40 of the norm; the loss holds a product
-            "dense products": 0.1, "exchange": 0.05, "collectives": 0.06, "attention": 0.115, "glue": 0.04, "loss": 0.03,
+            "dense products": 0.1,
+            "exchange": 0.05,
+            "collectives": 0.06,
+            "attention": 0.115,
+            "glue": 0.04,
+            "loss": 0.03,
         }
-    )  # fmt: skip
+    )
     assert names[0] == ("nvjet_sm90", 130, 2)
     assert waits == pytest.approx({"flash_fwd": 0.025, "fused_norm": 0.01})
     assert "| idle before `flash_fwd` | 0.03 | 6.2% |" in trace.summary(shares, waits)
@@ -42,7 +50,7 @@ def test_a_step_is_divided_as_by_hand(tmp_path, packed):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_gradients_on_their_way_are_no_exchange_of_tokens(tmp_path, gradients):
-    """The same kernel carries both; what names a stream's work is a range around anything in it."""
+    """The same kernel carries both; a range around anything in a stream names that stream's work."""
     events = [
         ("nvjet_sm90", 7, 0, 100),
         ("ncclDevKernel_SendRecv", 22, 80, 50),
@@ -75,7 +83,7 @@ def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_pa
             ("Memcpy", 11, 150, 5),
             ("nvjet_sm90", 7, 165, 35),  # behind one of 5; step 5 ends with it
             ("nccl_ReduceScatter", 9, 190, 60),  # 10 of it in step 5
-            ("nvjet_sm90", 7, 300, 10),  # of nobody's step
+            ("nvjet_sm90", 7, 300, 10),  # of no step
         ]
     ]
     steps = [
@@ -92,10 +100,17 @@ def test_of_several_steps_the_last_is_read_from_the_end_of_the_one_before(tmp_pa
     shares, names, waits = trace.read(path)
     assert shares == pytest.approx(
         {
-            "ms": 0.11, "GPU idle": 0.015, "exchange not hidden": 0, "collectives not hidden": 0.02, "outside": 0.035,
-            "attention": 0.04, "dense products": 0.035, "collectives": 0.03, "glue": 0.005,
+            "ms": 0.11,
+            "GPU idle": 0.015,
+            "exchange not hidden": 0,
+            "collectives not hidden": 0.02,
+            "outside": 0.035,
+            "attention": 0.04,
+            "dense products": 0.035,
+            "collectives": 0.03,
+            "glue": 0.005,
         }
-    )  # fmt: skip
+    )
     assert names[0] == ("flash_fwd", 40, 1)
     assert waits == pytest.approx({"flash_fwd": 0.01, "nvjet_sm90": 0.005})
 

@@ -29,7 +29,10 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
 
 
 def parameters(world: int, seed: int = 0) -> dict[str, nn.Parameter]:
-    """`gate_up` on a (dp, ep) grid, the rest on all ranks in a row, `router_bias` plain; all plain in one process."""
+    """`gate_up` on a (dp, ep) grid, the rest on all ranks in a row, `router_bias` plain.
+
+    In one process all are plain.
+    """
     values = draw(seed)
     if world > 1:
         grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
@@ -100,11 +103,15 @@ def test_fused_adamw_on_two_meshes_equals_one_process(gloo, world):
 def test_fused_adamw_is_the_published_rule():
     """Loshchilov & Hutter 2017, algorithm 2, in fp64."""
     params, _ = train(0, 1, 3)
-    start, (beta1, beta2) = draw(0), CFG.betas
+    start = draw(0)
+    (beta1, beta2) = CFG.betas
     for name in ("gate_up", "norm"):
-        w, m, v = start[name].double(), 0.0, 0.0
+        w = start[name].double()
+        m = 0.0
+        v = 0.0
         for t in range(1, 4):
-            g, lr = draw(99 + t)[name].double(), CFG.lr / t
+            g = draw(99 + t)[name].double()
+            lr = CFG.lr / t
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             w = w * (1 - lr * CFG.weight_decay * (w.ndim >= 2))
             w = w - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + CFG.eps)
@@ -125,7 +132,7 @@ def test_explicit_state_changes_nothing():
 
 
 def resume(rank, world):
-    """Three steps straight, and two, then the state loaded in place into a new optimizer, then the third."""
+    """Three steps straight; and two, whose state a new optimizer loads in place for the third."""
     ends = []
     for stop in (False, True):
         params = parameters(world)
@@ -157,7 +164,7 @@ def test_state_loaded_in_place_before_the_first_step_continues_bit_for_bit(gloo)
 
 
 def poisoned_step(rank, world, poison):
-    """Three steps; with `poison`, a NaN in one rank's shard asks for a skip between the first and the second."""
+    """Three steps; with `poison`, a NaN in one rank's shard asks for a skip after the first."""
     params = parameters(world)
     optimizer = build_optimizer(params.items(), CFG, CPU)
     init_state(optimizer)
@@ -243,7 +250,8 @@ def averaged(rank, world):
             p.data.copy_(new.data)
             values[name] = 0.9 * values[name] + 0.1 * whole(new.detach()).double()
         ema.update()
-    before, inside = snapshot(params), {}
+    before = snapshot(params)
+    inside = {}
     try:
         with ema.swapped():
             inside = {name: whole(p.detach()) for name, p in params.items()}
@@ -300,10 +308,14 @@ def test_a_closure_is_refused():
 
 
 def test_grad_scaler_unscales_and_skips(monkeypatch):
-    """torch lets optimizers that are fused do both themselves; ours on a GPU would not, so it leaves them to the scaler."""
+    """torch lets fused optimizers do both themselves.
+
+    Ours on a GPU would not, so it leaves them to the scaler.
+    """
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([("p", p)], OptimConfig(lr=0.1), torch.device("cpu"))
-    seen, real = [], AdamW.step
+    seen = []
+    real = AdamW.step
     monkeypatch.setattr(AdamW, "step", lambda self: seen.append(p.grad.clone()) or real(self))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for factor in (3.0, math.inf, 5.0):
@@ -331,7 +343,7 @@ def test_clipping_never_enlarges(norm, factor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_average_takes_the_weights_place_and_gives_it_back(dtype):
-    """Of fp32 weights no copy is held; either comes back bit for bit, behind an error too."""
+    """No copy of fp32 weights is held; both come back bit for bit, also after an error."""
     weights = {name: nn.Parameter(torch.randn(300, 7).to(dtype)) for name in "ab"}
     ema = Ema(weights.items(), 0.5)
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""Working copies: what stands in while a module runs, what its gradient becomes, and that nobody outside ever sees it.
+"""Working copies: what stands in while a module runs, what its gradient becomes, and who may see it.
 
-next: test_recompute.py
+Nothing outside ever sees a copy.
+
+next: tests/model/test_recompute.py
 """
 
 import gc
@@ -53,7 +55,9 @@ def backward(module, x):
 
 
 def test_computes_in_bf16_and_hands_the_gradient_over():
-    module, want, x = net(), plain(torch.bfloat16), torch.randn(3, 6)
+    module = net()
+    want = plain(torch.bfloat16)
+    x = torch.randn(3, 6)
     masters = list(module.parameters())
     backward(module, x), backward(want, x)
     assert module.seen == [torch.bfloat16] * 3 and [p.dtype for p in masters] == [torch.float32] * 3
@@ -68,7 +72,8 @@ def test_computes_in_bf16_and_hands_the_gradient_over():
 
 
 def test_takes_bf16_gradients_where_allowed_and_adds_micro_batches_in_fp32():
-    module, want = net(), plain(torch.bfloat16)
+    module = net()
+    want = plain(torch.bfloat16)
     weight = module.a.weight
     weight.grad_dtype = None
     draws = torch.randn(3, 4, 6)
@@ -91,7 +96,9 @@ def test_fp32_needs_no_copy():
 
 
 def test_two_forwards_before_their_backwards():
-    module, want, (x, y) = net(), plain(torch.bfloat16), torch.randn(2, 3, 6)
+    module = net()
+    want = plain(torch.bfloat16)
+    (x, y) = torch.randn(2, 3, 6)
     for m in (module, want):
         first, second = m(x), m(y)
         (first.float().sum() + second.float().square().sum()).backward()
@@ -99,8 +106,12 @@ def test_two_forwards_before_their_backwards():
 
 
 def test_weights_that_change_between_forwards_are_seen():
-    """By whoever they are written, unless the writer has said that the copy is fresh; an average swapped in says that it is not."""
-    module, x = net(), torch.randn(3, 6)
+    """Whatever writes the weights, unless the writer has said that the copy is fresh.
+
+    An average that is swapped in says that the copy is not fresh.
+    """
+    module = net()
+    x = torch.randn(3, 6)
     ema = Ema(dict(module.named_parameters()).items(), 0.5)
     first = module(x)
     with torch.no_grad():
@@ -121,8 +132,12 @@ def test_weights_that_change_between_forwards_are_seen():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_backward_behind_a_write_is_refused(dtype, again):
-    """What autograd does for plain parameters; two forwards of equal weights do not disturb each other (above)."""
-    module, x = net(dtype), torch.randn(3, 6, requires_grad=True)
+    """Autograd does the same for plain parameters.
+
+    Two forwards with equal weights do not disturb each other (above).
+    """
+    module = net(dtype)
+    x = torch.randn(3, 6, requires_grad=True)
     loss = module(x).float().sum()
     with torch.no_grad():
         module.a.weight.mul_(2)
@@ -138,7 +153,8 @@ def test_a_backward_behind_a_write_is_refused(dtype, again):
 
 
 def test_a_copy_made_in_inference_mode_serves_training():
-    module, x = net(), torch.randn(3, 6)
+    module = net()
+    x = torch.randn(3, 6)
     with torch.inference_mode():
         want = module(x)
     assert torch.equal(module(x), want)
@@ -155,7 +171,8 @@ def test_an_error_inside_puts_the_masters_back():
 
 
 def placed(rank: int, world: int):
-    module, x = net(mesh=init_device_mesh("cpu", (world,))), torch.randn(3, 6)
+    module = net(mesh=init_device_mesh("cpu", (world,)))
+    x = torch.randn(3, 6)
     backward(module, x)
     grad = module.a.weight.grad
     return str(grad.placements), tuple(grad.shape), grad.full_tensor()

@@ -1,4 +1,7 @@
-"""Experts that ranks share and keep whole: FSDP2's numbers to the bit, one gathering a step, whatever happens in between."""
+"""Experts that ranks share and keep whole: FSDP2's numbers to the bit, with one gathering a step.
+
+Whatever happens in between.
+"""
 
 from dataclasses import replace
 
@@ -44,7 +47,7 @@ def copies(model) -> list[GatheredCopy]:
 
 
 class Calls:
-    """Counts what the sharers exchange."""
+    """Counts the exchanges between the ranks that share experts."""
 
     def __init__(self, monkeypatch):
         self.counts = dict(gather=0, send=0)
@@ -124,7 +127,8 @@ def count(rank: int, world: int):
     monkeypatch = pytest.MonkeyPatch()
     model, optimizer = build(1, "bf16", 16.0)
     step(model, rank, 0)
-    calls, n = Calls(monkeypatch), len(copies(model))
+    calls = Calls(monkeypatch)
+    n = len(copies(model))
     told = []
     for i in range(1, 4):
         optimizer.step()
@@ -147,15 +151,17 @@ def test_one_gathering_and_one_way_home_a_step(gloo):
 
 
 def disturbed(rank: int, world: int, fresh: bool, event: str):
-    """Norms and parameters of three steps, with something in between that changes nothing, and whether it took place."""
+    """Three steps with something in between that changes nothing.
+
+    Returns norms and parameters, and whether it took place.
+    """
     model, optimizer = build(1, "bf16", 16.0)
     ema = Ema(model.named_parameters(), 0.9)
     norms = []
     for i in range(3):
         if event == "early exit" and i:
-            with (
-                torch.no_grad()
-            ):  # the second MoE layer's experts are on their way when nobody comes for them
+            # the second MoE layer's experts are on their way, and never waited for
+            with torch.no_grad():
                 stop = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     model(tokens(rank, 7))
@@ -220,9 +226,8 @@ def refuse(rank: int, world: int):
     model, _ = build(1, "bf16", 16.0)
     step(model, rank, 0)
     x = tokens(rank, 1)
-    losses = [
-        model(x, x.roll(-1, 1)) for _ in range(2)
-    ]  # two forwards, then both backwards: weights are the same
+    # two forwards, then both backwards: weights are the same
+    losses = [model(x, x.roll(-1, 1)) for _ in range(2)]
     sum(losses).backward()
     loss = model(x, x.roll(-1, 1))
     with torch.no_grad():
@@ -238,7 +243,7 @@ def test_a_backward_behind_a_write_is_refused(gloo):
 
 
 def heard(rank: int, world: int, whole: float):
-    """Hooks on experts' parameters, as an optimizer in the backward has them, and what they find."""
+    """Hooks on experts' parameters, as an optimizer in the backward has them; returns what they find."""
     model, _ = build(1, "bf16", whole)
     found = []
     for p in model.blocks[1].moe.experts.parameters():
@@ -257,7 +262,10 @@ def test_hooks_on_parameters_are_called(gloo):
 
 
 def left(rank: int, world: int, whole: float, frozen: str):
-    """A micro-batch that does not sync, then one that does while the first layer's experts are frozen, or all."""
+    """A micro-batch that does not sync, then one that does.
+
+    In the second the first layer's experts are frozen, or all experts.
+    """
     model, _ = build(1, "fp32", whole)
     experts = model.blocks[1].moe.experts
     model.set_requires_gradient_sync(False)
@@ -279,7 +287,7 @@ def test_what_earlier_micro_batches_left_goes_at_the_end_of_the_step(gloo, froze
 
 
 def alone(rank: int, world: int):
-    """The first of these micro-batches, which syncs."""
+    """The first of these micro-batches, with a sync."""
     model, _ = build(1, "fp32", 16.0)
     x = tokens(rank, 0)
     model(x, x.roll(-1, 1)).backward()

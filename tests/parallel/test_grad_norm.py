@@ -1,4 +1,4 @@
-"""clip_grad_norm_ returns and applies what one process holding everything would, on any mixture of meshes."""
+"""clip_grad_norm_ returns and applies what one process with all tensors would, on any mixture of meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EPS = 2e-6  # fp32 gradients scaled by a factor that is rounded to fp32
 
 
 def hand_made() -> dict[str, torch.Tensor]:
-    """Gradients of very different sizes; experts 2 and 5 received no token; `tiny` leaves most ranks without a row."""
+    """Gradients of very different sizes.
+
+    Experts 2 and 5 received no token; `tiny` leaves most ranks without a row.
+    """
     g = torch.Generator().manual_seed(7)
     shapes = dict(
         gate_up=(8, 6, 5),
@@ -53,12 +56,15 @@ class Dense(nn.Module):
 
 
 def two_meshes(world: int, ep: int) -> dict[str, nn.Parameter]:
-    """Parameters as tmoe places them: experts on (dp, ep), FSDP2 over dp; dense FSDP2 over all; one plain. Each carries
-    its hand-made gradient, except `unused`."""
+    """Parameters as tmoe places them: experts on (dp, ep), FSDP2 over dp; dense FSDP2 over all; one plain.
+
+    Each carries its hand-made gradient, except `unused`.
+    """
     grid = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("world",))
     grads = hand_made()
-    experts, dense = Experts(grads, grid["ep"]), Dense(grads)
+    experts = Experts(grads, grid["ep"])
+    dense = Dense(grads)
     fully_shard(experts, mesh=grid["dp"])
     fully_shard(dense, mesh=flat)
     assert len(experts.gate_up.placements) == 2 and len(dense.tiny.placements) == 1
@@ -157,8 +163,11 @@ def with_grad(t):
 
 
 def uneven_ownership(rank, world):
-    """Rank 0 and 1 alone share `pair`; ranks of two pipeline stages hold different tensors; `copied` lives on the columns
-    of a grid, so each row holds a copy."""
+    """Parameters that not all ranks hold alike.
+
+    Ranks 0 and 1 alone share `pair`. Ranks of two pipeline stages hold different tensors. `copied` lives
+    on the columns of a grid, so each row holds a copy.
+    """
     g = torch.Generator().manual_seed(3)
     everywhere, pair, copied, *stages = (torch.randn(6, 4, generator=g) * 3**i for i in range(7))
     flat = init_device_mesh("cpu", (4,))
@@ -255,14 +264,18 @@ def foreign_model():
 
 
 def foreign_loop(rank, world, clip):
-    """FSDP2 as anyone uses it; FSDP2 averages over ranks, so one process takes the mean over the whole batch."""
+    """FSDP2 as any code uses it.
+
+    FSDP2 averages over ranks, so one process takes the mean over the whole batch.
+    """
     model = foreign_model()
     if world > 1:
         for layer in (model[0], model[2]):
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    draw, norms = torch.Generator().manual_seed(1), []
+    draw = torch.Generator().manual_seed(1)
+    norms = []
     for _ in range(5):
         x, y = torch.randn(12, 6, generator=draw), torch.randn(12, 3, generator=draw)
         mine = slice(rank * 12 // world, (rank + 1) * 12 // world)

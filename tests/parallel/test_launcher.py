@@ -1,4 +1,4 @@
-"""Which world torchrun, mpiexec and srun announce, what is refused, and that build_mesh and train.py join it."""
+"""Which world torchrun, mpiexec and srun announce, and what is refused; build_mesh and train.py join it."""
 
 import json
 import os
@@ -94,13 +94,14 @@ def environment(monkeypatch):
         (SRUN | OPEN_MPI, (1, 2), (1, 2), (None, None), "mpiexec"),  # whose daemons srun has started
         (SRUN | dict(PMI_RANK="5", PMI_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),  # srun --mpi=pmi2
         (SRUN | dict(PMI_RANK="5"), (5, 9), (1, 4), ("1", 3), "srun"),
+        # the job's, kept by --preserve-env
         (
             SRUN | dict(SLURM_NTASKS="64"),
             (5, 9),
             (1, 4),
             ("1", 3),
             "srun",
-        ),  # the job's, kept by --preserve-env
+        ),
         (SRUN | dict(WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "srun"),
         (SRUN | dict(RANK="5", WORLD_SIZE="9"), (5, 9), (1, 4), ("1", 3), "environment"),
         (BATCH, (0, 1), (None, None), (None, None), ""),
@@ -224,7 +225,10 @@ def test_the_first_host_of_slurms_list(nodes, first):
 
 
 def test_a_shell_on_a_terminal_of_srun_is_alone(environment, monkeypatch):
-    """`srun -n 9 --pty bash`: the other eight shells have ended long ago. What that shell starts by srun has no terminal."""
+    """`srun -n 9 --pty bash`: the other eight shells have ended long ago.
+
+    What that shell starts by srun has no terminal.
+    """
     environment(**SRUN | dict(SLURM_PROCID="0", SLURM_PTY_PORT="44263"))
     monkeypatch.setattr(os, "isatty", lambda fd: fd == 0)
     assert launcher_world().size == 1
@@ -251,8 +255,9 @@ import torch.distributed as dist, tmoe
 mesh = tmoe.parallel.build_mesh(ep=2)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {mesh.ep.mesh.tolist()}", flush=True)
 """
-SMALL = "tiny --model.layers 1 --model.dim 32 --model.heads 2 --model.kv-heads 2 --model.head-dim 16 --train.seq 32"
-SMALL += " --train.batch 2 --steps 2 --no-compile --train.eval-batches 1 --log.no-progress --parallel.ep 2"
+SMALL = "tiny --model.layers 1 --model.dim 32 --model.heads 2 --model.kv-heads 2 --model.head-dim 16"
+SMALL += " --train.seq 32 --train.batch 2 --steps 2 --no-compile --train.eval-batches 1"
+SMALL += " --log.no-progress --parallel.ep 2"
 
 
 def free_port() -> str:
@@ -276,7 +281,7 @@ def announced(by: str, rank: int, port: str) -> dict[str, str]:
 
 
 def run_both(words: list[str], by: str) -> list[str]:
-    """What two processes print that a launcher `by` would have started; all must end with 0."""
+    """What two processes print that a launcher `by` would have started; both must end with 0."""
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -302,7 +307,7 @@ def run_both(words: list[str], by: str) -> list[str]:
 
 @pytest.mark.parametrize("by", ["torchrun", "mpiexec", "pmi", "srun"])
 def test_build_mesh_joins_the_world_that_is_announced(by):
-    """Each process would train a model of its own otherwise, and nothing would say so."""
+    """Otherwise each process would train a model of its own, and nothing would say so."""
     for rank, said in enumerate(run_both(["-c", MESH], by)):
         assert f"rank {rank} of 2: [0, 1]" in said
 
@@ -352,7 +357,7 @@ def test_a_rank_that_never_comes_is_one_line(environment):
 
 
 def patient(rank: int, world: int) -> tuple[timedelta, timedelta]:
-    """Of the default group and of a mesh's, in a group of one that runtime.start makes."""
+    """The timeouts of the default group and of a mesh's, in a group of one that runtime.start makes."""
     dist.destroy_process_group()
     run = runtime.start(0, timeout=77.0)
     return runtime.patience(), build_mesh().ep.get_group()._get_backend(run.device).options._timeout
@@ -371,7 +376,8 @@ def test_a_collective_timeout_that_cannot_be(capsys, seconds):
 
 def test_home_in_every_path_of_a_command_line(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = "tiny --out=~/run --init ~/step --resume=~/other --data.path ~/a.txt:0.5 ~/b --data.tokenizer=~/t.json"
+    words = "tiny --out=~/run --init ~/step --resume=~/other --data.path ~/a.txt:0.5 ~/b"
+    words += " --data.tokenizer=~/t.json"
     cfg = parse(words.split(), "")
     home = str(tmp_path)
     assert (cfg.out, cfg.init, cfg.resume) == (f"{home}/run", f"{home}/step", f"{home}/other")

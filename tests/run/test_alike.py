@@ -1,4 +1,7 @@
-"""What differs between nodes where all should be alike: settings, data, a link to a disk that is not mounted, a refusal on one node."""
+"""What differs between nodes where all should be alike: settings, data, a link to an absent disk.
+
+And a refusal on one node.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_ranks_with_other_settings_are_refused(tmp_path, own, says):
 
 
 def test_ranks_with_other_data_are_refused(tmp_path):
-    """A copy of the data on each node is right, if they are the same."""
+    """A copy of the data on each node is right if the copies are the same."""
     for node, length in enumerate((30_000, 30_000, 29_000)):
         (tmp_path / f"{node}").mkdir()
         (tmp_path / f"{node}" / "text.txt").write_text("abc def\n" * (length // 8))
@@ -69,7 +72,10 @@ def test_every_flag_is_compared_but_what_nodes_may_have_otherwise(tmp_path):
 
 
 HERE = Path(train.__file__).parent
-SMALL = "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1 --train.seq 32"
+SMALL = (
+    "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 "
+    "--model.kv-heads 1 --train.seq 32"
+)
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])

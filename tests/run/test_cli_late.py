@@ -1,4 +1,7 @@
-"""What a launch says before it begins: one message when it is refused, however late rank 0 comes, and a note of what trains no router."""
+"""What a launch says before it begins: one message when it is refused, however late rank 0 comes.
+
+And a note where a router is not trained.
+"""
 
 import os
 import subprocess
@@ -53,7 +56,10 @@ def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
     ids=str,
 )
 def test_half_a_launcher_is_one_error(monkeypatch, capsys, set_, says):
-    """It would wait for ranks that nobody starts, or meet them in the middle of the first step."""
+    """Otherwise it would wait for ranks that are never started.
+
+    Or it would meet them in the middle of the first step.
+    """
     refused(monkeypatch, capsys, set_, says)
 
 
@@ -98,8 +104,10 @@ def refused(monkeypatch, capsys, set_, says):
     ],
 )
 def test_a_router_that_the_loss_does_not_train_is_told(capsys, words, trains):
-    """With weights that are given it is a note; tests/moe/test_top_1.py has the error without."""
-    words = f"tiny {words} --model.layers 2 --model.dim 64 --model.moe.balance-coeff 0 --model.moe.z-coeff 0".split()
+    """With weights that are given it is a note; tests/moe/test_top_1.py has the error without them."""
+    words = (
+        f"tiny {words} --model.layers 2 --model.dim 64 --model.moe.balance-coeff 0 --model.moe.z-coeff 0"
+    ).split()
     words += ["--init", "a-step"]
     cfg = parse(words, "")
     assert ("balancing losses alone train the routers" in capsys.readouterr().err) != trains

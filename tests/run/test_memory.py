@@ -1,4 +1,7 @@
-"""Closed-form counts against published numbers, hand-worked ones, built models, and the tensors that autograd keeps."""
+"""Closed-form counts against published numbers, hand-worked ones and built models.
+
+And against the tensors that autograd keeps.
+"""
 
 import dataclasses
 import functools
@@ -109,7 +112,10 @@ def test_published_parameter_counts(model, total, active, digits):
 
 def test_counts_worked_by_hand():
     attention = 10 * 6 * 24 * 2 + 10 * 2 * 24 * 2 + (60 + 20)  # q and o, k and v, the two QK-norms
-    norms, dense, shared, router = 2 * 24, 3 * 24 * 40, 3 * 24 * 12 + 24, 6 * 24
+    norms = 2 * 24
+    dense = 3 * 24 * 40
+    shared = 3 * 24 * 12 + 24
+    router = 6 * 24
     expert = 3 * 24 * 14
     root = 100 * 24 + 24
     # blocks: dense, MoE, dense, MoE, dense
@@ -143,13 +149,17 @@ def test_flops_worked_by_hand():
     layer = attention + 2 * 2048 + 32 * 2048 + 2 * 3 * 2048 * 1408 + 3 * 2048 * 2816
     active = 45 * layer + embedding + 2048  # the head, the final norm; no input embedding
     assert count_parameters(PILOT).active_flops == active
-    # a causal token of 4096 sees 2048 others on average: q.k and the sum over v, 2 FLOPs each, forward + twice backward
+    # a causal token of 4096 sees 2048 others on average: q.k and the sum over v, 2 FLOPs each, forward
+    # + twice backward
     causal = 45 * 16 * (2 * 128 * 2048) * 2 * 3
     assert flops_per_token(PILOT, 4096) == 6 * active + causal
 
 
 def test_flops_of_windows():
-    """What tokens see, counted one by one; a token that sees itself alone counts half, as in the formula without windows."""
+    """What tokens see, counted one by one.
+
+    A token that sees only itself counts half, as in the formula without windows.
+    """
     model = dataclasses.replace(ODD, window=10, windowed=(1, 0, 0))
     seen = [sum(min(i + 1, window) - 0.5 * (i < window) for i in range(64)) / 64 for window in (10, 64)]
     plain = 6 * count_parameters(model).active_flops
@@ -179,9 +189,8 @@ def test_mfu():
 @pytest.mark.parametrize("kind", ["moe", "jitter", "dense"])
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
-    monkeypatch.setattr(
-        "tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16
-    )  # as on the GPU
+    # as on the GPU
+    monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)
     moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192, jitter=0.1 if kind == "jitter" else 0.0)
     model = ModelConfig(
         dim=256,
@@ -206,7 +215,7 @@ def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype)
 
 
 class Group:
-    """As much of a process group as a dispatcher reads before its op runs."""
+    """The part of a process group that a dispatcher reads before its op runs."""
 
     group_name = "nobody"
 
@@ -266,7 +275,10 @@ def test_rows_that_nccl_brings_are_kept():
 
 
 def test_exchange_worked_by_hand():
-    """x, dy, y, sums: a row of 4 KiB for each of 4 * 16384 tokens; ids, weights, their gradient: 8 numbers of 4 bytes."""
+    """x, dy, y, sums: a row of 4 KiB for each of 4 * 16384 tokens.
+
+    ids, weights and their gradient: 8 numbers of 4 bytes.
+    """
     symm = Config(model=QWEN3, parallel=ParallelConfig(ep=4))
     assert exchange_bytes(symm, 4) == memory_per_rank(symm, 1, 4)["exchange"] == 65536 * (4 * 4096 + 3 * 32)
     packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, wire="fp8"))
@@ -280,7 +292,9 @@ def test_exchange_worked_by_hand():
 def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     keeps = Config(model=OLMOE, parallel=ParallelConfig(ep=ep))
     frees = Config(model=OLMOE, parallel=ParallelConfig(ep=ep, checkpoint=policy))
-    layer, sparse, row = layer_bytes(keeps, ep, 0), moe_bytes(keeps, ep), 16384 * 2048 * 2
+    layer = layer_bytes(keeps, ep, 0)
+    sparse = moe_bytes(keeps, ep)
+    row = 16384 * 2048 * 2
     norm = 16384 * 4  # the feed-forward's root mean square
     freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[
         policy
@@ -294,7 +308,10 @@ def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
 
 
 def test_a_further_window_of_pairs_worked_by_hand():
-    """Five values of F for each pair: H (2), dH (2), activations (1), in bf16; none where the first window takes all pairs."""
+    """Five values of F for each pair: H (2), dH (2), activations (1), in bf16.
+
+    None where the first window takes all pairs.
+    """
     cfg = Config(model=OLMOE, parallel=ParallelConfig(ep=4))
     pairs = pairs_bound(16384, 8, 4, 16)
     assert 16384 * 8 <= pairs < 16384 * 4 * 8
@@ -313,7 +330,10 @@ def test_a_further_window_of_pairs_worked_by_hand():
 
 @pytest.mark.parametrize(("tokens", "windows"), [(3072, 2), (8192, 6)])
 def test_windows_of_pairs_do_not_pile_up(tokens, windows):
-    """Live storages of gpu.py's own calls on meta tensors: of the windows behind the first, one at a time is there."""
+    """Live storages of gpu.py's own calls on meta tensors.
+
+    Of the windows after the first, one at a time is alive.
+    """
     D, F, E, K, pairs = 512, 640, 4, 4, 6144
     assert -(-tokens * K // pairs) == windows
     make = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -325,15 +345,21 @@ def test_windows_of_pairs_do_not_pile_up(tokens, windows):
             y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
         with MostHeld(x, gate_up, down, weights, ids, h, packed) as backward:
             grads = [g for g in gpu.backward(x, x, gate_up, down, weights, h, packed, *how) if g is not None]
-    act, row, small = pairs * F * 2, pairs * D * 2, 8 * tokens * K * 4 + 8 * pairs * 4
+    act = pairs * F * 2
+    row = pairs * D * 2
+    small = 8 * tokens * K * 4 + 8 * pairs * 4
     assert 0 <= forward.bytes - y.nbytes - h.nbytes - (act + row) < small
     # H once more, dH, activations, and gathered rows where no kernel gathers
     assert 5 * act <= backward.bytes - sum(g.nbytes for g in grads) < 5 * act + row + small
 
 
 def test_the_losss_worst_moment_worked_by_hand():
-    """The head's gradient in fp32, beside it a chunk's logits or the gradient again in bf16; hidden states twice and their gradient."""
-    D, hidden = 2048, 3 * 16384 * 2048 * 2
+    """The head's gradient in fp32; beside it a chunk's logits, or the gradient again in bf16.
+
+    And hidden states twice, and their gradient.
+    """
+    D = 2048
+    hidden = 3 * 16384 * 2048 * 2
     for model, V, rows in ((OLMOE, 50304, 16384), (QWEN3, 151936, 4096)):
         assert loss_bytes(Config(model=model)) == hidden + 4 * V * D + 2 * rows * V
     odd = dataclasses.replace(OLMOE, vocab=50299)  # and the head once more, with five rows of zeros
@@ -359,7 +385,8 @@ def test_offloaded_moments_and_document_masks_take_nothing():
 
 def test_what_no_rank_can_hold_is_refused():
     cfg = Config(model=QWEN3, train=TrainConfig(batch=4, seq=4096))
-    parts, GiB = memory_per_rank(cfg, 1, 4), 2**30
+    parts = memory_per_rank(cfg, 1, 4)
+    GiB = 2**30
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
     with pytest.raises(
         ConfigError, match=r"--parallel.dp=1 --parallel.ep=4: a rank has 80.0 GiB of memory and needs 1\d\d"
@@ -389,9 +416,10 @@ def test_what_no_rank_can_hold_is_refused():
     ],
 )
 def test_measured_peaks(words, world, gib):
-    """torch.cuda.max_memory_allocated on H200s (benchmarks/results/steps-*), which the exchange's buffers are not part of.
+    """torch.cuda.max_memory_allocated on H200s (benchmarks/results/steps-*).
 
-    On one GPU measured when every router still kept an fp32 copy of its input.
+    The exchange's buffers are not part of it. The one-GPU figures were measured when every router still kept
+    an fp32 copy of its input.
     """
     cfg = parse(words.split(), "", world=world)
     memory = memory_per_rank(cfg, world // cfg.parallel.ep, cfg.parallel.ep)
@@ -415,9 +443,8 @@ def test_memory_states_worked_by_hand():
     memory = memory_per_rank(cfg, dp=2, ep=4)
     sharded = memory_per_rank(dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), dp=2, ep=4)
     own = (counts.total - experts) // 8 + experts // 4 // 2
-    assert memory["parameters"] == pytest.approx(
-        4 * own, rel=1e-4
-    )  # the router's 128 rows, norms of 128: all divide
+    # the router's 128 rows, norms of 128: all divide
+    assert memory["parameters"] == pytest.approx(4 * own, rel=1e-4)
     assert memory["gradients"] == memory["ema"] == memory["parameters"]
     assert memory["moments"] == 2 * memory["parameters"]
     root = 2 * 151936 * 2048 + 2048
@@ -432,7 +459,7 @@ def test_memory_states_worked_by_hand():
     ("dp", "ep"), [(1, 1), (3, 1), (4, 1), (5, 1), (7, 1), (2, 2), (5, 2), (4, 3), (2, 6)]
 )
 def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
-    """6 experts: cut evenly over dp, by rows of their matrices where dp divides those alone, else unevenly."""
+    """6 experts: cut evenly over dp, else by rows of their matrices where dp divides those, else unevenly."""
     cfg = Config(model=ODD, compile=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp * ep)
     try:
@@ -477,7 +504,8 @@ def test_ep_that_does_not_divide_is_named():
 )
 def test_experts_that_fsdp2_pads_are_told(capsys, words, times, without):
     cfg = parse([*words.split(), "--dry-run"], "")
-    dp, said = cfg.world // cfg.parallel.ep, capsys.readouterr().err
+    dp = cfg.world // cfg.parallel.ep
+    said = capsys.readouterr().err
     assert padding(cfg, dp, cfg.parallel.ep) == pytest.approx(times)
     if times < 1.5:
         assert "note" not in said

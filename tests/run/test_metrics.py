@@ -1,4 +1,7 @@
-"""The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress; what a full disk does not end."""
+"""The run folder: config.json, metrics.jsonl over restarts, throughput by a fake clock, sinks, progress.
+
+And that a full disk does not end a run.
+"""
 
 import contextlib
 import dataclasses
@@ -31,7 +34,7 @@ KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
 
 @pytest.fixture
 def clock(monkeypatch):
-    """time.perf_counter of the log, moved by hand."""
+    """time.perf_counter of the log, set by hand."""
     now = types.SimpleNamespace(time=1000.0)
     for part in (module, progress):
         monkeypatch.setattr(part.time, "perf_counter", lambda: now.time)
@@ -40,7 +43,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def pictures():
-    """Asked for by the tests that need report.png: drawing takes a second."""
+    """For the tests that need report.png: drawing takes a second."""
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +253,7 @@ def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
 
 
 def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys):
-    """Its later checkpoints stay until others push them out, and may be gone on from."""
+    """Its later checkpoints stay until others push them out, and a run may go on from them."""
     with start(config(tmp_path)) as log:
         for number in range(4):
             step(log, number)
@@ -286,7 +289,10 @@ def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def room_for(path, more: int):
-    """A disk on which no file grows beyond that of `path` and `more` bytes (python ignores SIGXFSZ: writes fail)."""
+    """A disk on which no file grows beyond the size of `path` plus `more` bytes.
+
+    (Python ignores SIGXFSZ: writes fail.)
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
     try:
@@ -296,7 +302,7 @@ def room_for(path, more: int):
 
 
 def test_a_full_disk_costs_lines_and_no_training(tmp_path, capsys):
-    """Told once until it works again; of a line cut short nothing stays."""
+    """It is told once until it works again; nothing stays of a line that was cut short."""
     with start(config(tmp_path, steps=20)) as log:
         step(log, 0)
         for first in (1, 11):
@@ -305,7 +311,10 @@ def test_a_full_disk_costs_lines_and_no_training(tmp_path, capsys):
                 step(log, first + 1)
             step(log, first + 2)
     assert [line["step"] for line in lines(tmp_path)] == [0, 3, 13]
-    told = f"{tmp_path}/metrics.jsonl: could not be written, training goes on without it: {os.strerror(errno.EFBIG)}"
+    told = (
+        f"{tmp_path}/metrics.jsonl: could not be written, training goes on without it: "
+        f"{os.strerror(errno.EFBIG)}"
+    )
     assert capsys.readouterr().out.splitlines() == [told, told]
 
 
@@ -457,7 +466,7 @@ def test_progress_off_prints_notes_alone(tmp_path, capsys):
 
 
 def read_all(terminal: int) -> bytes:
-    """What was written to a pseudo-terminal whose other end is closed; then Linux answers EIO."""
+    """What was written to a pseudo-terminal whose other end is closed; after that Linux answers EIO."""
     parts = []
     while True:
         try:

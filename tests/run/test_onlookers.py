@@ -1,4 +1,6 @@
-"""Whatever only looks at a run may raise anything, anywhere: the run goes on, or ends before step 0 with one line if W&B was asked for.
+"""Whatever only looks at a run may raise anything, anywhere: the run goes on.
+
+Or, if W&B was asked for, it ends before step 0 with one line.
 
 next: test_metrics.py
 """
@@ -25,7 +27,10 @@ from tmoe.run import metrics, progress, report
 from tmoe.run import profile as runtime
 
 ROOT = Path(train.__file__).parent
-TINY = "tiny --no-compile --log.no-progress --model.layers 1 --train.batch 2 --train.seq 32 --train.eval-batches 1".split()
+TINY = (
+    "tiny --no-compile --log.no-progress --model.layers 1 --train.batch 2 --train.seq 32 "
+    "--train.eval-batches 1"
+).split()
 GOES_ON = ", training goes on without it: "
 
 
@@ -83,7 +88,8 @@ def test_the_users_second_ctrl_c_passes():
 WANDB = """
 import os
 class MailboxClosedError(Exception): pass
-ERRORS = dict(own=MailboxClosedError("wandb-core exited\\nlook there"), exit=SystemExit(3), type=TypeError("x"))
+own = MailboxClosedError("wandb-core exited\\nlook there")
+ERRORS = dict(own=own, exit=SystemExit(3), type=TypeError("x"))
 def fails(where):
     if where in os.environ["FAILS"].split(): raise ERRORS[os.environ["ERROR"]]
 class Run:
@@ -195,7 +201,10 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("backend", ["nope", "svg"])
 def test_the_picture_needs_no_backend(tmp_path, backend):
-    """One that the environment of a notebook or of another machine names; who plots later still has it, if it is one."""
+    """The environment may name one of a notebook or of another machine.
+
+    A program that plots later still has it, if it is one.
+    """
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"loss":1.0}\n')
     code = f"""
 import os
@@ -288,7 +297,10 @@ def test_behind_a_trace_that_failed_nothing_is_recorded(tmp_path, caplog, steps)
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A terminal to write to, and the file number of its other side: once that is closed, what is written raises EIO."""
+    """A terminal to write to, and the file number of its other side.
+
+    Once that side is closed, writing raises EIO.
+    """
     master, slave = os.openpty()
     monkeypatch.setenv("TERM", "xterm")
     stream = open(slave, "w")  # noqa: SIM115
@@ -315,7 +327,7 @@ def test_a_terminal_that_is_closed_ends_no_training(tmp_path, terminal, monkeypa
 
 @pytest.mark.usefixtures("no_pictures")
 def test_rich_ends_no_training_where_nobody_reads_its_pipe(tmp_path, monkeypatch):
-    """With FORCE_COLOR a pipe is a terminal to it, and it raises SystemExit when `| head` has ended."""
+    """With FORCE_COLOR rich takes a pipe for a terminal, and raises SystemExit when `| head` has ended."""
     reads, writes = os.pipe()
     os.close(reads)
     said = []

@@ -1,4 +1,4 @@
-"""The picture of a run: what run/report.py gathers, draws, and says of files that no run wrote.
+"""The picture of a run: what run/report.py gathers and draws, and says of files that no run wrote.
 
 next: test_metrics.py
 """
@@ -61,7 +61,7 @@ def test_every_kind_of_run_draws_without_warnings(tmp_path, kind):
     "lines", [[(0.0, 5.0), (0.0, 5.0)], [(0.3, None), (None, 5.0)], [(0.0, 0.0), (0.0, 5.0)]], ids=str
 )
 def test_no_second_scale_without_a_ratio(tmp_path, lines):
-    """Of MFU to tokens a second: it is 0, or no line has both."""
+    """The ratio is that of MFU to tokens a second: MFU is 0, or no line has both."""
     with start(config(tmp_path)) as log:
         for number in range(len(lines)):
             step(log, number)
@@ -147,7 +147,8 @@ def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
 
 def test_smoothing_ignores_spikes_and_gaps():
     values = np.full(200, 2.0)
-    values[50], values[60] = 1e6, np.nan
+    values[50] = 1e6
+    values[60] = np.nan
     steps, smoothed = report.smooth(np.arange(200.0), values)
     assert (smoothed == 2.0).all() and 60 not in steps
     ramp = np.arange(1000.0)

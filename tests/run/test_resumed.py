@@ -1,6 +1,6 @@
 """What a run that goes on, or begins beside other files, says, refuses and leaves alone.
 
-next: test_checkpoint.py
+next: tests/checkpoint/test_checkpoint.py
 """
 
 import json
@@ -24,9 +24,10 @@ from tmoe.run.metrics import write_config
 
 
 class Other(ByteTokenizer):
-    """Bytes, told apart by name and end alone."""
+    """Bytes, told apart only by name and end."""
 
-    eos, fingerprint = 1, "other"
+    eos = 1
+    fingerprint = "other"
 
 
 def facts(path, seq):
@@ -95,7 +96,7 @@ def test_what_a_run_began_from_is_found_from_anywhere(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
-    """By a stand-in for the system's refusal, which root never meets."""
+    """By a stand-in for the system's refusal, which root never gets."""
     for name in ("a", "b", ".hidden"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text.txt").write_text("text")
@@ -113,7 +114,7 @@ def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
 
 
 def test_an_original_that_is_gone_is_told_and_steps_may_begin_from_each_other(gloo, tmp_path, capfd):
-    """A step that retention removed; two runs in one folder that saved over what they began from."""
+    """A step that retention removed; and two runs in one folder that saved over what they began from."""
     first, second = tmp_path / "first", tmp_path / "second"
     flags = [
         *FLAGS,

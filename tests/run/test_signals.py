@@ -1,4 +1,6 @@
-"""Every signal by which terminals, launchers and schedulers end a job is a last step, saved, and exit code 0, with one process and two.
+"""Every signal by which terminals, launchers and schedulers end a job is a last step, saved, and exit code 0.
+
+With one process and with two.
 
 next: test_watch.py
 """
@@ -37,7 +39,10 @@ def whole_steps(out: Path) -> list[str]:
 def signalled(
     rank: int, world: int, argv: list[str], signum: int, before: signal.Handlers, times: int
 ) -> None:
-    """The last rank gets the signal in step 2, so many times, having set it to `before`, whatever this process's parent did."""
+    """The last rank gets the signal in step 2, `times` times, having set its handling to `before`.
+
+    Whatever this process's parent had set.
+    """
     signal.signal(signum, before)
     original = train.Trainer.forward_backward
 
@@ -66,7 +71,7 @@ def signalled(
     ],
 )
 def test_a_signal_to_one_rank_saves_all_and_ends_with_0(tmp_path, world, signum, flags):
-    """A second and a third one change nothing."""
+    """A second and a third signal change nothing."""
     argv = [*TINY, *QUIET, *flags, "--steps", "50", "--out", str(tmp_path)]
     ends = launch(world, signalled, argv, signum, signal.SIG_DFL, 3)
     assert [end.code for end in ends] == [0] * world, ends
@@ -75,7 +80,7 @@ def test_a_signal_to_one_rank_saves_all_and_ends_with_0(tmp_path, world, signum,
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU])
 def test_what_is_ignored_stays_ignored(tmp_path, signum):
-    """nohup's SIGHUP, what a shell starts in the background."""
+    """nohup's SIGHUP, and what a shell starts in the background."""
     argv = [*TINY, *QUIET, "--steps", "4", "--checkpoint.mode", "off", "--out", str(tmp_path)]
     (end,) = launch(1, signalled, argv, signum, signal.SIG_IGN, 1)
     assert end.code == 0 and (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
@@ -114,7 +119,7 @@ def test_signals_that_may_be_named():
 
 
 class OnTerminal:
-    """A command whose terminal this is. `close` closes it, as the end of an ssh session does."""
+    """A command whose terminal this is; `close` closes it, as the end of an ssh session does."""
 
     def __init__(self, command: list[str], **env: str):
         self.other_side, side = os.openpty()
@@ -182,7 +187,7 @@ def test_a_closed_terminal_takes_no_step_with_it(tmp_path, flags):
 
 
 def test_a_closed_terminal_of_torchrun(tmp_path):
-    """It hands SIGHUP on and ends with an error of its own; its workers have saved."""
+    """torchrun hands SIGHUP on and ends with an error of its own; its workers have saved."""
     words = [
         "-m",
         "torch.distributed.run",

@@ -1,4 +1,7 @@
-"""The guard of a step beside other code: threads, runs one after the other, slow ranks, stderr that is gone, the user's own handlers."""
+"""The guard of a step beside other code: threads, runs one after the other, slow ranks, no stderr.
+
+And the user's own signal handlers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def steps(watch, n: int, act, timeout: float = 1.0) -> None:
 
 
 def again(rank: int, world: int) -> str:
-    """Two runs of one process, the second's error caught; then code that takes longer than a step may stand still."""
+    """Two runs of one process, of which the second's error is caught.
+
+    Then code that takes longer than a step may stand still.
+    """
     watch = runtime.start(0).watch
     steps(watch, 3, lambda _: time.sleep(0.05))
     steps(
@@ -122,7 +128,7 @@ def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
 
 
 def slow_alone(rank: int, world: int, argv: list[str]) -> None:
-    """Rank 0 writes a validation's loss, which the others do not, for longer than a step may stand still."""
+    """Rank 0 writes a validation's loss for longer than a step may stand still; the others do not."""
     trainer = start(rank, world, argv)
     real = trainer.metrics.validated
     trainer.metrics.validated = lambda loss: (time.sleep(0 if rank else 4), real(loss))[1]
@@ -136,7 +142,7 @@ def test_nobody_is_ended_for_what_another_does_behind_a_validation(tmp_path):
 
 
 def hangs_in_stderr(rank: int, world: int) -> None:
-    """Rank 1 stands where its guard's words would go: a pipe that nobody reads."""
+    """Rank 1 stands where its guard's words would go: a pipe that is never read."""
     watch_module.HEARS_S = 1.0
     watch = runtime.start(0).watch
 
@@ -191,7 +197,10 @@ def test_the_cause_is_named_before_what_failed_behind_it():
         assert _cause(error) == "ValueError: what it means"
 
 
-SMALL = "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 --model.kv-heads 1 --train.seq 32"
+SMALL = (
+    "tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2 "
+    "--model.kv-heads 1 --train.seq 32"
+)
 HERE = Path(train.__file__).parent
 
 
@@ -213,12 +222,16 @@ print("not ended")
 def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     """The terminal sends `2>&1 | tee log` the same signal."""
     reads, writes = os.pipe()
-    code = "import signal, sys, train; signal.signal(signal.SIGINT, signal.default_int_handler); train.main(sys.argv[1:])"
+    code = (
+        "import signal, sys, train; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "train.main(sys.argv[1:])"
+    )
     command = [sys.executable, "-c", code, *SMALL.split(), "--steps", "100000", "--log.every", "1"]
     run = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=writes, stderr=writes, cwd=HERE)
     os.close(writes)
     try:
-        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 100
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 100
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.1)
