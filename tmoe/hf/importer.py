@@ -143,7 +143,7 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         files={},
         tensors={},
     )
-    # `reshard --only model` drops the files. This fingerprint still says to which tokenizer the weights belong.
+    # `reshard --only model` drops the files. This fingerprint still says which tokenizer the weights use.
     if tokenizer := carried_by(folder.path):
         manifest.info["data"] = dict(tokenizer=tokenizer.fingerprint)
     read = sorted({*folder.stored_in.values(), *folder.others()})
