@@ -58,8 +58,8 @@ class Chunk:
 
     offset, shape: where the box starts and how long it is in each dimension.
     file, at, size: the payload's file, its first byte and its length in bytes.
-    sha256: of the elements' bytes in row-major order, without the payload's framing: equal content, equal
-        hash.
+    sha256: of the elements' bytes in row-major order, without the payload's framing. Equal content has an
+        equal hash.
     """
 
     offset: tuple[int, ...]

@@ -168,8 +168,8 @@ class Folder:
     def reading(self) -> Iterator[Read]:
         """Yields read(name, slices), a view of the mapped file.
 
-        Slices may have steps, but for fp8's factors. The views are valid, and memory is held, until the scope
-        ends.
+        Slices may have steps, except for fp8's factors. The views are valid, and memory is held, until the
+        scope ends.
         """
         with ExitStack() as stack:
             handles: dict[str, Any] = {}

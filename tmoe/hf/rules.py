@@ -70,11 +70,9 @@ class Field(NamedTuple):
 
     keys: the first of several is the one written.
     default: what transformers' class takes where the key is missing, or a function of the other keys. None:
-    the
-        key must be there.
+        the key must be there.
     null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
-    null,
-        or its model fails.
+        null, or its model fails.
     """
 
     ours: str
