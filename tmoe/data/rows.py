@@ -251,7 +251,7 @@ def require_package(path: Path, what: str, package: str, install: str) -> None:
 
 
 def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in the file."""
+    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in it."""
     if found.form == "parquet":
         yield from _parquet_rows(path, found, field)
     elif found.form == "JSON":

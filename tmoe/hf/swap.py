@@ -136,8 +136,9 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
 
     mesh: spread the experts over its ep axis. Every rank must hold the same weights, and every rank takes
-        part in every forward and backward with a batch of its own. `tmoe.parallel.parallelize(model, mesh)` then
-        shards the rest and sums gradients over the ranks, so divide each rank's loss by the global count.
+        part in every forward and backward with a batch of its own. Then
+        `tmoe.parallel.parallelize(model, mesh)` shards the rest and sums gradients over the ranks, so divide
+        each rank's loss by the global count.
 
     Raises ConfigError, and leaves the model unchanged, where there is no table entry or no such block;
     where the op does not compute the experts; where the experts are sharded, wrapped or offloaded already,
