@@ -227,8 +227,7 @@ class Dataset:
 def unigram_entropy(dataset: Dataset) -> float | None:
     """Entropy of the mixture's byte frequencies, nats a byte: the loss of the best model without context.
 
-    Reads every token once. None for tokens other than bytes, and for so much data that reading would take
-    long.
+    Reads every token once. None for tokens other than bytes, and for data that would take long to read.
     """
     if dataset.fingerprint != "bytes" or dataset.tokens > 2**30:
         return None

@@ -44,8 +44,7 @@ def _newest(steps: Path) -> Path | None:
 def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     """The tokenizer of a Hugging Face folder or of a step folder: its own, else of what its run started from.
 
-    A step of a run names the tokenizer that made its data. A file of another hash is not the step's
-    tokenizer.
+    A step of a run names the tokenizer that made its data. A file of another hash is not the step's.
     later: the steps that began from this one, so that a circle ends.
     """
     if is_folder(path):

@@ -70,9 +70,8 @@ def write_folder(plan: Export, dst: Path) -> None:
     """Write `dst`, or go on with what a killed call left in `dst.partial`.
 
     The name appears when everything is verified. Raises, and leaves dst absent and finished files in place:
-    CheckpointError where dst exists, dst.partial holds what no such call left there, another process writes
-    it,
-        or what was written does not read back;
+    CheckpointError where dst exists, dst.partial holds what no such call left there, another process
+        writes it, or what was written does not read back;
     OSError that names the file;
     whatever produce raises.
     """
