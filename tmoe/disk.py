@@ -15,7 +15,10 @@ from typing import Any, TextIO
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
-    """A file to write that takes the place of `path` at the end: a reader, or a crash, meets the old one or the new one."""
+    """A file to write that takes the place of `path` at the end.
+
+    Readers and crashes meet the old or the new one.
+    """
     aside = path.with_suffix(path.suffix + ".tmp")
     with naming(aside), open(aside, "w") as file:
         yield file
@@ -34,7 +37,10 @@ class FileEntry:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Around writing `path`: an OSError that names no file, as those of write, flush and fsync, names this one."""
+    """Around writing `path`: an OSError that names no file is raised with this one's name.
+
+    Those of write, flush and fsync name none.
+    """
     try:
         yield
     except OSError as error:
@@ -44,13 +50,16 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class HashedFile:
-    """A new file that hashes what is written to it and is synced to the disk when closed; its OSErrors name the path.
+    """A new file that hashes what is written to it and is synced to the disk when it is closed.
 
-    The first error is what the `with` block raises: torch.save, told of a full disk, raises "unexpected pos 704 vs 598" instead.
+    Its OSErrors name the path. The `with` block raises the first error: after a full disk, torch.save
+    itself would raise "unexpected pos 704 vs 598" instead.
     """
 
     def __init__(self, path: Path):
-        self.path, self.size, self._sha = path, 0, hashlib.sha256()
+        self.path = path
+        self.size = 0
+        self._sha = hashlib.sha256()
         self._failed: OSError | None = None
 
     def __enter__(self) -> HashedFile:
@@ -81,6 +90,7 @@ class HashedFile:
             raise self._failed
 
     def _fail(self, error: OSError) -> None:
+        """Keep the first error, with the path in it."""
         self._failed = self._failed or OSError(error.errno, error.strerror, str(self.path))
 
     def entry(self) -> FileEntry:
@@ -88,7 +98,10 @@ class HashedFile:
 
 
 def expand_home(words: Iterable[str] | None = None) -> list[str]:
-    """A command line's words (None: this process's) with `~` read as the home folder: a shell leaves the one in --out=~/x as it is."""
+    """The words of a command line (None: this process's), with `~` read as the home folder.
+
+    A shell leaves the one in --out=~/x as it is.
+    """
     expanded = []
     for word in sys.argv[1:] if words is None else words:
         flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)

@@ -1,4 +1,4 @@
-"""Lists in messages: twenty lines at most, and of a longer list one line for each kind.
+"""Lists in messages: twenty lines at most; a longer list gets one line for each kind of item.
 
 next: config/run.py
 """
@@ -13,10 +13,10 @@ NUMBERED = re.compile(r"([A-Za-z_]+\.)\d+(?=\.)")  # layers.7. and experts.3. in
 
 
 def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
-    """`head`, if there is one, then a line for each item, indented by `indent`: LINES lines in all at most.
+    """`head`, if there is one, then a line for each item, indented by `indent`: at most LINES lines in all.
 
-    A list that is longer has one line for each kind: the items that differ in the numbers of layers and experts alone are counted
-    together, the numbers written as *. What is still too long ends with "… N more", N items.
+    A longer list gets one line for each kind: items that differ only in the numbers of layers and experts
+    are counted together, with * for the numbers. What is still too long ends with "… N more", N items.
     """
     shown = [line for item in items for line in item.splitlines()]
     room = LINES - len(head.splitlines())
@@ -34,6 +34,7 @@ def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
 
 
 def _counted(kind: str, alike: list[str]) -> str:
+    """The line of a kind: its only item, or how many there are and the numbers of one."""
     if len(alike) == 1:
         return alike[0]
     first = " ".join(found[0] for found in NUMBERED.finditer(alike[0]))

@@ -1,7 +1,8 @@
-"""What tmoe takes from torch and triton that has no public name: looked for, never taken for granted.
+"""What tmoe takes from torch and triton that has no public name: looked for, never assumed to be there.
 
-A version that lacks something gets the public way, and one line says so (`take`). What has no other way is in NEEDED:
-a start without it ends with one message that names the versions tmoe was tested with (`lacks`).
+Where a version lacks something, tmoe goes the public way, and one line says so (`take`). What has no public
+way is in
+NEEDED: a start without it ends with one message that names the versions tmoe was tested with (`lacks`).
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 TESTED = "torch 2.11, 2.13 and 2.14 with triton 3.6 and 3.8"
-NEEDED = {  # what has no other way, and who uses it
+NEEDED = {  # what has no public way, and what uses it
     "torch._foreach_add_": "the optimizer",
     "torch._foreach_copy_": "averaged weights",
     "torch._foreach_mul_": "the optimizer",
@@ -25,7 +26,10 @@ log = logging.getLogger("tmoe.stack")
 
 
 def find(path: str) -> Any | None:
-    """What a dotted path leads to: modules as far as there are, attributes from there on. None where anything is missing."""
+    """What a dotted path leads to: modules as far as possible, then attributes.
+
+    None where anything is missing.
+    """
     names = path.split(".")
     for split in range(len(names), 0, -1):
         try:
@@ -39,7 +43,10 @@ def find(path: str) -> Any | None:
 
 
 def take(path: str, without: str) -> Any | None:
-    """`find(path)`; where there is none, a note says what follows: `without` goes on from "torch 3.0 has no ...: "."""
+    """`find(path)`. Where there is none, a note says what follows.
+
+    without: continues the sentence "torch 3.0 has no ...: ".
+    """
     found = find(path)
     if found is None:
         note(f"{_version(path)} has no {path}: {without}")
@@ -48,7 +55,10 @@ def take(path: str, without: str) -> Any | None:
 
 @functools.cache
 def note(text: str) -> None:
-    """One line on rank 0, once a process. Not an error: everything works, some of it slower or untold."""
+    """One line on rank 0, once a process.
+
+    Not an error: everything works, some of it slower or not reported.
+    """
     if os.environ.get("RANK", "0") == "0":
         log.warning("%s (tmoe was tested with %s)", text, TESTED)
 
@@ -56,13 +66,13 @@ def note(text: str) -> None:
 def lacks() -> str:
     """What this torch lacks and tmoe cannot do without, as one message; "" if nothing."""
     missing = [f"{path} ({user})" for path, user in NEEDED.items() if find(path) is None]
-    return (
-        f"{_version('torch')} has no {', '.join(missing)}: tmoe was tested with {TESTED}" if missing else ""
-    )
+    if not missing:
+        return ""
+    return f"{_version('torch')} has no {', '.join(missing)}: tmoe was tested with {TESTED}"
 
 
 def need(owner: object, name: str, user: str) -> Any:
-    """A private attribute that has no other way. RuntimeError where `owner` lacks it."""
+    """A private attribute that has no public way. RuntimeError where `owner` lacks it."""
     if not hasattr(owner, name):
         kind = type(owner).__name__
         raise RuntimeError(f"{user}: {_version('torch')} has no {kind}.{name}; tmoe was tested with {TESTED}")
@@ -70,5 +80,6 @@ def need(owner: object, name: str, user: str) -> Any:
 
 
 def _version(path: str) -> str:
+    """The package of a dotted path and its version, or torch's where it has none."""
     root = path.partition(".")[0]
     return f"{root} {getattr(importlib.import_module(root), '__version__', torch.__version__)}"

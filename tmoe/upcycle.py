@@ -1,23 +1,30 @@
-"""A dense model's step folder to a Mixture-of-Experts step folder that computes the same function, on a machine without GPU.
+"""A dense model's step folder to a Mixture-of-Experts step folder that computes the same function.
 
-    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 8 --top-k 2                     8 copies of the feed-forward, 2 a token
-    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 64 --granularity 8 --top-k 8    each copy cut into 8 experts
+    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 8 --top-k 2
+        8 copies of the feed-forward, 2 a token
+    python -m tmoe.upcycle DENSE_STEP MOE_STEP --experts 64 --granularity 8 --top-k 8
+        each copy cut into 8 experts
     torchrun --nproc-per-node 8 train.py ... --init MOE_STEP
 
-DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama or Qwen3. Each feed-forward of hidden width F0 is cut
-into G (granularity) slices of F0/G, and the slices are repeated E/G times: expert e is slice e mod G. Experts iG to (i+1)G - 1, one
-whole copy, are a virtual group: they share a router row, drawn from the seed, so they get equal logits and are chosen together
-(He et al. 2024, "Upcycling large language models into mixture of experts", arXiv:2410.07524; Megatron-Core's upcycling_utils.py).
+DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama or Qwen3. No GPU is needed.
+Each feed-forward of hidden width F0 is cut into G (granularity) slices of F0/G, and the slices are repeated
+E/G times: expert e is slice e mod G. Experts iG to (i+1)G - 1, one whole copy, are a virtual group: they
+share a router row, drawn from the seed, so they get equal logits and are chosen together (He et al. 2024,
+"Upcycling large language models into mixture of experts", arXiv:2410.07524; Megatron-Core's
+upcycling_utils.py).
 
 The function is the dense one, whatever the router says, when
-  1. K (top-k) is a multiple of G: whole groups are chosen. Anything else would leave parts of the feed-forward out: refused.
-  2. the K weights sum to 1 (--renormalize, the default): a token's groups weigh 1/G together, and so `down` is multiplied by G.
-With --no-renormalize (OLMoE's router) weights are shares of all E; `down` takes E G / K instead, which is right where the router is
-indifferent, and near it in the beginning. Megatron spreads the factor over gate, up and down as its cube root, which SwiGLU turns into
-another function; in `down` alone it is exact.
+  1. K (top-k) is a multiple of G: whole groups are chosen. Anything else would leave out parts of the
+     feed-forward: refused.
+  2. the K weights sum to 1 (--renormalize, the default): a token's groups weigh 1/G together, and so
+     `down` is multiplied by G.
+With --no-renormalize (OLMoE's router) weights are shares of all E; `down` takes E G / K instead, which is
+right where the router is indifferent, and near it in the beginning. Megatron spreads the factor over gate,
+up and down as its cube root, which SwiGLU turns into another function; in `down` alone it is exact.
 
-Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command goes on where it was.
-Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state and averages of a dense model are of no use.
+Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
+goes on where it was. Memory is that of a few tensors. Only the weights are taken, as fp32; optimizer state
+and averages of a dense model are of no use.
 
 next: checkpoint/rewrite.py
 """
@@ -66,7 +73,8 @@ def upcycle(
     ep: int = 1,
     dry_run: bool = False,
 ) -> None:
-    """Write a Mixture-of-Experts step folder that computes what a dense one computes. Killed, the same command goes on where it was.
+    """Write a Mixture-of-Experts step folder that computes what a dense one computes. Killed, the same
+    command goes on where it was.
 
     Args:
         dense: step folder of a dense model
@@ -74,7 +82,8 @@ def upcycle(
         experts: number of experts, E; a multiple of granularity
         top_k: experts per token, K; a multiple of granularity
         granularity: experts that one copy of a feed-forward is cut into, G; divides its hidden width
-        renormalize: the K weights sum to 1; without it the function is near the dense one only, but at K=1 the loss trains the routers only so
+        renormalize: the K weights sum to 1; without it the function is near the dense one only, but at K=1
+            the loss trains the routers only so
         dense_layers: leading blocks that stay dense
         moe_every: after those, every n-th block becomes an MoE block, the first of them included
         seed: of the routers
@@ -98,8 +107,8 @@ def upcycle(
     carry_out(plan, [dense], moe, dry_run)
     if top_k == 1 and renormalize and experts > 1:
         print(
-            "note: --top-k=1 with --renormalize: a token's only weight is always 1, so balancing losses alone will train "
-            "the routers; with --no-renormalize the loss does"
+            "note: --top-k=1 with --renormalize: a token's only weight is always 1, so balancing losses "
+            "alone will train the routers; with --no-renormalize the loss does"
         )
 
 
@@ -116,10 +125,16 @@ def plan_upcycle(
     world: int = 1,
     ep: int = 1,
 ) -> Plan:
-    """Plan of `upcycle`. ConfigError names the setting that cannot work, MismatchError lists every tensor that is not the dense
-    model's, CheckpointError: dense is damaged or does not say what its model is."""
+    """Plan of `upcycle`.
+
+    ConfigError names the setting that cannot work. MismatchError lists every tensor that is not the dense
+    model's.
+    CheckpointError: dense is damaged or does not say what its model is.
+    """
     manifest = read_manifest(dense)
     before = _dense_config(dense, manifest)
+
+    # The settings of the model that comes out.
     require(granularity >= 1, f"--granularity={granularity}: must be at least 1")
     require(
         before.ffn_dim % granularity == 0,
@@ -136,11 +151,15 @@ def plan_upcycle(
     after = replace(before, moe=moe, dense_layers=dense_layers, moe_every=moe_every, dense_blocks=())
     none = f"--dense-layers={dense_layers}: none of the {after.layers} blocks would be an MoE"
     require(any(map(after.is_moe, range(after.layers))), none)
+
+    # What is read: the dense weights, and files of an original that still fit (its config and index do not).
     weights = {name.removeprefix(MODEL): e for name, e in manifest.tensors.items() if name.startswith(MODEL)}
     refuse(f"{dense} does not hold its dense model", _unfit(weights, model_shapes(before)))
     carried = {name: e for name, e in manifest.tensors.items() if name.startswith(FILE)}
     carried = {name: e for name, e in carried.items() if name not in (FILE + CONFIG, FILE + INDEX)}
     check_sizes(dense, manifest, carried | weights)
+
+    # What is written.
     shapes = {MODEL + name: shape for name, shape in model_shapes(after).items()}
     dtypes = {name: dtype_of(entry.dtype) for name, entry in carried.items()}
     layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, world, ep)
@@ -163,6 +182,10 @@ def plan_upcycle(
 
 
 def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
+    """The settings of the dense model.
+
+    CheckpointError without any, ConfigError if a block is an MoE block.
+    """
     config = manifest.info.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
     if not isinstance(settings, dict):
@@ -178,6 +201,7 @@ def _dense_config(dense: Path, manifest: Manifest) -> ModelConfig:
 
 
 def _unfit(weights: dict[str, TensorEntry], want: dict[str, tuple[int, ...]]) -> list[str]:
+    """A line for each tensor that is missing, or not one of the model's weights."""
     found = [f"{name}: missing" for name in want.keys() - weights.keys()]
     for name, entry in weights.items():
         if name not in want:
@@ -202,29 +226,36 @@ def _upcycled(
     seed: int,
     output: Output,
 ) -> Iterator[Tensor]:
-    """The contents of the output's boxes."""
+    """The contents of the output's boxes: carried, drawn, cut from a feed-forward, or as they are."""
     if output.name in carried:
         return read_boxes(dense, carried[output.name], output.boxes)
     name = output.name.removeprefix(MODEL)
     block, _, part = name.partition(".moe.")
     if part == "router.weight":
         full = router(output.shape, granularity, cfg.init_std, f"{seed}:{name}")
-        return (
-            full[tuple(slice(o, o + n) for o, n in zip(b.offset, b.shape, strict=True))] for b in output.boxes
-        )
+        return (full[_slices(box)] for box in output.boxes)
+    F = cfg.moe.ffn_dim
+    F0 = cfg.ffn_dim
     if part == "experts.gate_up":
-        F, F0 = cfg.moe.ffn_dim, cfg.ffn_dim
-        entry, cuts = weights[f"{block}.ffn.gate_up.weight"], lambda g: [(0, g * F, F), (F, F0 + g * F, F)]
-        return _experts(dense, entry, output, 1, granularity, cuts, 1.0)
+        entry = weights[f"{block}.ffn.gate_up.weight"]
+        return _experts(
+            dense, entry, output, 1, granularity, lambda g: [(0, g * F, F), (F, F0 + g * F, F)], 1.0
+        )
     if part == "experts.down":
-        F = cfg.moe.ffn_dim
-        entry, cuts = weights[f"{block}.ffn.down.weight"], lambda g: [(0, g * F, F)]
-        return _experts(dense, entry, output, 2, granularity, cuts, factor)
+        entry = weights[f"{block}.ffn.down.weight"]
+        return _experts(dense, entry, output, 2, granularity, lambda g: [(0, g * F, F)], factor)
     return (tensor.float() for tensor in read_boxes(dense, weights[name], output.boxes))
 
 
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + n) for start, n in zip(box.offset, box.shape, strict=True))
+
+
 def router(shape: tuple[int, ...], granularity: int, std: float, seed: str) -> Tensor:
-    """[E, D] of E/G rows, each normal with this deviation and G times in a row, so that a group's logits are equal."""
+    """Weights [E, D] of a router: E/G normal rows of deviation `std`, each repeated G times.
+
+    So the logits of a group are equal.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     rows = torch.empty(shape[0] // granularity, shape[1]).normal_(0.0, std, generator=generator)
     return rows.repeat_interleave(granularity, 0)
@@ -239,8 +270,11 @@ def _experts(
     cuts: Callable[[int], list[tuple[int, int, int]]],
     factor: float,
 ) -> Iterator[Tensor]:
-    """Boxes of a stack of experts; cuts(g): (start in the expert, start in the dense tensor, length) of slice g, along `axis` of
-    the stack, which is the axis before it of the dense tensor."""
+    """Boxes of a stack of experts, cut from a dense tensor and multiplied by `factor`.
+
+    axis: of the stack, along which it is cut; it is the axis before it of the dense tensor.
+    cuts: cuts(g) gives for slice g (start in the expert, start in the dense tensor, length) of each part.
+    """
     plans = [list(_sources(box, axis, granularity, cuts)) for box in output.boxes]
     contents = read_boxes(dense, entry, tuple(source for plan in plans for _, source in plan))
     for box, plan in zip(output.boxes, plans, strict=True):
@@ -248,7 +282,7 @@ def _experts(
         for target, _ in plan:
             stack[target] = next(contents)
         yield stack.mul_(factor)
-        del stack  # or it would be held while the next one is made
+        del stack  # so that it is not held while the next one is made
 
 
 def _sources(
@@ -262,13 +296,15 @@ def _sources(
             if low < high:
                 target: list[slice | int] = [row, slice(None), slice(None)]
                 target[axis] = slice(low - box.offset[axis], high - box.offset[axis])
-                offset, shape = list(box.offset[1:]), list(box.shape[1:])
-                offset[axis - 1], shape[axis - 1] = source + low - start, high - low
+                offset = list(box.offset[1:])
+                shape = list(box.shape[1:])
+                offset[axis - 1] = source + low - start
+                shape[axis - 1] = high - low
                 yield tuple(target), Box(0, tuple(offset), tuple(shape))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; ends the process with an error's one message."""
+    """The command line. An error ends the process with one message."""
     with one_message():
         tyro.cli(
             upcycle,

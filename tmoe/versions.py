@@ -20,11 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
-    """Versions of what computes, None where absent, and the git revision of tmoe's source with its dirty flag.
-    `say` gets a line for each that cannot be read, which is None as well."""
+    """Versions of what computes, and the git revision and dirty flag of tmoe's source; None where absent.
+
+    say: gets a line for each version that cannot be read; its value is None as well.
+    """
     reads: dict[str, Callable[[], Any]] = {
         "python": platform.python_version,
-        # torch's own word: the wheel that the package index has says nothing of its CUDA in its metadata
+        # torch's own attribute: the metadata of the package index's wheel does not name its CUDA.
         "torch": lambda: str(torch.__version__),
         "triton": lambda: package_version("triton"),
         "tmoe": lambda: package_version("tmoe"),
@@ -37,6 +39,7 @@ def versions(say: Callable[[str], Any] = log.warning) -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
+    """The installed version of a package; None where it is absent."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -44,7 +47,7 @@ def package_version(name: str) -> str | None:
 
 
 def git_state() -> dict[str, Any] | None:
-    """{"revision", "dirty"} of the checkout that this file lies in; None if it lies in none of tmoe."""
+    """{"revision", "dirty"} of the checkout that this file lies in; None if that is not tmoe's."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
@@ -52,7 +55,7 @@ def git_state() -> dict[str, Any] | None:
         return os.fsdecode(done.stdout).strip()
 
     try:
-        # an environment inside someone else's repository is not tmoe's revision
+        # An environment inside another project's repository has that project's revision.
         if Path(git("rev-parse", "--show-toplevel")) != Path(__file__).resolve().parents[1]:
             return None
         return {

@@ -1,14 +1,24 @@
-"""Save and load a run's state: DCP plans who holds what, a step is whole or absent, all ranks decide together.
+"""Save and load a run's state: a step is whole or absent, and all ranks decide together.
 
-Data flow of a save: stage (async: copy to pinned memory) -> vote -> DCP plans -> every rank writes, hashes and syncs its shards ->
-rank 0 writes the manifest and renames -> old steps go. Of a load: one choice for all ranks -> verify, hashing divided over the ranks
--> compare names, shapes, dtypes -> DCP reads each rank's part of each tensor, hashes checked again in memory.
-Nothing is unpickled: DCP's metadata is rebuilt from the manifest and payloads go through torch.load(weights_only=True).
+DCP (torch.distributed.checkpoint) plans which rank writes and reads which part of a tensor.
 
-Measured on an H200, 12 GiB a rank: an async save returns after 0.23 s, as long as the bare copy to pinned memory takes (51 GiB/s);
-the first one after 4.5 s, for it pins the buffers. The background then hashes, writes and syncs 1.2 to 1.8 GiB/s, the disk's speed.
+A save:
+    stage (async: copy to pinned memory) -> vote -> DCP plans
+    -> every rank writes, hashes and syncs its shards
+    -> rank 0 writes the manifest and renames the folder -> old steps are removed.
+A load:
+    one choice for all ranks -> verify; the ranks divide the hashing
+    -> compare names, shapes, dtypes
+    -> DCP reads each rank's part of each tensor; hashes are checked again in memory.
+Nothing is unpickled: DCP's metadata is rebuilt from the manifest, and payloads go through
+torch.load(weights_only=True).
 
-next: checkpoint/dcp.py, checkpoint/manifest.py, checkpoint/folders.py; checkpoint/tools.py for `python -m tmoe.checkpoint`
+Measured on an H200 with 12 GiB a rank: an async save returns after 0.23 s, the time of the bare copy to
+pinned memory (51 GiB/s). The first one returns after 4.5 s, because it pins the buffers. The background then
+hashes, writes and syncs 1.2 to 1.8 GiB/s, the disk's speed.
+
+next: checkpoint/dcp.py, checkpoint/manifest.py, checkpoint/folders.py; checkpoint/tools.py for
+`python -m tmoe.checkpoint`
 """
 
 from __future__ import annotations
@@ -45,23 +55,30 @@ __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-# DCP says so whenever there is no process group, which is no news to someone who runs one process.
+# DCP warns of this whenever there is no process group. A run of one process has none, and needs no warning.
 warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
 
 
 class Checkpoints:
     """The checkpoints of one run, `folder/step-N`.
 
-    Every method but poll is collective: all ranks call it, in the same order, and when one rank fails all of them raise. Reading
-    (find, load) never writes, so a second process may read a folder in which training goes on; only one run may write to it.
+    Every method but poll and saving is collective: all ranks call it, in the same order, and when one rank
+    fails all of them raise. Reading (find, load) never writes, so a second process may read a folder in which
+    training goes on. Only one run may write to it.
 
-    folder: shared by all ranks. keep: how many verified steps stay (0: all). mode: "async" writes in a background thread while
-    training goes on. info: JSON-able facts about the run, kept in every manifest (config, versions).
+    folder: shared by all ranks.
+    keep: how many verified steps stay (0: all).
+    mode: "async" writes in a background thread while training goes on.
+    info: facts about the run that JSON can hold, kept in every manifest (config, versions).
     """
 
     def __init__(self, folder: Path, *, keep: int, mode: Literal["sync", "async"], info: dict[str, Any]):
-        self.folder, self.keep, self.mode, self.info = Path(folder), keep, mode, info
-        # A group of its own: the background thread's collectives must not pair with training's, and votes travel as CPU tensors.
+        self.folder = Path(folder)
+        self.keep = keep
+        self.mode = mode
+        self.info = info
+        # A group of its own: the background thread's collectives must not pair with training's. It is gloo,
+        # because votes travel as CPU tensors.
         self._group = dist.new_group(backend="gloo", timeout=patience()) if dist.is_initialized() else None
         self._rank = dist.get_rank() if self._group else 0
         self._world = dist.get_world_size() if self._group else 1
@@ -75,12 +92,16 @@ class Checkpoints:
     def save(
         self, step: int, tensors: dict[str, Tensor | DTensor], state: dict[str, Any], rng: dict[str, Tensor]
     ) -> None:
-        """Write `folder/step-{step}`; a step of that name is replaced, old or new at every moment.
+        """Write `folder/step-{step}`. A step of that name is replaced: always the old or the new one exists.
 
-        tensors: FQN -> plain tensor (equal on all ranks that have it; one of them writes it) or DTensor on any mesh. state:
-        JSON-able, equal on all ranks; comes back as JSON gives it (tuples as lists). rng: this rank's generator states, CPU uint8.
-        Async: returns when everything is copied; the tensors may change from then on. Errors of the background are raised by
-        poll, finish and the next save. Raises CheckpointError on every rank when any of them fails; the temporary folder is removed.
+        tensors: name -> plain tensor (equal on all ranks that have it; one of them writes it) or DTensor on
+            any mesh.
+        state: what JSON can hold, equal on all ranks. It comes back as JSON gives it (tuples as lists).
+        rng: this rank's generator states, CPU uint8.
+
+        Async: returns when everything is copied; the tensors may change from then on. Errors of the
+        background are raised by poll, finish and the next save.
+        Raises CheckpointError on every rank when any of them fails. The temporary folder is then removed.
         """
         self.finish()
         named = tensors | {f"{RNG}{self._rank}.{name}": value for name, value in rng.items()}
@@ -106,28 +127,36 @@ class Checkpoints:
 
     def saving(self) -> bool:
         """Whether a background save is under way here."""
-        pending = self._pending  # the heartbeat asks
+        pending = self._pending  # read once: the heartbeat calls this from its own thread
         return pending is not None and not pending.done()
 
     def poll(self) -> None:
-        """Raise the error of a background save that has failed; costs nothing otherwise. Not collective: call it every step."""
+        """Raise the error of a background save that has failed; costs nothing otherwise.
+
+        Not collective: call it every step.
+        """
         if self._pending and self._pending.done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the background save, if one is under way, and raise its error."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending:
             pending.result()
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
-        """This rank's part of every tensor; async: copied into buffers that are kept, for pinning memory is slow."""
+        """This rank's part of every tensor.
+
+        Async: copied into buffers that are kept, because pinning memory is slow.
+        """
         local = {
             name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()
         }
         if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # offloaded moments may be on their way to the host
+            # Offloaded moments may still be on their way to the host.
+            torch.cuda.current_stream().synchronize()
         if self.mode == "sync":
             return local
         kept = self._staging
@@ -140,6 +169,7 @@ class Checkpoints:
 
     @torch.no_grad()
     def _write(self, step: int, tensors: dict[str, Tensor], local: dict[str, Tensor], state: str) -> None:
+        """Write the staged parts `local` of `tensors` as one step, all ranks together; remove old steps."""
         final = self.folder / f"step-{step}"
         temporary = Path(self._together(f"saving {final}", lambda: self._make_temporary(final))[0])
         planner = Planner(local)
@@ -169,7 +199,7 @@ class Checkpoints:
     def _publish(
         self, final: Path, temporary: Path, step: int, state: str, tensors: Tensors, entries: Files
     ) -> None:
-        """Rank 0, when every shard is on the disk: DCP's metadata, the manifest, the rename."""
+        """On rank 0, when every shard is on the disk: write DCP's metadata and the manifest, then rename."""
         fields = json.loads(state)
         manifest = Manifest(
             step=step,
@@ -189,7 +219,10 @@ class Checkpoints:
         folders.publish(temporary, final)
 
     def _retain(self) -> None:
-        """Remove the steps saved before the newest `keep` whole ones. Damaged ones do not count, and stay while they are newer."""
+        """Remove the steps saved before the newest `keep` whole ones.
+
+        Damaged steps do not count, and they stay while they are newer than those.
+        """
         steps, _ = self._steps()
         whole = 0
         for path in steps if 0 < self.keep < len(steps) else ():
@@ -204,7 +237,7 @@ class Checkpoints:
         try:
             if self._rank == 0:
                 folders.remove(path)
-        except OSError as error:  # the new step is safe: no reason to stop the run
+        except OSError as error:  # the new step is safe, so the run need not stop
             log.warning("an old checkpoint could not be removed: %s", error)
 
     # ---- loading ----
@@ -212,9 +245,10 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The step folder to resume from, the same on every rank; it was found whole, every byte hashed.
 
-        resume: "none" -> None; "auto" -> the newest whole step of the folder, None if it has no step; else the path of a step folder.
-        Newest means saved last. Damaged steps are named in a warning and never used. Raises CheckpointError if the path given, or
-        every step of the folder, is damaged: starting over in silence would be worse than stopping.
+        resume: "none" -> None; "auto" -> the newest whole step of the folder, None if it has no step; else
+        the path of a step folder. Newest means saved last. Damaged steps are named in a warning and not used.
+        Raises CheckpointError if the path given, or every step of the folder, is damaged: starting over in
+        silence would be worse than stopping.
         """
         self.finish()
         if resume == "none":
@@ -242,17 +276,19 @@ class Checkpoints:
     ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Fill `tensors` in place from the step folder `path`, whatever mesh and world it was saved on.
 
-        only: consider the saved tensors whose name starts so (or with one of these), e.g. "model.". Returns (state, rng); rng is this rank's saved generator
-        states, or None if the world size differs, `only` is given, or none were saved. Raises, before any tensor changes:
-        CheckpointError if a byte of the folder is damaged, MismatchError listing every tensor that is missing, not asked for, or of
-        other shape or dtype.
+        only: consider the saved tensors whose name starts so (or with one of these), e.g. "model.".
+        Returns (state, rng). rng is this rank's saved generator states, or None if the world size differs,
+        `only` is given, or none were saved.
+        Raises, before any tensor changes: CheckpointError if a byte of the folder is damaged; MismatchError
+        that lists every tensor that is missing, not asked for, or of other shape or dtype.
         """
         self.finish()
         if problems := self._problems(path):
             raise CheckpointError(listed("", problems, indent=""))
         manifest = read_manifest(path)
         self._compare(path, manifest, tensors, only)
-        same, mine = self._world == manifest.world and only is None, f"{RNG}{self._rank}."
+        same = self._world == manifest.world and only is None
+        mine = f"{RNG}{self._rank}."
         rng = {
             name: torch.empty(entry.shape, dtype=files.dtype_of(entry.dtype))
             for name, entry in manifest.tensors.items()
@@ -263,20 +299,20 @@ class Checkpoints:
         self._dcp(
             f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner
         )
-        return manifest.state, {
-            name.removeprefix(mine): value for name, value in rng.items()
-        } if rng else None
+        if not rng:
+            return manifest.state, None
+        return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()}
 
     def _compare(
         self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None
     ) -> None:
+        """MismatchError where the tensors asked for on all ranks are not the tensors saved."""
         saved = {
             n: e for n, e in manifest.tensors.items() if not n.startswith(RNG) and n.startswith(only or "")
         }
         votes = self._together(f"loading {path}", lambda: (list(tensors), _differences(saved, tensors)))
-        asked = {
-            name for names, _ in votes for name in names
-        }  # of all ranks: pipeline stages hold different tensors
+        # The names of all ranks: pipeline stages hold different tensors.
+        asked = {name for names, _ in votes for name in names}
         found = {line for _, lines in votes for line in lines}
         found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
         if found:
@@ -285,15 +321,20 @@ class Checkpoints:
     # ---- deciding together ----
 
     def _steps(self) -> tuple[list[Path], list[str]]:
-        """Published steps that any rank sees, newest first, and the problems of unreadable ones; the same lists on every rank."""
+        """Published steps that any rank sees, newest first, and the problems of unreadable ones.
 
+        Both lists are the same on every rank.
+        """
         votes = self._together(f"looking into {self.folder}", lambda: folders.published(self.folder))
         newest_first = sorted({step for steps, _ in votes for step in steps}, reverse=True)
         problems = dict.fromkeys(problem for _, problems in votes for problem in problems)
         return list(dict.fromkeys(path for _, path in newest_first)), list(problems)
 
     def _problems(self, path: Path) -> list[str]:
-        """What any rank finds wrong with a step folder, the same list on every rank; the ranks divide the hashing."""
+        """What any rank finds wrong with a step folder, the same list on every rank.
+
+        The ranks divide the hashing.
+        """
 
         def look() -> tuple[tuple | None, str | None, list[str]]:
             stamp = files.stamp(path)
@@ -317,11 +358,15 @@ class Checkpoints:
             log.warning("skipped a damaged checkpoint: %s", problem)
 
     def _together(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank; every rank gets all the results, or CheckpointError naming each rank that failed and why."""
-        result, error = None, None
+        """Run `work` on every rank and give every rank all the results.
+
+        Raises CheckpointError on every rank if one fails; it names each rank that failed and why.
+        """
+        result = None
+        error = None
         try:
             result = work()
-        except Exception as caught:  # whatever it is, the other ranks are waiting
+        except Exception as caught:  # any error: the other ranks are waiting
             error = caught
         votes: list[Any] = [(result, error and _describe(error))] * self._world
         if self._group:
@@ -345,23 +390,26 @@ def _describe(error: BaseException) -> str:
 
 
 def _report(doing: str, failures: dict[int, str]) -> str:
-    """One line for each different failure, with the ranks that it happened on."""
+    """One line for each different failure, with the ranks where it happened."""
     ranks: dict[str, list[str]] = {}
     for rank, why in failures.items():
         ranks.setdefault(why, []).append(str(rank))
-    return listed("", [f"{doing} failed: rank {_some(who)}: {why}" for why, who in ranks.items()], indent="")
+    failed = [f"{doing} failed: rank {_some(where)}: {why}" for why, where in ranks.items()]
+    return listed("", failed, indent="")
 
 
 def _some(ranks: list[str]) -> str:
-    """A number for each rank; of many the first eight and how many more."""
+    """The numbers of the ranks; of many, the first eight and how many more there are."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(ranks[:8]) + more
 
 
 def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]) -> list[str]:
+    """How the tensors asked for differ from those saved, a line each."""
     lines = []
     for name, tensor in tensors.items():
-        entry, dtype = saved.get(name), str(tensor.dtype).removeprefix("torch.")
+        entry = saved.get(name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
         if entry is None:
             lines.append(f"{name}: not in the checkpoint")
         elif entry.shape != tuple(tensor.shape):
@@ -376,6 +424,7 @@ def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]
 
 
 def _buffer_like(source: Tensor, kept: Tensor | None) -> Tensor:
+    """`kept` if it has the shape and dtype of `source`, else a new host buffer, pinned for a CUDA source."""
     if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
         return kept
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)

@@ -1,8 +1,8 @@
-"""Shards between DCP and the disk: the planner, storage writer and storage reader that checkpoint/checkpoints.py hands to DCP.
+"""Shards between DCP and the disk: the planner, writer and reader that checkpoints.py hands to DCP.
 
-DCP knows which rank holds which box of which tensor and who reads what; these classes write and read the boxes. DCP's own file
-system classes are not used: the writer loses the errors of its helper threads (pytorch#191391) and does not hash, the reader
-unpickles `.metadata`. The files stay readable to them.
+DCP decides which rank writes and which rank reads each box of each tensor. These classes write and read the
+boxes. DCP's own file system classes are not used: its writer loses the errors of its helper threads
+(pytorch#191391) and does not hash, and its reader unpickles `.metadata`. They can still read the files.
 
 next: checkpoint/manifest.py
 """
@@ -48,7 +48,7 @@ from tmoe.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from tmoe.disk import FileEntry
 from tmoe.stack import take
 
-# by it stock FileSystemReader finds payloads in .metadata; the one name that DCP does not export
+# Stock FileSystemReader finds payloads in .metadata by this class, the one name that DCP does not export.
 _StorageInfo: Any = take(
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "stock readers of checkpoints find no data in .metadata",
@@ -72,13 +72,20 @@ class Record:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans with the live tensors (their layout alone is read, maybe while training changes them), writes the staged parts."""
+    """Plans with the live tensors, and writes the staged parts `local`.
+
+    Of the live tensors only the layout is read, since training may be changing their values.
+    """
 
     def __init__(self, local: dict[str, Tensor]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)  # names are flat already
         self.local = local
 
     def placement(self, name: str) -> str:
+        """How the tensor is placed, in words for the manifest.
+
+        "rank 3" (a generator state), "replicated", or "axis=size: placement" for each mesh axis.
+        """
         tensor = self.state_dict[name]
         if not isinstance(tensor, DTensor):
             return f"rank {name.split('.')[1]}" if name.startswith(RNG) else "replicated"
@@ -88,13 +95,16 @@ class Planner(DefaultSavePlanner):
 
 
 class Writer(StorageWriter):
-    """Writes a rank's items in parallel files; on rank 0, hands what all ranks wrote to `publish(tensors, files)`.
+    """Writes a rank's items in parallel files; rank 0 hands what all wrote to `publish(tensors, files)`.
 
     DCP shares an error on any rank, in write_data or in publish, with all of them.
     """
 
     def __init__(self, folder: Path, rank: int, planner: Planner, publish: Callable[[Tensors, Files], None]):
-        self.folder, self.rank, self.planner, self.publish = folder, rank, planner, publish
+        self.folder = folder
+        self.rank = rank
+        self.planner = planner
+        self.publish = publish
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         pass
@@ -126,6 +136,7 @@ class Writer(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: join the chunks of all ranks into one entry for each tensor, and publish them."""
         records: dict[str, list[Record]] = {}
         for result in itertools.chain(*results):
             records.setdefault(result.index.fqn, []).append(result.storage_data)
@@ -149,7 +160,10 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def _split(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Items in at most WRITERS lists of about equal bytes: the largest first, each to the list that holds least."""
+    """Items in at most WRITERS lists of about equal bytes.
+
+    The largest come first, and each goes to the list that holds the least so far.
+    """
 
     def size(item: WriteItem) -> int:
         return math.prod(_box(item).sizes) * _planned(item).properties.dtype.itemsize
@@ -170,7 +184,7 @@ def _tensor_entry(planned: TensorStorageMetadata, records: list[Record]) -> Tens
 
 
 def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
-    """What DCP wants to know of a folder, from its manifest."""
+    """DCP's metadata of a folder, from its manifest."""
     layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=files.dtype_of(entry.dtype)),
@@ -188,17 +202,24 @@ def dcp_metadata(tensors: dict[str, TensorEntry]) -> Metadata:
 
 
 def write_stock_metadata(folder: Path, tensors: dict[str, TensorEntry]) -> FileEntry:
-    """`.metadata`, with which torch.distributed.checkpoint.load and its converters read the folder; tmoe never opens it."""
+    """Write `.metadata`, with which torch.distributed.checkpoint.load and its converters read the folder.
+
+    tmoe itself never opens it.
+    """
     with disk.HashedFile(folder / ".metadata") as file:
         pickle.dump(dcp_metadata(tensors), file)
     return file.entry()
 
 
 class Reader(StorageReader):
-    """Serves DCP's load plans from the manifest: no metadata file is opened and no bytes entry exists, so nothing is unpickled."""
+    """Serves DCP's load plans from the manifest.
+
+    It opens no metadata file, and no entry of the manifest is pickled bytes, so nothing is unpickled.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self.chunks = {(name, c.offset): c for name, entry in manifest.tensors.items() for c in entry.chunks}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -221,9 +242,8 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
-            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(
-                item
-            )
+            key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+            wanted.setdefault(key, []).append(item)
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(lambda pair: self._read_chunk(pair[0], pair[1], planner), wanted.items()))
         done: torch.futures.Future = torch.futures.Future()

@@ -1,4 +1,4 @@
-"""Errors of checkpoints that do not fit, in few lines."""
+"""The error of a checkpoint that does not fit, in a few lines of text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from tmoe.listing import listed
 
 
 class MismatchError(CheckpointError, ValueError):
-    """The tensors asked for are not the tensors saved; the message lists every difference, or every kind of them."""
+    """The tensors asked for are not the tensors saved.
+
+    The message lists every difference, or every kind of difference where there are many.
+    """
 
 
 def refuse(what: str, problems: list[str]) -> None:
-    """MismatchError with every problem, or every kind of them where they are many, if there is one."""
+    """MismatchError if there is a problem; it lists all of them, or every kind where there are many."""
     if problems:
         raise MismatchError(listed(f"{what}: {len(problems):,} differences", problems))

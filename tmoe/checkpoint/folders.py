@@ -1,7 +1,8 @@
-"""Step folders and their names: which are published, the rename that publishes one, and what killed saves left behind.
+"""Step folders by name: which are published, the rename that publishes one, what killed saves left behind.
 
-`step-N` is published, and whole or provably damaged; `step-N.tmp-UUID` is being written or being removed; `step-N.old-UUID` is the step
-that a re-save displaces, and exists for the moment between two renames only.
+`step-N` is published: it is whole, or provably damaged.
+`step-N.tmp-UUID` is being written or being removed.
+`step-N.old-UUID` is a step that a second save of the same number displaces, between two renames only.
 
 next: checkpoint/manifest.py
 """
@@ -22,11 +23,12 @@ _STEP = re.compile(r"(step-\d+)(?:\.(tmp|old)-[0-9a-f]{32})?")
 
 
 def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
-    """(saved_ns, step folder) of every step whose manifest is undamaged, newest first, and the problems of the others.
+    """(saved_ns, step folder) of steps with an undamaged manifest, newest first; and the others' problems.
 
     Newest means saved last: after a rollback the lower step number is the one to go on from.
     """
-    found, problems = [], []
+    found = []
+    problems = []
     for path in entries(folder, published=True):
         try:
             found.append((read_saved_ns(path), path))
@@ -37,9 +39,8 @@ def published(folder: Path) -> tuple[list[tuple[int, Path]], list[str]]:
 
 def entries(folder: Path, published: bool) -> list[Path]:
     """Published step folders (a displaced one too, while its successor is not there), or the others."""
-    if (
-        folder.is_symlink() and not folder.exists()
-    ):  # a disk that is not mounted: no run may start anew beside it
+    # A link to nothing may be a disk that is not mounted: no run may start anew beside it.
+    if folder.is_symlink() and not folder.exists():
         raise CheckpointError(
             f"{folder}: a link to nothing, {os.readlink(folder)}; mount it, or remove the link"
         )
@@ -53,8 +54,10 @@ def entries(folder: Path, published: bool) -> list[Path]:
 
 
 def resolve(path: Path) -> Path:
-    """`path`, or where its step lies if a save was killed between the two renames that replace it. CheckpointError for a folder of steps
-    or of a run, which names the newest step in it."""
+    """`path`, or where its step lies if a save was killed between the two renames that replace it.
+
+    CheckpointError for a folder of steps or of a run; it names the newest step in that folder.
+    """
     if not (path / NAME).exists():
         for folder in (path, path / "checkpoints"):
             if steps := published(folder)[0]:
@@ -68,12 +71,17 @@ def beside(path: Path, kind: str) -> Path:
 
 
 def next_saved_ns(folder: Path) -> int:
-    """saved_ns of the step that is about to be published: later than every step of the folder, also when the clock was set back."""
+    """saved_ns of the step that is about to be published.
+
+    It is later than that of every step in the folder, even when the clock was set back.
+    """
     return max([time.time_ns(), *(earlier + 1 for earlier, _ in published(folder)[0])])
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give the complete folder `temporary` its public name. A step of that name is displaced, and removed once its successor is safe.
+    """Give the complete folder `temporary` its public name.
+
+    A step of that name is displaced, and removed once its successor is safe.
 
     Killed at any point, either the old or the new step is found, never a mixture.
     """
@@ -93,7 +101,10 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a step folder; it loses its public name first, so that a kill half way leaves no damaged step behind."""
+    """Delete a step folder.
+
+    It loses its public name first, so that a kill half way leaves no damaged step behind.
+    """
     if "." not in path.name:
         condemned = beside(path, "tmp")
         os.rename(path, condemned)
@@ -102,7 +113,10 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Clear what killed saves left in `folder`. Only the writer of a folder may call it: a save in flight looks the same."""
+    """Clear what killed saves left in `folder`.
+
+    Only the writer of a folder may call it: a save in flight looks the same as a killed one.
+    """
     for path in entries(folder, published=True):
         if ".old-" in path.name:  # killed between the two renames: the old step gets its name back
             os.rename(path, path.with_name(path.name.split(".")[0]))

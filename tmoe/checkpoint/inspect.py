@@ -1,4 +1,6 @@
-"""Show what a step folder holds: the run, the tree of tensors with equal blocks folded, statistics of one tensor.
+"""Show what a step folder holds: the run, the tree of tensors, statistics of one tensor.
+
+In the tree, equal blocks are folded into one line.
 
 next: checkpoint/manifest.py
 """
@@ -57,7 +59,10 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def show(path: Path, manifest: Manifest, console: Console) -> None:
-    """Facts, settings and tensors of a step folder. Strings of the manifest are printed as they are, never as markup."""
+    """Print the facts, settings and tensors of a step folder.
+
+    Strings of the manifest are printed as they are, never as markup.
+    """
     facts = Table.grid(padding=(0, 2))
     for key, value in _facts(path, manifest):
         facts.add_row(Text(key, style="bold"), Text(_printable(value)))
@@ -77,14 +82,17 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     sizes = [entry.size for entry in manifest.files.values()]
     yield "files", f"{len(sizes)}, {decimal(sum(sizes))} ({sum(sizes)} bytes)"
     for title, value in {**manifest.info, "state": manifest.state}.items():
-        sections = {k: v for k, v in value.items() if isinstance(v, dict)} if isinstance(value, dict) else {}
+        sections = {}
+        if isinstance(value, dict):
+            sections = {k: v for k, v in value.items() if isinstance(v, dict)}
         if rest := {k: v for k, v in value.items() if k not in sections} if sections else value:
             yield title, _flat(rest)
-        for key, section in sections.items():  # a section of the settings a line
+        for key, section in sections.items():  # each section of the settings has its own line
             yield f"{title}.{key}", _flat(section)
 
 
 def _flat(value: Any, name: str = "") -> str:
+    """The value as text, on one line; of nested dicts "a.b=1  a.c=2"."""
     if isinstance(value, dict):
         return "  ".join(_flat(part, f"{name}.{key}" if name else key) for key, part in value.items())
     return f"{name}={value}" if name else f"{value}"
@@ -202,17 +210,23 @@ class Statistics:
                 self.merge(one)
 
     def merge(self, other: Statistics) -> None:
-        """Chan, Golub, LeVeque 1979: means and squares of two samples give those of both."""
+        """Add another sample's statistics: means and squares of two samples give those of both.
+
+        Chan, Golub, LeVeque 1979.
+        """
         self.non_finite += other.non_finite
         if not self.count or not other.count:
             if other.count:
                 self.count, self.min, self.max = other.count, other.min, other.max
                 self.mean, self.squares = other.mean, other.squares
             return
-        count, distance = self.count + other.count, other.mean - self.mean
+        count = self.count + other.count
+        distance = other.mean - self.mean
         self.squares += other.squares + distance**2 * self.count * other.count / count
         self.mean += distance * other.count / count
-        self.count, self.min, self.max = count, min(self.min, other.min), max(self.max, other.max)
+        self.count = count
+        self.min = min(self.min, other.min)
+        self.max = max(self.max, other.max)
 
     def as_json(self) -> dict[str, Any]:
         keys = ("min", "max", "mean", "std", "norm")
@@ -222,9 +236,10 @@ class Statistics:
 
 
 def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
-    """A tensor's entry and statistics: of the whole first, then, for expert parameters [E, ...], of each expert.
+    """A tensor's entry and statistics: of the whole, then, for expert parameters [E, ...], of each expert.
 
-    Holds one chunk at a time. CheckpointError: no such tensor (with the nearest names), or its bytes are damaged.
+    Holds one chunk at a time.
+    CheckpointError: no such tensor (it names the nearest names), or the tensor's bytes are damaged.
     """
     tensors = read_manifest(path).tensors
     if (entry := tensors.get(name)) is None:

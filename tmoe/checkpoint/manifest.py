@@ -1,8 +1,11 @@
 """What is in a step folder: manifest and hashed shard files; no process group, no pickle.
 
-A step folder `step-N` holds the shard files `__RANK_I.distcp` (torch.save payloads one after another, as DCP writes them), DCP's own
-`.metadata` for stock readers (tmoe hashes it and never opens it), and `manifest.json`, the commit mark. Every byte of the folder is
-under a hash: the manifest carries each file's size and SHA-256, and its own SHA-256 in its first line (taken with that digest blanked).
+A step folder `step-N` holds
+    `__RANK_I.distcp`  shard files: torch.save payloads one after another, as DCP writes them
+    `.metadata`        DCP's own, for stock readers; tmoe hashes it and never opens it
+    `manifest.json`    the commit mark: a folder without it is not a finished step
+Every byte of the folder is under a hash. The manifest carries each file's size and SHA-256, and in its first
+line its own SHA-256, which is taken with that digest replaced by zeros.
 
 next: checkpoint/folders.py
 """
@@ -37,20 +40,26 @@ READERS = 8  # files hashed at once; sha256 releases the GIL
 _HEAD = b'{\n"sha256": "'
 _BLANK = b"0" * 64
 _SAVED = re.compile(rb'\n"saved_ns": (\d+),\n')
-# stored whole bytes each
+# Types whose elements are stored in whole bytes.
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|bfloat16|float(8_\w+|16|32|64)|complex(32|64|128)")
 _MOST = 1 << 58  # elements that torch can count the bytes of, whatever their type
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written, is damaged, or does not fit; the message names rank, path and reason."""
+    """A checkpoint could not be written, is damaged, or does not fit.
+
+    The message names rank, path and reason.
+    """
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it starts and how long it is in each dimension, and where its torch.save payload lies.
+    """A box of a tensor, and where its torch.save payload lies.
 
-    sha256 covers the elements' bytes in row-major order, not the payload's framing: equal content, equal hash.
+    offset, shape: where the box starts and how long it is in each dimension.
+    file, at, size: the payload's file, its first byte and its length in bytes.
+    sha256: of the elements' bytes in row-major order, without the payload's framing. Equal content has an
+        equal hash.
     """
 
     offset: tuple[int, ...]
@@ -77,7 +86,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a step folder says about itself. saved_ns grows with every save into a run's folder, whatever the step number."""
+    """All that a step folder says about itself.
+
+    saved_ns grows with every save into a run's folder, whatever the step number.
+    """
 
     step: int
     tokens: int | None
@@ -93,7 +105,10 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write and sync `folder/manifest.json`: one line a field, file and tensor, so that grep and diff work on it."""
+    """Write and sync `folder/manifest.json`.
+
+    Each field, file and tensor has a line of its own, so that grep and diff work on it.
+    """
     fields: dict[str, Any] = {"format": FORMAT, **vars(manifest)}
     lines = [
         f'"{key}": ' + (_table(v) if key in ("files", "tensors") else json.dumps(v))
@@ -106,7 +121,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def is_step(folder: Path) -> bool:
-    """Whether it holds a manifest of ours, damaged or not: others' files have that name too."""
+    """Whether it holds a manifest of tmoe's, damaged or not. Other programs also write files of that name."""
     try:
         with open(folder / NAME, "rb") as file:
             return file.read(len(_HEAD)) == _HEAD
@@ -120,7 +135,10 @@ def _table(entries: dict[str, Any]) -> str:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of the step folder `path`; CheckpointError where it is missing, damaged, malformed or of another format."""
+    """The manifest of the step folder `path`.
+
+    CheckpointError where it is missing, damaged, malformed or of another format.
+    """
     file = Path(path) / NAME
     try:
         return _parse(json.loads(_read_bytes(file)))
@@ -129,8 +147,11 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def read_saved_ns(path: Path) -> int:
-    """The saved_ns of an undamaged manifest, taken from its line: parsing the manifest of a large model takes a second, and in the
-    background of a training run that second is training's."""
+    """The saved_ns of an undamaged manifest, taken from its line without parsing the rest.
+
+    Parsing the manifest of a large model takes a second of Python. A save in the background would take that
+    second from training.
+    """
     if not (line := _SAVED.search(_read_bytes(path / NAME))):
         raise CheckpointError(f"{path / NAME}: malformed: no saved_ns")
     return int(line[1])
@@ -146,14 +167,15 @@ def _read_bytes(file: Path) -> bytes:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    digest, body = raw[len(_HEAD) :][:64], raw[len(_HEAD) + 64 :]
+    digest = raw[len(_HEAD) :][:64]
+    body = raw[len(_HEAD) + 64 :]
     if not raw.startswith(_HEAD) or hashlib.sha256(_HEAD + _BLANK + body).hexdigest().encode() != digest:
         raise CheckpointError(f"{file}: damaged: its bytes do not match its own SHA-256")
     return raw
 
 
 def _require_regular(file: Path) -> None:
-    """OSError unless it is a plain file (or a link to one): a pipe would never end, nor does /dev/zero."""
+    """OSError unless it is a plain file, or a link to one: reading a pipe or /dev/zero would never end."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(f"{file}: no regular file")
 
@@ -201,7 +223,10 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    """Chunks that leave their tensor, their file, or a hole would load as silence, so they are refused here."""
+    """ValueError where chunks leave their tensor or their file, overlap, or do not fill the tensor.
+
+    Without this check such chunks would load without an error.
+    """
     dtype_of(entry.dtype)
     if not isinstance(entry.placement, str):
         raise ValueError(f"tensor {name}: placement {entry.placement!r} is no text")
@@ -215,17 +240,20 @@ def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) ->
         inside = all(o + s <= n for o, s, n in zip(chunk.offset, chunk.shape, entry.shape, strict=True))
         if not inside or chunk.at + chunk.size > files[chunk.file].size:
             raise ValueError(f"tensor {name}: chunk at {chunk.offset} lies outside the tensor or its file")
-    filled, volume = sum(math.prod(c.shape) for c in entry.chunks), math.prod(entry.shape)
+    filled = sum(math.prod(c.shape) for c in entry.chunks)
+    volume = math.prod(entry.shape)
     if filled != volume:
         raise ValueError(f"tensor {name}: chunks hold {filled} of {volume} elements")
-    if entry.shape and (
-        pair := _overlap(entry.chunks)
-    ):  # as many elements as the tensor, some twice: others are missing
+    # As many elements as the tensor has, but some of them twice: then others are missing.
+    if entry.shape and (pair := _overlap(entry.chunks)):
         raise ValueError(f"tensor {name}: chunks at {pair[0].offset} and {pair[1].offset} overlap")
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> tuple[Chunk, Chunk] | None:
-    """Two chunks with an element in common. A sweep along dim 0: each chunk meets those only that have not ended."""
+    """Two chunks with an element in common, if there are such.
+
+    A sweep along dim 0: each chunk is compared only with those that have not ended before it starts.
+    """
     running: list[Chunk] = []
     for chunk in sorted((c for c in chunks if math.prod(c.shape)), key=lambda c: c.offset):
         running = [c for c in running if c.offset[0] + c.shape[0] > chunk.offset[0]]
@@ -247,7 +275,10 @@ def tensor_entry(
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch.bfloat16 for "bfloat16"; ValueError for anything that is no dtype, or none of plain elements (qint8, int4)."""
+    """torch.bfloat16 for "bfloat16".
+
+    ValueError for what is no dtype, or a dtype whose elements are not plain (qint8, int4).
+    """
     dtype = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
@@ -264,10 +295,13 @@ def verify(
     names: Collection[str] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Problems of the step folder `path`, none if it is whole; each names its file. Files beyond the manifest only cause a warning.
+    """Problems of the step folder `path`, none if it is whole; each names its file.
 
-    Sizes are checked for every file, contents for every n-th: share = (i, n) lets n processes divide the hashing; None: sizes only.
-    names: these files only. advance, if any, is told the bytes that were hashed since its last call, from several threads.
+    share: (i, n) hashes every n-th file, the i-th first, so that n processes can divide the work; None checks
+        sizes only. Sizes are checked for every file.
+    names: check these files only.
+    advance: told the bytes hashed since its last call, from several threads.
+    Files that the manifest does not know only cause a warning.
     """
     path = Path(path)
     try:
@@ -304,7 +338,8 @@ def _file_problem(
 
 
 def _digest(file: Path, advance: Callable[[int], None] | None) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
@@ -314,7 +349,10 @@ def _digest(file: Path, advance: Callable[[int], None] | None) -> str:
 
 
 def stamp(path: Path) -> tuple | None:
-    """Name, size, time and inode of every file: what was verified under a stamp need not be read again under the same one."""
+    """Name, size, time and inode of every file; None if the folder cannot be read.
+
+    What was verified under a stamp need not be read again under the same one.
+    """
     try:
         stats = [(entry.name, entry.stat()) for entry in os.scandir(path)]
     except OSError:
@@ -330,16 +368,23 @@ def write_chunk(file: HashedFile, tensor: Tensor, offset: tuple[int, ...]) -> Ch
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write the whole storage
         tensor = tensor.clone()
-    at, digest = file.size, _content_hash(tensor)
+    at = file.size
+    digest = _content_hash(tensor)
     torch.save(tensor, cast(IO[bytes], file))
     return Chunk(tuple(offset), tuple(tensor.shape), file.path.name, at, file.size - at, digest)
 
 
 class _Window(io.RawIOBase):
-    """`size` bytes of a file from `at` on as a file of its own: torch.load fills the tensor from it, with no copy between."""
+    """`size` bytes of a file from `at` on, as a file of its own.
+
+    torch.load fills the tensor from it, with no copy between.
+    """
 
     def __init__(self, file: io.FileIO, at: int, size: int):
-        self._file, self._at, self._size, self._position = file, at, size, 0
+        self._file = file
+        self._at = at
+        self._size = size
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -363,7 +408,10 @@ class _Window(io.RawIOBase):
 
 
 def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The chunk as a CPU tensor, checked against shape, dtype and hash; CheckpointError names file and byte where it differs."""
+    """The chunk as a CPU tensor, checked against shape, dtype and hash.
+
+    CheckpointError names file and byte where it differs.
+    """
     where = f"{folder / chunk.file} at byte {chunk.at}"
     try:
         _require_regular(folder / chunk.file)

@@ -1,12 +1,13 @@
-"""Write a step folder from tensors that stream by, on one machine without a process group: resumable, verified, then renamed.
+"""Write a step folder from tensors that stream by, on one machine and without a process group.
 
-The tensors are divided into groups. A group is written into `DST.partial/group-I`, one file for each rank of the new world, and its
-own manifest, written last, says that it is done: a killed rewrite keeps the finished groups, and the same command writes the others.
-When all are there they are read back and hashed, moved into one folder, described by one manifest, and the folder gets its name.
+A rewrite can be resumed: the tensors are divided into groups. A group is written into `DST.partial/group-I`,
+one file for each rank of the new world. Its own manifest, written last, says that it is done. A killed
+rewrite keeps the finished groups, and the same command writes the others. When all are there, they are read
+back and hashed, moved into one folder and described by one manifest. Then the folder gets its name.
 
-Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64 sum: measured, 2.5
-tensors in a reshard and 5 in an average. Hashing is what costs (of contents read and written, of files written and read back), so
-groups are written in parallel, as many as fit into MEMORY.
+Memory: a worker holds the chunks that the next boxes of one tensor still need, one box, and its copy or fp64
+sum. Measured: 2.5 tensors in a reshard and 5 in an average. Hashing is what takes the time (of contents read
+and written, of files written and read back). So groups are written in parallel, as many as fit into MEMORY.
 
 next: parallel/layout.py, checkpoint/manifest.py
 """
@@ -62,12 +63,13 @@ Advance = Callable[[int], None]  # told of bytes done since its last call, by an
 MEMORY = 8 << 30  # bytes that all workers together may hold, unless one alone needs more
 # What a killed rewrite leaves in its work folder.
 OURS = re.compile(r"(group-\d+/)?(__\d+_\d+\.distcp|manifest\.json)|\.metadata|group-\d+/")
-FRAME = 4096  # bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata
+# Bytes of a box beside its elements: torch.save's frame (1.6 KB), its lines in manifest.json and .metadata.
+FRAME = 4096
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write; boxes: who of the new world holds what, each element once."""
+    """A tensor to write. boxes: which rank of the new world holds which part; each element is in one box."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,10 +84,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write. produce(output) yields the contents of output.boxes in their order, CPU tensors of output.dtype.
+    """What to write.
 
-    manifest: the result's, but for files, tensors and saved_ns. sources: whatever else decides the contents (hashes of what is read),
-    so that a rewrite never goes on with what another one left.
+    produce: produce(output) yields the contents of output.boxes in their order, CPU tensors of output.dtype.
+    manifest: the result's, apart from files, tensors and saved_ns.
+    sources: whatever else decides the contents (hashes of what is read), so that a rewrite never goes on with
+        what another one left.
     """
 
     outputs: tuple[Output, ...]
@@ -95,17 +99,21 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
+        """Equal for plans that write the same: it tells whether a finished group belongs to this plan."""
         return hashlib.sha256(repr((self.outputs, self.manifest, self.sources)).encode()).hexdigest()
 
 
 def rewrite(plan: Plan, dst: Path) -> None:
-    """Write the step folder `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
+    """Write the step folder `dst`, or go on with what a killed call left in `dst.partial`.
 
-    Raises CheckpointError: dst exists, dst.partial holds what no rewrite left there, too little space (all before the first byte),
-    another process writes it, or what was written does not read back; OSError naming the file; whatever produce raises. dst is absent
-    then, and finished groups are kept.
+    The name appears when everything is verified. Raises, and leaves dst absent and finished groups in place:
+    CheckpointError where dst exists, dst.partial holds what no rewrite left there, or space is too small (all
+        before the first byte), where another process writes it, or what was written does not read back;
+    OSError that names the file;
+    whatever produce raises.
     """
-    groups, key = divide(plan), plan.key
+    groups = divide(plan)
+    key = plan.key
     check_space(plan, dst)
     with locked(dst) as work:
         parts = [work / f"group-{number}" for number in range(len(groups))]
@@ -119,14 +127,17 @@ def rewrite(plan: Plan, dst: Path) -> None:
 
 
 def check_space(plan: Plan, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free); CheckpointError if dst exists, dst.partial is not ours, or they do not fit."""
+    """(bytes still to be written at most, bytes free).
+
+    CheckpointError if dst exists, dst.partial holds files of something else, or the bytes do not fit.
+    """
     require_absent(dst)
     require_ours(dst, OURS.fullmatch)
-    key, work = plan.key, work_folder(dst)
+    key = plan.key
+    work = work_folder(dst)
     missing = [group for i, group in enumerate(divide(plan)) if not _is_done(work / f"group-{i}", key)]
-    return room_for(
-        sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group), dst
-    )
+    needed = sum(output.nbytes + FRAME * len(output.boxes) for group in missing for output in group)
+    return room_for(needed, dst)
 
 
 def room_for(needed: int, dst: Path) -> tuple[int, int]:
@@ -154,19 +165,23 @@ def require_outside(dst: Path, sources: Sequence[Path]) -> None:
 
 
 def require_ours(dst: Path, is_ours: Callable[[str], object]) -> None:
-    """CheckpointError if `dst.partial` holds a name (of a folder with / at its end) that this tool does not leave there: all of it may
-    be removed, and nobody else's file shall be."""
+    """CheckpointError if `dst.partial` holds a name that this tool does not leave there.
+
+    is_ours: told a path inside the folder, with / at its end if it is a folder. All of `dst.partial` may be
+    removed, so it must hold no file of the user's.
+    """
     work = work_folder(dst)
     if os.path.lexists(work) and not work.is_dir():
         raise CheckpointError(f"{work}: is no folder; move it away, or name another folder")
     for folder, folders_inside, files_inside in os.walk(work):
         inside = Path(folder).relative_to(work)
-        for name in [f"{inside / name}/" for name in folders_inside] + [
-            f"{inside / name}" for name in files_inside
-        ]:
+        names = [f"{inside / name}/" for name in folders_inside]
+        names += [f"{inside / name}" for name in files_inside]
+        for name in names:
             if not is_ours(name) or (work / name).is_symlink():
                 raise CheckpointError(
-                    f"{work}: holds {name}, which this command did not write; move it away, or name another folder"
+                    f"{work}: holds {name}, which this command did not write; move it away, "
+                    f"or name another folder"
                 )
 
 
@@ -175,7 +190,10 @@ def work_folder(dst: Path) -> Path:
 
 
 def divide(plan: Plan) -> list[list[Output]]:
-    """Groups of tensors of about equal bytes: as many as a rank's files would be if training had saved (checkpoint/dcp.py)."""
+    """Groups of tensors of about equal bytes.
+
+    As many as a rank's files would be if training had saved (checkpoint/dcp.py).
+    """
     per_rank = sum(output.nbytes for output in plan.outputs) // plan.manifest.world
     count = min(shards.WRITERS, 1 + per_rank // shards.SMALL)
     groups: list[list[Output]] = [[] for _ in range(count)]
@@ -189,7 +207,7 @@ def divide(plan: Plan) -> list[list[Output]]:
 
 @contextmanager
 def locked(dst: Path) -> Iterator[Path]:
-    """The work folder, held by this process alone; a kill lets go of it."""
+    """The work folder, held by this process alone. If the process is killed, the lock is released."""
     work = work_folder(dst)
     work.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work, os.O_RDONLY)
@@ -208,20 +226,20 @@ def locked(dst: Path) -> Iterator[Path]:
 
 @contextmanager
 def keeping(dst: Path) -> Iterator[None]:
-    """Errors inside say that what is finished of `dst` is kept."""
+    """Around the work on `dst`: errors say that what is finished is kept."""
     try:
         yield
     except (CheckpointError, OSError) as error:
         kept = work_folder(dst)
-        raise CheckpointError(
-            f"{error}; {kept} keeps what is finished, the same command goes on"
-            if kept.exists()
-            else f"{error}"
-        ) from error
+        goes_on = f"; {kept} keeps what is finished, the same command goes on" if kept.exists() else ""
+        raise CheckpointError(f"{error}{goes_on}") from error
 
 
 def _is_done(part: Path, key: str) -> bool:
-    """Whether a group was finished by this very plan. Sizes only: its contents are hashed with all others at the end."""
+    """Whether a group was finished by this very plan.
+
+    Checks sizes only: its contents are hashed with all others at the end.
+    """
     try:
         return read_manifest(part).info == {"plan": key} and not verify(part, share=None)
     except CheckpointError:
@@ -229,7 +247,8 @@ def _is_done(part: Path, key: str) -> bool:
 
 
 def _clear(dst: Path, keep: list[Path]) -> None:
-    require_ours(dst, OURS.fullmatch)  # again, now that nobody else writes here
+    """Remove what is in the work folder, apart from the groups to `keep`."""
+    require_ours(dst, OURS.fullmatch)  # again, now that no other process can write here
     for path in set(work_folder(dst).iterdir()) - set(keep):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -238,6 +257,10 @@ def _clear(dst: Path, keep: list[Path]) -> None:
 
 
 def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> None:
+    """Write the groups that are not there yet, in parallel.
+
+    If one fails, the others stop at their next box.
+    """
     todo = [number for number, part in enumerate(parts) if not part.exists()]
     largest = max((output.nbytes for number in todo for output in groups[number]), default=1)
     workers = max(1, min(shards.WRITERS, os.cpu_count() or 1, MEMORY // (5 * largest + 1)))
@@ -263,7 +286,7 @@ def _write_groups(plan: Plan, groups: list[list[Output]], parts: list[Path]) -> 
 
 
 def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tell: Advance) -> None:
-    """One group's folder: a file a rank, then the manifest that says it is done."""
+    """Write one group's folder: a file a rank, then the manifest that says it is done."""
     part.mkdir()
     try:
         opened: dict[int, disk.HashedFile] = {}
@@ -282,13 +305,14 @@ def _write_group(plan: Plan, outputs: list[Output], number: int, part: Path, tel
         files.write_manifest(part, done)
         disk.sync_folder(part)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)  # room for the next attempt
+        shutil.rmtree(part, ignore_errors=True)  # makes room for the next attempt
         raise
 
 
 def _write_tensor(
     output: Output, contents: Iterator[Tensor], shard: Callable[[int], disk.HashedFile], tell: Advance
 ) -> TensorEntry:
+    """Write the boxes of one tensor into the files of their ranks."""
     chunks = []
     for box in output.boxes:
         tensor = next(contents)
@@ -296,7 +320,7 @@ def _write_tensor(
             raise TypeError(f"{output.name}: {tensor.dtype} {tuple(tensor.shape)} came for {box}")
         chunks.append(files.write_chunk(shard(box.rank), tensor, box.offset))
         tell(tensor.nbytes)
-        del tensor  # or it would be held while the next one is read
+        del tensor  # so that it is not held while the next one is read
     return files.tensor_entry(output.shape, output.dtype, output.placement, chunks)
 
 
@@ -304,6 +328,7 @@ def _write_tensor(
 
 
 def _read_back(parts: list[Path]) -> None:
+    """Hash what was written. A damaged group is removed, and CheckpointError names its files."""
     total = sum(size_on_disk(part) for part in parts)
     with bar("verifying", total) as advance:
         problems = {part: found for part in parts if (found := verify(part, advance=advance))}
@@ -317,6 +342,7 @@ def _read_back(parts: list[Path]) -> None:
 
 
 def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
+    """Move the groups' files into one folder with one manifest, and give it its name."""
     manifests = [read_manifest(part) for part in parts]
     found = {name: entry for manifest in manifests for name, entry in manifest.tensors.items()}
     tensors = {name: found[name] for name in sorted(found)}
@@ -337,14 +363,17 @@ def _publish(plan: Plan, parts: list[Path], work: Path, dst: Path) -> None:
 
 
 def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iterator[Tensor]:
-    """The contents of `boxes` in their order; each chunk that they touch is read and checked once, and let go after its last box."""
+    """The contents of `boxes`, in their order.
+
+    Each chunk that they touch is read and checked once, and released after its last box.
+    """
     start = np.array([chunk.offset for chunk in entry.chunks]).reshape(len(entry.chunks), len(entry.shape))
     end = start + np.array([chunk.shape for chunk in entry.chunks]).reshape(start.shape)
     needed = [
         np.flatnonzero(((start < np.add(box.offset, box.shape)) & (end > box.offset)).all(1)).tolist()
         for box in boxes
     ]
-    last = {index: i for i, indices in enumerate(needed) for index in indices}
+    last = {index: i for i, indices in enumerate(needed) for index in indices}  # chunk -> its last box
     held: dict[int, Tensor] = {}
     dtype = files.dtype_of(entry.dtype)
     for i, (box, indices) in enumerate(zip(boxes, needed, strict=True)):
@@ -355,7 +384,7 @@ def read_boxes(folder: Path, entry: TensorEntry, boxes: tuple[Box, ...]) -> Iter
         for index in indices:
             if last[index] == i:
                 del held[index]
-        yield content.pop()  # this frame keeps no reference
+        yield content.pop()  # so that this frame keeps no reference
 
 
 def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
@@ -364,7 +393,7 @@ def read_whole(folder: Path, entry: TensorEntry) -> Tensor:
 
 
 def _assemble(box: Box, parts: list[tuple[Chunk, Tensor]], dtype: torch.dtype) -> Tensor:
-    """The box from the chunks that cover it; a view if one chunk does."""
+    """The box from the chunks that cover it. It is a view if one chunk covers it all."""
     if len(parts) == 1:
         return _common(box, *parts[0])[1]
     whole = torch.empty(box.shape, dtype=dtype)
@@ -389,7 +418,10 @@ def size_on_disk(folder: Path) -> int:
 
 @contextmanager
 def bar(text: str, total: int) -> Iterator[Advance]:
-    """A bar of bytes on stderr if that is a terminal; yields what tells it of bytes done, from any thread."""
+    """A bar of bytes on stderr if that is a terminal.
+
+    Yields a function that adds bytes done, from any thread.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,14 +1,15 @@
 """Take checkpoints apart and together on a machine without GPU or process group.
 
-    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                       what it holds
-    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME         statistics of one tensor
-    python -m tmoe.checkpoint verify runs/a/checkpoints                                  every byte of every step
-    python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                         files for another world
-    python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16       weights alone, in bf16
-    python -m tmoe.checkpoint average STEP STEP STEP DST                                 mean of the weights
-    python -m tmoe.checkpoint average STEP DST --ema                                     the average that training kept
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000                  what it holds
+    python -m tmoe.checkpoint inspect runs/a/checkpoints/step-1000 --tensor NAME    statistics of one tensor
+    python -m tmoe.checkpoint verify runs/a/checkpoints                             every byte of every step
+    python -m tmoe.checkpoint reshard STEP DST --world 64 --ep 8                    files for another world
+    python -m tmoe.checkpoint reshard STEP DST --world 1 --only model --dtype bf16  weights alone, in bf16
+    python -m tmoe.checkpoint average STEP STEP STEP DST                            mean of the weights
+    python -m tmoe.checkpoint average STEP DST --ema                                training's own average
 
-Exit code 0: done; 1: damaged, refused or failed, the reason on stderr; 2: not a command line. Memory is that of a few tensors.
+Exit code 0: done; 1: damaged, refused or failed, the reason on stderr; 2: not a command line. Memory is that
+of a few tensors.
 
 next: checkpoint/rewrite.py, checkpoint/inspect.py
 """
@@ -55,7 +56,7 @@ from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 WIDTH = 200  # of lines that go into a file or a pipe
-CAST = ("model.", "ema.")  # moments and step counts keep their type
+CAST = ("model.", "ema.")  # what --dtype casts; moments and step counts keep their type
 
 
 # ---- inspect, verify ----
@@ -71,7 +72,8 @@ def inspect(
         tensor: statistics of this tensor instead; its bytes are checked
         json: print JSON
     """
-    path, console = folders.resolve(path), Console()
+    path = folders.resolve(path)
+    console = Console()
     if not console.is_terminal:
         console.width = WIDTH
     if tensor is None:
@@ -89,7 +91,8 @@ def _print_json(value: Any) -> None:
 
 
 def verify(path: Path, /) -> None:
-    """Hash every byte of a step folder, or of every step in a checkpoints folder; exit code 1 if any is damaged.
+    """Hash every byte of a step folder, or of every step in a checkpoints folder; exit code 1 if any is
+    damaged.
 
     Args:
         path: a step folder, or a folder of steps
@@ -108,7 +111,10 @@ def verify(path: Path, /) -> None:
 
 
 def _problems(step: Path, advance: Advance) -> list[str] | None:
-    """What is wrong with a step; None if the run that owns it removed it meanwhile. One that was replaced is looked at again."""
+    """What is wrong with a step; None if the run that owns it removed it meanwhile.
+
+    A step that was replaced meanwhile is looked at again.
+    """
     for _ in range(3):
         before = files.stamp(step)
         problems = files.verify(step, advance=advance)
@@ -142,7 +148,8 @@ def reshard(
         dst: a new folder
         world: number of ranks that will load it
         ep: ranks of an expert group
-        dtype: cast the weights and their average, to the nearest, ties to even; moments and choice biases keep their type
+        dtype: cast the weights and their average, to the nearest, ties to even; moments and choice biases
+            keep their type
         only: keep these parts; default: all
         dry_run: say what would be written
     """
@@ -153,7 +160,9 @@ def reshard(
 def plan_reshard(
     src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()
 ) -> Plan:
-    """Plan of `reshard`. ValueError: world and ep do not fit, nothing is left; CheckpointError: src is damaged.
+    """Plan of `reshard`.
+
+    ValueError: world and ep do not fit, or nothing is left. CheckpointError: src is damaged.
 
     Generator states stay if the world does; another number of ranks draws other numbers.
     """
@@ -198,7 +207,8 @@ def average(
     ema: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """STEP... DST: write the mean of the weights of several steps, or with --ema the average that training kept.
+    """STEP... DST: write the mean of the weights of several steps, or with --ema the average that training
+    kept.
 
     The result holds weights alone, in the layout of the first step: `train.py --init DST` starts from it.
 
@@ -215,9 +225,14 @@ def average(
 
 
 def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
-    """Plan of `average`. CheckpointError lists every difference in names, shapes, dtypes and model settings."""
+    """Plan of `average`.
+
+    CheckpointError lists every difference in names, shapes, dtypes and model settings.
+    """
     manifests = [read_manifest(step) for step in steps]
-    first, prefix = manifests[0], "ema." if ema else "model."
+    first = manifests[0]
+    prefix = "ema." if ema else "model."
+
     weights = {name: entry for name, entry in first.tensors.items() if name.startswith("model.")}
     sources = [
         {
@@ -227,6 +242,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
         }
         for m in manifests
     ]
+    # Training keeps no moving average of buffers: the steps' own values are taken.
     for entries, m in zip(sources, manifests, strict=True):
         entries |= {
             name: entry for name, entry in m.tensors.items() if ema and entries and BUFFERS.fullmatch(name)
@@ -253,7 +269,10 @@ def _differences(
     sources: list[dict[str, TensorEntry]],
     prefix: str,
 ) -> list[str]:
-    """Everything that keeps the steps from being averaged, each line naming the step that differs from the first."""
+    """Everything that keeps the steps from being averaged.
+
+    Each line names the step that differs from the first.
+    """
     found = [] if weights else [f"{steps[0]}: holds no model.* tensors"]
     found += [
         f"{n}: {e.dtype} has no mean" for n, e in weights.items() if not dtype_of(e.dtype).is_floating_point
@@ -276,7 +295,10 @@ def _differences(
 
 
 def _model_settings(manifest: Manifest) -> dict[str, Any]:
-    """By dotted name, without what training alone reads: runs may change it between two steps."""
+    """Model settings by dotted name, without those that only training reads.
+
+    Runs may change those between two steps.
+    """
     config = manifest.info.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     flat: dict[str, Any] = {}
@@ -286,7 +308,7 @@ def _model_settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _layout_of(entry: TensorEntry) -> Layout:
-    """The layout that a tensor has already; ranks are in the names of its files."""
+    """The layout that a tensor already has. The ranks are in the names of its files."""
     ranks = [re.match(r"__(\d+)_", chunk.file) for chunk in entry.chunks]
     boxes = zip(ranks, entry.chunks, strict=True)
     return Layout(
@@ -300,7 +322,11 @@ def _averaged(sources: list[tuple[Path, dict[str, TensorEntry]]], output: Output
 
 
 def _mean(readers: list[Iterator[Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
-    """Summed in fp64, where the sum of a few fp32 is exact or nearly so, and rounded to fp32; narrower types round from there."""
+    """The mean of the same box in several steps.
+
+    Summed in fp64, where the sum of a few fp32 numbers is exact or nearly so, and rounded to fp32. Narrower
+    types are rounded from fp32.
+    """
     total = torch.zeros(box.shape, dtype=torch.float64)
     for reader in readers:
         total += _widened(next(reader))
@@ -309,7 +335,7 @@ def _mean(readers: list[Iterator[Tensor]], box: Box, dtype: torch.dtype) -> Tens
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor  # float8 adds to nothing
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor  # float8 has no addition
 
 
 # ---- carrying out ----
@@ -322,7 +348,10 @@ def with_history(
     origin: dict[str, Any],
     info: dict[str, Any] | None = None,
 ) -> Plan:
-    """A plan whose result says, after what its source said, where it comes from. info: facts of the result; None: the source's."""
+    """A plan whose result says where it comes from, after what its source said of itself.
+
+    info: facts of the result; None: those of the source.
+    """
     history = manifest.info.get("history")
     told = {"history": [*(history if isinstance(history, list) else ()), origin]}
     blank = replace(
@@ -332,15 +361,18 @@ def with_history(
 
 
 def origin_of(tool: str, steps: Sequence[Path], **options: Any) -> dict[str, Any]:
+    """What a result records of its making: tool, options, step folders and the hashes of their manifests."""
     digests = [hashlib.sha256((step / files.NAME).read_bytes()).hexdigest() for step in steps]
     sources = [dict(path=str(step), sha256=digest) for step, digest in zip(steps, digests, strict=True)]
     return dict(tool=tool, sources=sources) | options
 
 
 def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) -> None:
-    """Missing and truncated files are refused before the first byte; flipped bits when their chunk is read, which hashes it.
+    """Refuse missing and truncated files before the first byte is written.
 
-    Files of tensors that are not needed may be damaged: the weights of a step whose optimizer state is lost can be rescued.
+    Flipped bits are found later, when a chunk is read and thereby hashed.
+    Files of tensors that are not needed may be damaged: the weights of a step can be rescued when its
+    optimizer state is lost.
     """
     needed = {chunk.file for entry in entries.values() for chunk in entry.chunks}
     if problems := files.verify(src, share=None, names=needed):
@@ -348,13 +380,17 @@ def check_sizes(src: Path, manifest: Manifest, entries: dict[str, TensorEntry]) 
 
 
 def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> None:
+    """Check the plan against the disk, then write `dst`, or with dry_run only say what would be written."""
     require_outside(dst, sources)
     needed, free = check_space(plan, dst)
     ranks = {
         (box.rank, i) for i, group in enumerate(divide(plan)) for output in group for box in output.boxes
     }
     size = sum(output.nbytes for output in plan.outputs)
-    what = f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of {plan.manifest.world} ranks"
+    what = (
+        f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of "
+        f"{plan.manifest.world} ranks"
+    )
     if dry_run:
         return print(f"{what}; at most {decimal(needed)} to write, {decimal(free)} free; nothing written")
     with keeping(dst):
@@ -363,7 +399,7 @@ def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; ends the process with an error's one message."""
+    """The command line. An error ends the process with one message."""
     commands: dict[str, Any] = dict(inspect=inspect, verify=verify, reshard=reshard, average=average)
     with one_message():
         tyro.extras.subcommand_cli_from_dict(
@@ -377,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Around a command line: what can go wrong ends the process with code 1 and one message."""
+    """Around a command line: an expected error ends the process with code 1 and one message."""
     try:
         yield
     except (CheckpointError, OSError, ValueError, RecursionError) as error:

@@ -40,7 +40,8 @@ def convert(
     text_field: str = "text",
     skip_malformed: int = 0,
 ) -> None:
-    """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of memory-mapped token shards.
+    """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of
+    memory-mapped token shards.
 
     Args:
         sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
@@ -54,7 +55,8 @@ def convert(
         raise DataError(
             "needs at least one source, --shard-tokens of at least 1 and --skip-malformed of at least 0"
         )
-    surveyed, skips = [survey(name) for name in sources], Skips(skip_malformed)
+    surveyed = [survey(name) for name in sources]
+    skips = Skips(skip_malformed)
     size = sum(path.stat().st_size for source in surveyed for path, _ in source.files)
     columns = (
         TextColumn("{task.description}"),
@@ -65,6 +67,8 @@ def convert(
     )
     chosen = load_tokenizer(tokenizer)
     counts = [Counts() for _ in surveyed]
+
+    # Documents are read, encoded and written one after another: these are generators.
     with Progress(*columns) as progress:
         task = progress.add_task("tokenizing", total=size)
         read = (
@@ -85,11 +89,14 @@ def convert(
 
 
 class Counts:
-    """What a source gave to a conversion."""
+    """What a source gave to a conversion: documents, tokens, how the first document begins."""
 
-    documents, tokens, first = 0, 0, ""
+    documents = 0
+    tokens = 0
+    first = ""
 
     def tokens_of(self, encoded: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The ids as they are, counted on their way."""
         for ids in encoded:
             self.documents += 1
             self.tokens += len(ids)
@@ -99,6 +106,7 @@ class Counts:
 def _track(
     source: Survey, field: str, skips: Skips, count: Counts, progress: Progress, task: TaskID
 ) -> Iterator[Document]:
+    """The documents of a source as they are, with the progress bar moved along."""
     for number, document in enumerate(read_documents(source, field, skips)):
         if number == 0:
             count.first = beginning(document.text)

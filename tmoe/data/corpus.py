@@ -1,6 +1,7 @@
 """Consecutive tokens of a source, and how a source is cut into training and validation.
 
-next: sources.py"""
+next: data/sources.py
+"""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ class Run(NamedTuple):
     """bytes of the file before the first of these tokens"""
 
     def bad_id(self, position: int, vocab: int) -> DataError:
+        """The error of an id outside the model's vocabulary. position: of the token in this run."""
         at = self.offset + position * self.tokens.itemsize
         token = int(self.tokens[position])
         return DataError(
@@ -42,13 +44,16 @@ class Corpus(NamedTuple):
 
 
 def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
-    """The first 1 - fraction of a run or the rest of it, cut after the first eos in the first half of that rest.
+    """The first 1 - fraction of a run, or the rest of it.
 
-    Where no document ends there, the cut goes through a document: better than a validation split of almost nothing.
+    The cut follows the first eos in the first half of that rest. Where no document ends there, it goes
+    through
+    a document: otherwise validation could have almost nothing.
     """
     at = len(run.tokens) - int(len(run.tokens) * fraction)
     half = at + (len(run.tokens) - at) // 2
-    for low in range(at, half, 1 << 20):  # in pieces: the first eos is near, the rest should stay on disk
+    # In pieces: the first eos is near, and the rest should stay on disk.
+    for low in range(at, half, 1 << 20):
         ends = np.flatnonzero(run.tokens[low : min(low + (1 << 20), half)] == eos)
         if ends.size:
             at = low + int(ends[0]) + 1

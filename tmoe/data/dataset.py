@@ -1,10 +1,12 @@
-"""Batches of token windows whose order is a pure function of (seed, epoch, global sample), and the shard converter.
+"""Batches of token windows whose order is a pure function of (seed, epoch, global sample).
+
+Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation ->
+window. Every arrow is arithmetic, so any rank can jump to any sample at once, and neither world size nor
+workers change the order. data/convert.py makes the shards that are read here:
 
     python -m tmoe.data texts/ more.jsonl --out shards/ --tokenizer tokenizer.json
-    python -m tmoe.data 'set/**/*.parquet' --out shards/ --tokenizer HF_DIR --text-field content --skip-malformed 100
-
-Global sample g -> source (weights) -> n-th sample of that source -> epoch and position -> permutation -> window.
-Every arrow is arithmetic, so any rank jumps to any sample at once, and neither world size nor workers change the order.
+    python -m tmoe.data 'set/**/*.parquet' --out shards/ --tokenizer HF_DIR --text-field content
+    python -m tmoe.data 'set/*.jsonl.gz' --out shards/ --tokenizer HF_DIR --skip-malformed 100
 
 next: data/sources.py for what a source holds
 """
@@ -28,14 +30,11 @@ import torch
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
 from tmoe.data.corpus import Corpus, Split
-from tmoe.data.sources import (
-    open_corpus,
-)
+from tmoe.data.sources import open_corpus
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
-WEIGHT = re.compile(
-    r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?"
-)  # 1e99999999 would be computed, digit by digit
+# A weight's digits are limited: 1e99999999 would be computed, digit by digit.
+WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")
 
 
 class Batch(NamedTuple):
@@ -50,19 +49,20 @@ class Batch(NamedTuple):
     def micros(
         self, device: torch.device, documents: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Each micro-batch's three tensors [B, S] on the device; None in place of the documents if they are not wanted."""
+        """Each micro-batch's three tensors [B, S] on the device; None for documents that are not wanted."""
         for micro in zip(*self, strict=True):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
             yield tokens_BS, targets_BS, documents_BS if documents else None
 
 
 def permute(index: int, n: int, key: str) -> int:
-    """Image of `index` under a pseudo-random permutation of range(n) chosen by `key`; O(1) memory, about 10 us.
+    """Image of `index` under a pseudo-random permutation of range(n) that `key` chooses.
 
-    Generalised Feistel network with cycle walking (Black & Rogaway, Ciphers with Arbitrary Finite Domains, 2002): each
-    round adds a keyed hash of one coordinate to the other on the smallest near-square grid that holds n points. The
-    grid has less than sqrt(n) + 1 points to spare, so hardly any index walks twice; on the power-of-two grid of a
-    plain Feistel network up to three in four would.
+    O(1) memory, about 10 us. Generalised Feistel network with cycle walking (Black & Rogaway, Ciphers with
+    Arbitrary Finite Domains, 2002): each round adds a keyed hash of one coordinate to the other on the
+    smallest near-square grid that holds n points. The grid has less than sqrt(n) + 1 points to spare, so
+    hardly any index walks twice; on the power-of-two grid of a plain Feistel network up to three in four
+    would.
     """
     rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
@@ -83,20 +83,23 @@ def _hash(text: str) -> int:
 def choose(index: int, weights: list[int]) -> tuple[int, int]:
     """Source of global sample `index`, and how many samples that source has given before it.
 
-    Halves the list of sources until one is left. Of the first g samples that reach a pair of halves, floor(g p) went to
-    the left half, p its exact share of the weights: evenly spread, and any g is reached without those before it. After
-    g samples a source has given its share of g to within the depth, ceil(log2(sources)), and after sum(weights)
-    samples its weight exactly.
+    Halves the list of sources until one is left. p is the exact share of the left half in the weights of both
+    halves. Of the first g samples that reach them, floor(g p) went to the left half. So they are evenly
+    spread, and any g is reached without those before it. After g samples a source has given its share of g
+    to within the depth, ceil(log2(sources)), and after sum(weights) samples its weight exactly.
     """
     low, high = 0, len(weights)
     while high - low > 1:
         middle = (low + high) // 2
-        left, total = sum(weights[low:middle]), sum(weights[low:high])
+        left = sum(weights[low:middle])
+        total = sum(weights[low:high])
         before = index * left // total
         if (index + 1) * left // total > before:
-            high, index = middle, before
+            high = middle
+            index = before
         else:
-            low, index = middle, index - before
+            low = middle
+            index -= before
     return low, index
 
 
@@ -104,7 +107,10 @@ class Source:
     """Windows of seq + 1 tokens, seq apart, over one source's concatenated runs."""
 
     def __init__(self, corpus: Corpus, seq: int, vocab: int, split: Split) -> None:
-        self.name, self.runs, self.seq, self.vocab = corpus.name, corpus.runs, seq, vocab
+        self.name = corpus.name
+        self.runs = corpus.runs
+        self.seq = seq
+        self.vocab = vocab
         self.taken = corpus.taken
         self.starts = [0, *itertools.accumulate(len(run.tokens) for run in corpus.runs)]
         self.tokens = self.starts.pop()
@@ -117,14 +123,16 @@ class Source:
 
     def window(self, index: int) -> np.ndarray:
         """Tokens [index * seq, (index + 1) * seq] as int64; DataError on an id outside the vocabulary."""
-        start, end = index * self.seq, (index + 1) * self.seq + 1
+        start = index * self.seq
+        end = (index + 1) * self.seq + 1
         first = bisect.bisect_right(self.starts, start) - 1
         last = bisect.bisect_left(self.starts, end)
         return np.concatenate([self._read(run, start, end) for run in range(first, last)])
 
     def _read(self, number: int, start: int, end: int) -> np.ndarray:
         """The part of one run that lies in [start, end) of the stream."""
-        run, base = self.runs[number], self.starts[number]
+        run = self.runs[number]
+        base = self.starts[number]
         low = max(start - base, 0)
         tokens = run.tokens[low : end - base].astype(np.int64)
         if tokens.size and tokens.max() >= self.vocab:
@@ -149,15 +157,18 @@ class Dataset:
     def __init__(
         self, sources: list[Source], weights: list[int], *, eos: int, fingerprint: str, seed: int
     ) -> None:
-        self.sources, self.weights, self.eos, self.seed = sources, weights, eos, seed
-        self.ahead = (
-            0  # samples by which a run is ahead of its step number: earlier steps were of another size
-        )
+        self.sources = sources
+        self.weights = weights
+        self.eos = eos
+        self.seed = seed
+        # Samples by which a run is ahead of its step number, since earlier steps had another size.
+        self.ahead = 0
         self.fingerprint = fingerprint
-        self.seq, self.vocab = sources[0].seq, sources[0].vocab
+        self.seq = sources[0].seq
+        self.vocab = sources[0].vocab
         self.tokens = sum(source.tokens for source in sources)
         self.samples = sum(source.samples for source in sources)
-        """windows in one pass over every source; without weights, the first `samples` samples are that pass"""
+        """windows in one pass over every source; without weights, the first `samples` samples are it"""
 
     def sample(self, index: int) -> np.ndarray:
         """Global sample `index` (from 0, endless) as int64 [S + 1]."""
@@ -169,13 +180,18 @@ class Dataset:
     def go_on(
         self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> None:
-        """Behind `step` steps that took `tokens` tokens in all, of whatever size each: no sample twice, none left out."""
+        """Continue behind `step` steps that took `tokens` tokens in all, whatever the size of each.
+
+        No sample is given twice, and none is left out.
+        """
         self.ahead = tokens // self.seq - step * batch * accumulate * world
 
     def indices(
         self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
     ) -> list[int]:
-        """One rank's part of a step: global samples ahead + (step * accumulate + a) * world * batch + rank * batch + b.
+        """One rank's part of a step, as global samples.
+
+        They are ahead + (step * accumulate + a) * world * batch + rank * batch + b.
 
         Concatenated by (a, rank, b), the ranks' parts are the same samples in the same order for every
         (world, batch, accumulate) of one product.
@@ -185,35 +201,33 @@ class Dataset:
 
     def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Batch:
         """The samples of `indices`, in their order."""
-        rows = [
-            self.sample(i)
-            for i in self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
-        ]
+        wanted = self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
+        rows = [self.sample(i) for i in wanted]
         windows = torch.from_numpy(np.stack(rows)).view(accumulate, batch, self.seq + 1)
         tokens = windows[..., :-1].contiguous()
         ends = tokens == self.eos
         return Batch(tokens, windows[..., 1:].masked_fill(ends, IGNORE), ends.cumsum(-1) - ends.long())
 
     def facts(self) -> dict[str, Any]:
-        """What a step keeps of the data that it was trained on: JSON-able."""
+        """What a step records of the data that it was trained on, as values that JSON can hold."""
         return {"is": self.describe(), "tokenizer": self.fingerprint, "eos": self.eos}
 
     def extent(self, split: str) -> dict[str, Any]:
-        """What tells two nodes' copies apart without reading them."""
+        """What tells two nodes' copies of the data apart without reading them."""
         found = dict(tokens=self.tokens, samples=self.samples, tokenizer=self.fingerprint, eos=self.eos)
         return {f"--data.path: {name} of the {split} data": value for name, value in found.items()}
 
     def describe(self) -> str:
-        shares = (
-            f"{s.name} {w / sum(self.weights):.1%}" for s, w in zip(self.sources, self.weights, strict=True)
-        )
+        """Size and shares of the sources, for a person to read."""
+        weighted = zip(self.sources, self.weights, strict=True)
+        shares = (f"{source.name} {weight / sum(self.weights):.1%}" for source, weight in weighted)
         return f"{self.tokens:,} tokens, {self.samples:,} samples of {self.seq} an epoch: {', '.join(shares)}"
 
 
 def unigram_entropy(dataset: Dataset) -> float | None:
-    """Entropy of the mixture's byte frequencies, nats a byte: the loss of the best model that ignores context.
+    """Entropy of the mixture's byte frequencies, nats a byte: the loss of the best model without context.
 
-    Reads every token once. None for data of other tokens than bytes, or so much of it that the reading would be felt.
+    Reads every token once. None for tokens other than bytes, and for data that would take long to read.
     """
     if dataset.fingerprint != "bytes" or dataset.tokens > 2**30:
         return None
@@ -228,12 +242,16 @@ def unigram_entropy(dataset: Dataset) -> float | None:
 def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carried | None = None) -> Dataset:
     """Opens the sources of `--data.path` for windows of seq tokens and their targets.
 
-    Without weights each source gives one sample a window that it has (in proportion to its tokens, so that an epoch
-    passes everything once); with weights, samples in proportion to them, whatever the sources' sizes: small sources
-    then begin their next epoch, shuffled anew, while large ones are still in their first.
-    Text is tokenised here (data/sources.py): convert what many runs read to shards. carried: the tokenizer of the model that the
-    run starts from; it is the default, and data of another is refused, but for cfg.new_tokenizer. Shards carry their
+    Without weights, each source gives one sample for each window that it has (in proportion to its tokens,
+    so that an epoch passes everything once). With weights, it gives samples in proportion to them, whatever
+    the sources'
+    sizes: small sources then begin their next epoch, shuffled anew, while large ones are still in their
+    first.
+
+    Text is tokenised here (data/sources.py): make shards of what many runs read. Shards carry their
     tokenizer's fingerprint, so `--data.tokenizer` may stay at its default when every source is shards.
+    carried: the tokenizer of the model that the run starts from. It is the default, and data of another
+        tokenizer is refused, except with cfg.new_tokenizer.
     DataError for anything that cannot be trained on, the same on every rank.
     """
     names, weights = parse_sources(cfg.path)
@@ -254,8 +272,9 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     for corpus in corpora:
         if (corpus.fingerprint, corpus.eos) != (first.fingerprint, first.eos):
             raise DataError(
-                f"{corpus.name}: made with tokenizer {corpus.fingerprint}, eos {corpus.eos}, not {first.fingerprint}, eos {first.eos}; "
-                "sources that are mixed, and --data.tokenizer if given, must be of one tokenizer and end documents alike"
+                f"{corpus.name}: made with tokenizer {corpus.fingerprint}, eos {corpus.eos}, "
+                f"not {first.fingerprint}, eos {first.eos}; sources that are mixed, and --data.tokenizer "
+                "if given, must be of one tokenizer and end documents alike"
             )
     weights = weights or [source.samples for source in sources]
     return Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
@@ -272,9 +291,13 @@ def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
 
 
 def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:
-    """Names and weights of PATH or PATH:WEIGHT; weights as whole numbers of equal proportion, [] if there are none."""
+    """Names and weights of PATH or PATH:WEIGHT.
+
+    Weights are whole numbers of the same proportion, [] if there are none.
+    """
     parsed = [_parse_source(spec) for spec in specs]
-    names, weights = [name for name, _ in parsed], [weight for _, weight in parsed if weight is not None]
+    names = [name for name, _ in parsed]
+    weights = [weight for _, weight in parsed if weight is not None]
     if weights and len(weights) < len(names):
         bare = next(name for name, weight in parsed if weight is None)
         raise DataError(f"--data.path {bare}: has no weight; give every source one, PATH:WEIGHT, or none")
@@ -283,27 +306,29 @@ def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:
 
 
 def _parse_source(spec: str) -> tuple[str, Fraction | None]:
+    """Name and weight of one PATH or PATH:WEIGHT; None for no weight."""
     name, colon, weight = spec.rpartition(":")
     if not colon or Path(spec).exists():
         return spec, None
     try:
-        # exact: 0.3 is 3/10, so that proportions hold at any sample number
+        # Exact: 0.3 is 3/10, so that proportions hold at any sample number.
         value = Fraction(weight if WEIGHT.fullmatch(weight.strip()) else 0)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not name or value <= 0:
         raise DataError(
-            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, weight > 0 "
-            "of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
+            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, "
+            "weight > 0 of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
         )
     return name, value
 
 
 class Loader:
-    """Iterates over a rank's batches from a step on, the next one being made in one background thread.
+    """Iterates over a rank's batches from a step on; one background thread makes the next batch.
 
-    Endless. Its position is `step`, the step of the batch that comes next: nothing else need be saved to resume.
-    An error in the background is raised by `next` of the step that it belongs to, and again if asked again.
+    Endless. Its position is `step`, the step of the batch that comes next. Nothing else must be saved to
+    resume. An error in the background is raised by `next` of the step that it belongs to, and again if
+    asked again.
     """
 
     def __init__(
@@ -318,10 +343,11 @@ class Loader:
         pin: bool = False,
     ) -> None:
         """pin: batches in page-locked memory, for copies to the GPU that do not block."""
-        self.step, self.pin = start_step, pin
+        self.step = start_step
+        self.pin = pin
         self._dataset = dataset
         self._shape = {"batch": batch, "accumulate": accumulate, "rank": rank, "world": world}
-        # A new thread starts on device 0, where pinning would open a context of every rank.
+        # A new thread starts on device 0, where pinning would open a CUDA context for every rank.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin else (None, ())
         self._thread = ThreadPoolExecutor(1, "tmoe-data", *setup)
         self._pending: Future[Batch] = self._thread.submit(self._make, start_step)

@@ -1,4 +1,6 @@
-"""What a file of a source holds, told by its first bytes, and its rows: JSON lines, a JSON array, parquet; compressed or not.
+"""What a file of a source holds, told by its first bytes, and its rows.
+
+Rows are JSON lines, a JSON array or parquet; files may be compressed.
 
 next: data/sources.py
 """
@@ -40,7 +42,7 @@ REFUSED = {
 }
 HEAD = 4096
 PIECE = 1 << 20  # characters that a JSON reader takes at a time
-MOST_GUESSED = 1 << 24  # characters in which the first value must end, of a file that is not named .json
+MOST_GUESSED = 1 << 24  # characters in which the first value must end, in a file that is not named .json
 
 
 class Found(NamedTuple):
@@ -50,20 +52,20 @@ class Found(NamedTuple):
     packed: str = ""
     """by which program it is compressed"""
     named: bool = False
-    """whether its name says rows, too"""
+    """whether its name says rows as well"""
     rows: tuple[dict, ...] = ()
     """the first two at most"""
 
     @property
     def sure(self) -> bool:
-        """Whether these are rows of a data set rather than a JSON file among others, a package.json say."""
-        return (
-            self.form == "parquet" or self.named or (len(self.rows) > 1 and kind_of_row(self.rows[0]) != "")
-        )
+        """Whether these are rows of a data set, and not a JSON file among others, such as a package.json."""
+        if self.form == "parquet" or self.named:
+            return True
+        return len(self.rows) > 1 and kind_of_row(self.rows[0]) != ""
 
 
 def kind_of_row(row: dict, field: str = "text") -> str:
-    """What a row is, by its fields: "text", or rows of a kind that has other uses; "" for none that is known."""
+    """What a row is, by its fields: "text", or rows of a kind with other uses; "" for no known kind."""
     if isinstance(row.get(field), str):
         return "text"
     if "messages" in row or "conversations" in row:
@@ -84,8 +86,9 @@ def no_text(where: str, row: Any, field: str) -> DataError:
     shown = ", ".join(list(map(str, row))[:12]) or "none"
     if kind := kind_of_row(row, field):
         return DataError(
-            f"{where}: {kind} (fields: {shown}), which cannot be trained on yet; their JSON is no text to train on. "
-            f'Valid: rows with a string field "{field}", or another named by --data.text-field (--text-field)'
+            f"{where}: {kind} (fields: {shown}), which cannot be trained on yet; their JSON is no text to "
+            f'train on. Valid: rows with a string field "{field}", or another named by --data.text-field '
+            "(--text-field)"
         )
     return DataError(
         f'{where}: needs an object with a string field "{field}"; its fields are: {shown}; '
@@ -94,9 +97,9 @@ def no_text(where: str, row: Any, field: str) -> DataError:
 
 
 def look(path: Path) -> Found:
-    """What a file holds: by its first bytes, and where these leave it open by its name."""
+    """What a file holds, by its first bytes and, where these leave it open, by its name."""
     if path.suffix == ".bin":
-        return Found("token shards")  # whoever opens it says what is wrong with it
+        return Found("token shards")  # opening it reports what is wrong with it
     packed = packing(path)
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:
@@ -124,15 +127,14 @@ def look(path: Path) -> Found:
             values += [value for _, value, _ in islice(read_json(path, packed, most), 2)]
         if values and all(isinstance(value, dict) for value in values):
             return Found("JSON", packed, named, tuple(values))
-    if (
-        suffix in ROWS_SUFFIXES
-    ):  # named so, and none: its first row says why, unless other texts lie beside it
+    # Named as rows, but without any: reading reports why, unless other texts lie beside it.
+    if suffix in ROWS_SUFFIXES:
         return Found("JSON lines" if start == b"{" else "JSON", packed, named)
     return Found("plain text", packed)
 
 
 def refuse_others(path: Path, head: bytes) -> None:
-    """DataError for a file of a kind that is known, and neither text nor rows."""
+    """DataError for a file of a known kind that is neither text nor rows."""
     for magic, what in REFUSED.items():
         if head.startswith(magic):
             raise DataError(f"{path}: {what}")
@@ -156,11 +158,10 @@ def first_lines(path: Path, packed: str) -> tuple[dict, ...]:
 
 
 def packing(path: Path) -> str:
-    """By which program a file is compressed, told by its first bytes; "" for none."""
+    """The name of the program that compressed a file, told by its first bytes; "" for none."""
+    # Opening a pipe would wait for a writer.
     if not path.is_file():
-        raise DataError(
-            f"{path}: no regular file, or a link to nothing"
-        )  # opened, a pipe would wait for a writer
+        raise DataError(f"{path}: no regular file, or a link to nothing")
     with naming(path), path.open("rb") as file:
         head = file.read(8)
     return next((name for magic, name in PACKED.items() if head.startswith(magic)), "")
@@ -168,14 +169,17 @@ def packing(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path, packed: str) -> Generator[tuple[BinaryIO, BinaryIO], None, None]:
-    """A file's content, unpacked, and the file itself, whose `tell` is how far it has been read. DataError if it is damaged."""
+    """A file's content, unpacked, and the file itself, whose `tell` is how far it has been read.
+
+    DataError if it is damaged.
+    """
     with naming(path), path.open("rb") as file:
         try:
             yield _unpacked(path, file, packed), file
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: damaged {packed}: {error}") from error
         except OSError as error:
-            if packed and error.errno is None:  # bz2's
+            if packed and error.errno is None:  # bz2's error for damaged data
                 raise DataError(f"{path}: damaged {packed}: {error}") from error
             raise
         except Exception as error:
@@ -201,12 +205,18 @@ def _unpacked(path: Path, file: BinaryIO, packed: str) -> BinaryIO:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Unpacks frames that follow one another. EOFError where the file ends within one: the library's own reader just ends there."""
+    """Unpacks frames that follow one another.
+
+    EOFError where the file ends within a frame; the library's own reader would end without an error.
+    """
 
     def __init__(self, file: BinaryIO, frame: Callable[[], Any]) -> None:
-        self.file, self.new_frame = file, frame
-        self.frame, self.inside = frame(), False
-        self.rest, self.ready = b"", memoryview(b"")
+        self.file = file
+        self.new_frame = frame
+        self.frame = frame()
+        self.inside = False
+        self.rest = b""
+        self.ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -219,7 +229,8 @@ class _ZstdFrames(io.RawIOBase):
                     raise EOFError("the file ends within a frame")
                 return 0
             self.ready = memoryview(self.frame.decompress(packed))
-            self.inside, self.rest = not self.frame.eof, self.frame.unused_data
+            self.inside = not self.frame.eof
+            self.rest = self.frame.unused_data
             if self.frame.eof:
                 self.frame = self.new_frame()
         count = min(len(buffer), len(self.ready))
@@ -229,6 +240,7 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def require_package(path: Path, what: str, package: str, install: str) -> None:
+    """DataError where a package that is needed to read `path` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise DataError(
             f"{path}: {what}: needs the package {package}, which is not installed here: pip install {install}"
@@ -239,7 +251,7 @@ def require_package(path: Path, what: str, package: str, install: str) -> None:
 
 
 def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """Of each row of a file: where it is, the row, its error if it cannot be read, bytes of the file that it took."""
+    """For each row of a file: where it is, the row, why it cannot be read (or None), its bytes in it."""
     if found.form == "parquet":
         yield from _parquet_rows(path, found, field)
     elif found.form == "JSON":
@@ -250,10 +262,12 @@ def read_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, 
 
 
 def _line_rows(path: Path, packed: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
+    """read_rows of JSON lines; empty lines are left out."""
     before = 0
     with opened(path, packed) as (stream, file):
         for number, line in enumerate(stream, start=1):
-            size, before = file.tell() - before, file.tell()
+            size = file.tell() - before
+            before = file.tell()
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -264,14 +278,20 @@ def _line_rows(path: Path, packed: str) -> Iterator[tuple[str, Any, DataError | 
 
 
 def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tuple[int, Any, int]]:
-    """Number, value and bytes of each value of a JSON array, or of values that follow one another; one at a time in memory.
+    """Number, value and bytes of each value of a JSON array, or of values that follow one another.
 
-    most: characters in which the first value must end. DataError where the file ends within a value, or is not JSON.
+    One value at a time is in memory. most: characters in which the first value must end.
+    DataError where the file ends within a value, or is not JSON.
     """
-    decoder, number, before, needed = json.JSONDecoder(), 0, 0, 0
+    decoder = json.JSONDecoder()
+    number = 0
+    before = 0  # bytes of the file at the last value
+    needed = 0  # characters of the buffer without which the next value is not parsed again
     with opened(path, packed) as (stream, file):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-        buffer, at, closed, done = "", 0, False, False
+        buffer, at = "", 0
+        closed = False  # the array has ended
+        done = False  # the file has ended
         try:
             buffer = text.read(PIECE)
             at = _blank(buffer, 0)
@@ -280,7 +300,8 @@ def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tupl
             while True:
                 at = _blank(buffer, at, "," if array else "")
                 if array and buffer.startswith("]", at):
-                    at, closed = _blank(buffer, at + 1), True
+                    at = _blank(buffer, at + 1)
+                    closed = True
                 if at < len(buffer) and closed:
                     raise ValueError("something follows the array")
                 if at < len(buffer) and len(buffer) - at >= needed:
@@ -288,14 +309,16 @@ def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tupl
                         value, end = decoder.raw_decode(buffer, at)
                         if end < len(buffer) or done:
                             number += 1
-                            size, before = file.tell() - before, file.tell()
+                            size = file.tell() - before
+                            before = file.tell()
                             yield number, value, size
-                            at, needed = end, 0
+                            at = end
+                            needed = 0
                             continue
                     except ValueError:
                         if done:
                             raise
-                        needed = 2 * (len(buffer) - at)  # not parsed anew with every piece
+                        needed = 2 * (len(buffer) - at)  # so that it is not parsed again with every piece
                 if done:
                     break
                 if most is not None and number == 0 and len(buffer) > most:
@@ -315,14 +338,17 @@ def read_json(path: Path, packed: str, most: int | None = None) -> Iterator[tupl
 
 
 def _blank(text: str, at: int, also: str = "") -> int:
-    """Where the next character stands that is neither blank nor in `also`."""
+    """The position of the next character that is neither blank nor in `also`."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at
 
 
 def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, Any, DataError | None, int]]:
-    """Reads the text alone where there is a column of that name, else all columns, which the message about the row names."""
+    """read_rows of parquet: the text alone where there is a column of that name, else all columns.
+
+    The error of a row without text names those columns.
+    """
     require_package(path, "parquet", "pyarrow", "'tmoe[parquet]', or pip install pyarrow")
     if found.packed:
         raise DataError(f"{path}: parquet within {found.packed}; unpack it, for parquet is compressed itself")
@@ -331,13 +357,12 @@ def _parquet_rows(path: Path, found: Found, field: str) -> Iterator[tuple[str, A
     try:
         file = pyarrow.parquet.ParquetFile(path)
         columns = [field] if field in file.schema_arrow.names else None
-        number, size = 0, -(-path.stat().st_size // max(file.metadata.num_rows, 1))
+        number = 0
+        size = -(-path.stat().st_size // max(file.metadata.num_rows, 1))
         for table in file.iter_batches(batch_size=256, columns=columns):
             for row in table.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row, None, size
-    except (
-        pyarrow.ArrowException,
-        OSError,
-    ) as error:  # what the reader of these rows raises does not come here
+    # Errors raised by the code that consumes these rows do not come here.
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: damaged parquet: {error}") from error

@@ -1,6 +1,7 @@
 """Token shards: files of token ids behind a header of one line of JSON.
 
-next: dataset.py"""
+next: data/dataset.py
+"""
 
 from __future__ import annotations
 
@@ -51,9 +52,10 @@ class ShardHeader:
 
 
 def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
-    """Maps one shard after checking header, size and largest id; DataError names file and offset."""
+    """Maps one shard after it has checked header, size and largest id. DataError names file and offset."""
     header = read_header(path)
-    size, promised = path.stat().st_size, HEADER_BYTES + header.tokens * header.itemsize
+    size = path.stat().st_size
+    promised = HEADER_BYTES + header.tokens * header.itemsize
     if size != promised:
         what = "truncated" if size < promised else "too long"
         raise DataError(
@@ -69,10 +71,10 @@ def open_shard(path: Path, vocab: int) -> tuple[ShardHeader, Run]:
 
 
 def read_header(path: Path) -> ShardHeader:
+    """A shard's header. DataError where there is none of this version, or its values cannot be."""
+    # Opening a pipe would wait for a writer.
     if not path.is_file():
-        raise DataError(
-            f"{path}: no regular file, or a link to nothing"
-        )  # opened, a pipe would wait for a writer
+        raise DataError(f"{path}: no regular file, or a link to nothing")
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
@@ -93,16 +95,17 @@ def read_header(path: Path) -> ShardHeader:
             raise ValueError(f"eos {header.eos} of {header.vocab} ids")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
-            f"{path}: byte 0 begins no {ShardHeader.magic} header of version {ShardHeader.version}: {error!r}; "
-            "`python -m tmoe.data` makes shards"
+            f"{path}: byte 0 begins no {ShardHeader.magic} header of version {ShardHeader.version}: "
+            f"{error!r}; `python -m tmoe.data` makes shards"
         ) from error
     return header
 
 
 def write_shards(out: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer, shard_tokens: int) -> int:
-    """Writes documents (ids that end with eos) as shards into the new folder `out`; returns the number of tokens.
+    """Writes documents (ids that end with eos) as shards into the new folder `out`; returns their tokens.
 
-    A shard holds whole documents, at most `shard_tokens` tokens unless one document alone is longer. The folder appears
+    A shard holds whole documents, at most `shard_tokens` tokens unless one document alone is longer. The
+    folder appears
     whole or not at all: it is written and synced under another name, then renamed.
     """
     total = 0
@@ -119,14 +122,21 @@ def _number(documents: Iterable[np.ndarray], shard_tokens: int) -> Iterator[tupl
     number = filled = 0
     for ids in documents:
         if filled and filled + len(ids) > shard_tokens:
-            number, filled = number + 1, 0
+            number += 1
+            filled = 0
         filled += len(ids)
         yield number, ids
 
 
 def _write_shard(path: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> int:
+    """Writes documents as one shard and returns its tokens.
+
+    The header is written last, over its free place.
+    """
     dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
-    tokens, max_id, max_at, count = 0, -1, 0, 0
+    tokens = 0
+    count = 0
+    max_id, max_at = -1, 0
     with naming(path), path.open("xb") as file:
         file.seek(HEADER_BYTES)
         for ids in documents:

@@ -1,17 +1,20 @@
-"""What a source holds: the interpreter's own library, text, rows of JSON or parquet, or token shards, opened as runs of token ids.
+"""What a source holds, opened as runs of token ids.
 
-Documents come from text files (one each) and rows (the string field "text"); data/rows.py tells which is which, by first bytes.
-A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them. JSON among
-texts (a package.json among sources) is text like these, unless it holds rows of a data set.
-A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1` shows it),
-then little-endian uint16 or uint32 ids in which every document ends with eos.
+A source is the interpreter's own library, text, rows of JSON or parquet, or token shards. Documents come from
+text files (one each) and rows (the string field "text"); data/rows.py tells which is which, by first bytes.
+A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them.
+JSON among texts (a package.json among sources) is text like these, unless it holds rows of a data set.
+A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1`
+shows it), then little-endian uint16 or uint32 ids in which every document ends with eos.
 
-Text up to IN_MEMORY bytes is tokenised by every process for itself. More is tokenised by one process of each node, while
-the others wait for its lock, into shards in a temporary folder, which all of them map, and later starts too.
+Text up to IN_MEMORY bytes is tokenised by every process for itself. More than that is tokenised by one
+process of each node, while the others wait for its lock, into shards in a temporary folder. All of them map
+these shards, and so do later starts.
 
-Held out for validation, independent of seed and sequence length: files of a folder by a hash of their relative path,
-JSONL documents by a hash of their text (so that equal documents stay on one side), and of a source that is one
-document, or of each shard, the end.
+Held out for validation, independent of seed and sequence length:
+    files of a folder, by a hash of their relative path;
+    rows, by a hash of their text, so that equal documents stay on one side;
+    of a source that is one document, or of each shard, the end.
 
 next: data/rows.py, data/dataset.py
 """
@@ -44,17 +47,20 @@ from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_t
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
-IN_MEMORY = 16_000_000  # bytes of files
+IN_MEMORY = 16_000_000  # bytes of a source's files
 SHOWN = 60  # characters of a source's first document
 NAMED = 5  # malformed documents that are named
 
 
 class Skips:
-    """Documents that were left out because they are malformed: up to `limit`, then the next one's error is raised."""
+    """Documents that were left out because they are malformed.
+
+    Up to `limit` of them are; the next one's error is raised.
+    """
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
-        self.found: dict[str, str] = {}  # where to what; a source is read more than once
+        self.found: dict[str, str] = {}  # where to what: a source is read more than once
 
     def add(self, where: str, error: DataError) -> None:
         self.found[where] = str(error)
@@ -63,14 +69,16 @@ class Skips:
         if self.limit:
             earlier = "; ".join(list(self.found.values())[:NAMED])
             raise DataError(
-                f"{error}; more than {self.limit} malformed documents (--skip-malformed), the first: {earlier}"
+                f"{error}; more than {self.limit} malformed documents (--skip-malformed), "
+                f"the first: {earlier}"
             )
         raise DataError(
-            f"{error}. --data.skip-malformed N (python -m tmoe.data: --skip-malformed N) leaves out up to N of such documents"
+            f"{error}. --data.skip-malformed N (python -m tmoe.data: --skip-malformed N) leaves out up to N "
+            "of such documents"
         ) from error
 
     def tell(self) -> str:
-        """How many were left out, and which first; "" for none."""
+        """How many were left out, and the first of them; "" for none."""
         if not self.found:
             return ""
         return f"{len(self.found)} malformed left out: " + "; ".join(list(self.found.values())[:NAMED])
@@ -86,9 +94,10 @@ def open_corpus(
     malformed: int = 0,
     carried: Carried | None = None,
 ) -> Corpus:
-    """Opens 'stdlib', a file, a folder or a pattern of files: texts, rows whose string field is `field`, or shards.
+    """Opens 'stdlib', a file, a folder or a pattern of files. Shards are mapped, texts and rows tokenised.
 
-    malformed: how many documents that cannot be read may be left out. Shards are mapped, texts and rows are tokenised.
+    field: the string field that holds a row's text.
+    malformed: how many documents that cannot be read may be left out.
     carried: the tokenizer of the model to train; DataError for data of another, before anything is tokenised.
     """
     source = survey(name)
@@ -114,7 +123,7 @@ def open_corpus(
 
 
 class Facts(NamedTuple):
-    """What was met on the way through a source."""
+    """What was found while reading a source: its documents, how the first begins, what was left out."""
 
     documents: int
     first: str
@@ -132,7 +141,7 @@ class _Texts:
     skips: Skips
 
     def in_memory(self, split: Split) -> tuple[Run, bool, Facts]:
-        """Tokens of a split, or of the whole source if it is one document, and whether that is so."""
+        """The tokens of a split, or of the whole source if it is one document, and whether it is one."""
         documents = list(read_documents(self.source, self.field, self.skips))
         part_of, facts = self._divide(documents)
         wanted = [document for document in documents if part_of(document) in (split, "whole")]
@@ -141,13 +150,18 @@ class _Texts:
         return Run(tokens, self.source.name), len(documents) == 1, facts._replace(skipped=self.skips.tell())
 
     def _divide(self, documents: Iterable[Document]) -> tuple[Callable[[Document], str], Facts]:
-        """Which part a document belongs to ("train", "val", or "whole" of a source of one), by its key."""
-        first, shares = "", list[int]()
+        """A function that tells which part a document belongs to, by its key, and the facts met on the way.
+
+        The parts are "train" and "val", or "whole" for a source of one document.
+        """
+        first = ""
+        shares: list[int] = []
         for document in documents:
             if not shares:
                 first = beginning(document.text)
             shares.append(_hash(document.key))
-        low, high = min(shares, default=0), max(shares, default=0)
+        low = min(shares, default=0)
+        high = max(shares, default=0)
 
         def part_of(document: Document) -> str:
             if len(shares) == 1:
@@ -157,7 +171,10 @@ class _Texts:
         return part_of, Facts(len(shares), first)
 
     def cached(self, split: Split) -> tuple[Run, bool, Facts]:
-        """As in_memory, of shards that one process of the node makes; DataError as that one met it."""
+        """As in_memory, from shards that one process of the node makes.
+
+        If that process fails, all that waited for it raise the same DataError.
+        """
         folder = cache_folder()
         made = folder / self._key()
         failed = made.with_suffix(".failed")
@@ -179,7 +196,7 @@ class _Texts:
         return Run(tokens, self.source.name), whole, facts
 
     def _key(self) -> str:
-        """Changes when a file, the tokenizer or a setting does that decides about tokens."""
+        """Changes when a file, the tokenizer or a setting changes that decides about tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings = [
@@ -193,6 +210,7 @@ class _Texts:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
+        """Tokenise the source into the folder `made`: a shard for each part, and the facts."""
         size = decimal(sum(path.stat().st_size for path, _ in self.source.files))
         print(
             f"{self.source.name}: {size}, tokenised once for this node, into {made}",
@@ -205,16 +223,15 @@ class _Texts:
                 documents = read_documents(self.source, self.field, self.skips)
                 wanted = (document for document in documents if part_of(document) == part)
                 path = folder / f"{part}.bin"
-                if not _write_shard(
-                    path, encode_documents(wanted, self.tokenizer, self.skips), self.tokenizer
-                ):
+                encoded = encode_documents(wanted, self.tokenizer, self.skips)
+                if not _write_shard(path, encoded, self.tokenizer):
                     path.unlink()
             facts = facts._replace(skipped=self.skips.tell())
             (folder / "facts.json").write_text(json.dumps(facts._asdict()))
 
 
 def cache_folder() -> Path:
-    """This user's folder for tokens that several processes of this node map; whatever is in it may be deleted."""
+    """This user's folder for tokens that several processes of this node map. Its contents may be deleted."""
     folder = Path(tempfile.gettempdir(), f"tmoe-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -233,27 +250,30 @@ def beginning(text: str | bytes) -> str:
 def held_out(keys: list[str], fraction: float) -> list[bool]:
     """Which documents are for validation: each with probability `fraction`, by a hash of its key alone.
 
-    The lowest hash is always held out and the highest never, so that two documents are enough for both splits.
+    The lowest hash is always held out and the highest never, so that two documents are enough for both
+    splits.
     """
     hashes = [_hash(key) for key in keys]
-    low, high = min(hashes), max(hashes)
+    low = min(hashes)
+    high = max(hashes)
     return [_is_held_out(found, low, high, fraction) for found in hashes]
 
 
 def _hash(key: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-    )
+    raw = key.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
 
 def _is_held_out(found: int, low: int, high: int, fraction: float) -> bool:
     return found == low or (found / 2**64 < fraction and found < high)
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text ----
 
 
 class Document(NamedTuple):
+    """One text of a source."""
+
     text: str | bytes
     where: str
     """file, or file:line"""
@@ -263,9 +283,12 @@ class Document(NamedTuple):
     """bytes on disk"""
 
 
-# Left out of the standard library. Not source text: caches, installed packages, build configuration. Generated: codec
-# tables, pydoc's topics, HTML entities. Tests (60% of the bytes, mostly assertions and data) and the packages that
-# distributions ship apart or later versions dropped: without them Python 3.11 to 3.13 give nearly the same 8 MB.
+# Left out of the standard library:
+# - what is no source text: caches, installed packages, build configuration;
+# - what is generated: codec tables, pydoc's topics, HTML entities;
+# - tests (60% of the bytes, mostly assertions and data);
+# - packages that distributions ship apart or later versions dropped.
+# Without them Python 3.11 to 3.13 give nearly the same 8 MB.
 STDLIB_SKIPPED_FOLDERS = re.compile(
     r"__pycache__|__phello__|site-packages|dist-packages|lib-dynload|config-.*|"
     r"encodings|pydoc_data|test|tests|idle_test|idlelib|tkinter|turtledemo|lib2to3|distutils|ensurepip"
@@ -287,7 +310,10 @@ def stdlib_files() -> list[Path]:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Everything below a folder. Path.rglob leaves out, without a word, what it may not read."""
+    """Everything below a folder.
+
+    DataError for what may not be read; Path.rglob would leave it out silently.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(
@@ -310,19 +336,19 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
         if glob.has_magic(name):
             return _matching(name)
         raise DataError(
-            f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a shard, a folder "
-            "of these, or a pattern of files"
+            f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a "
+            "shard, a folder of these, or a pattern of files"
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
     files = [entry for entry in visible if entry.is_file()]
     for entry in sorted(set(visible).difference(files)):
         if entry.suffix == ".bin" and not entry.is_dir():
-            files.append(entry)  # a shard: whoever opens it says what is wrong with it
+            files.append(entry)  # a shard: opening it reports what is wrong with it
         elif entry.is_symlink() or not entry.is_dir():
             raise DataError(
-                f"{entry}: neither a file nor a folder but a pipe, or a link to nothing or to a folder; remove it, and name "
-                "a folder that it leads to as a source of its own"
+                f"{entry}: neither a file nor a folder but a pipe, or a link to nothing or to a folder; "
+                "remove it, and name a folder that it leads to as a source of its own"
             )
     if not files:
         raise DataError(f"{name}: the folder holds no files")
@@ -330,7 +356,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
 
 
 def _matching(pattern: str) -> tuple[Path, list[Path]]:
-    """As text_files, of the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
+    """As text_files, for the files that a pattern names: 'folder/*.jsonl', 'folder/**/*.py'."""
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     files = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     if not files:
@@ -347,10 +373,12 @@ class Survey(NamedTuple):
     files: list[tuple[Path, Found]]
 
     def tell(self, facts: Facts) -> str:
+        """The source in words: its kind, files, documents, how the first begins, what was left out."""
         packed = sorted({found.packed for _, found in self.files if found.packed})
         among = sum(bool(found.rows) for _, found in self.files) if self.form == "plain text" else 0
+        form = f"{self.form} ({','.join(packed)})" if packed else self.form
         parts = [
-            f"{self.form}{f' ({chr(44).join(packed)})' if packed else ''} in {len(self.files):,} files",
+            f"{form} in {len(self.files):,} files",
             *([f"{among} of them JSON, taken as text like the others"] if among else []),
             f"{facts.documents:,} documents" if facts.documents >= 0 else "documents not counted",
             *([f"the first begins {facts.first!r}"] if facts.first else []),
@@ -360,7 +388,7 @@ class Survey(NamedTuple):
 
 
 def survey(name: str) -> Survey:
-    """Looks at the first bytes of every file of a source. DataError where they are of several kinds."""
+    """Looks at the first bytes of every file of a source. DataError where the files are of several kinds."""
     root, files = text_files(name)
     if name == "stdlib":
         return Survey(name, "plain text", root, [(path, Found("plain text")) for path in files])
@@ -381,31 +409,34 @@ def _as_text(found: Found) -> Found:
 def _several_kinds(
     name: str, root: Path, looked: list[tuple[Path, Found]], forms: Counter[Form]
 ) -> DataError:
-    kinds, patterns = [], []
+    """The error of a source of several kinds: files of each kind, and patterns that would name one kind."""
+    kinds = []
+    patterns = []
     for form, count in forms.most_common():
         paths = [path for path, found in looked if found.form == form]
-        kinds.append(
-            f"{form}: {count:,} ({', '.join(str(path.relative_to(root)) for path in paths[:3])}{', …' * (count > 3)})"
-        )
+        shown = ", ".join(str(path.relative_to(root)) for path in paths[:3]) + ", …" * (count > 3)
+        kinds.append(f"{form}: {count:,} ({shown})")
         suffix = Counter(_suffix(path) for path in paths).most_common(1)[0][0]
         patterns.append(f"'{root}/**/*{suffix}'")
     return DataError(
-        f"{name}: holds files of several kinds, {'; '.join(kinds)}. A source is of one kind: name it by a pattern in quotes, "
-        f"as {' or '.join(patterns)}, or name its files, or move the others away"
+        f"{name}: holds files of several kinds, {'; '.join(kinds)}. A source is of one kind: name it by a "
+        f"pattern in quotes, as {' or '.join(patterns)}, or name its files, or move the others away"
     )
 
 
 def _suffix(path: Path) -> str:
-    """.gz and its like with the one before."""
+    """The file's suffix; .gz and its like together with the one before."""
     return "".join(path.suffixes[-2:]) if path.suffix.lower() in PACKED_SUFFIXES else path.suffix
 
 
 def read_documents(
     source: str | Survey, field: str = "text", skips: Skips | None = None
 ) -> Iterator[Document]:
-    """Documents of a source of texts or rows in order, empty ones left out; holds one text file or row at a time.
+    """Documents of a source of texts or rows, in order, empty ones left out.
 
-    skips: takes those that are malformed; without, the first raises its DataError. Rows of another use always do.
+    Holds one text file or row at a time. skips: takes malformed documents; without it, the first one raises
+    its
+    DataError. Rows of a kind with another use always raise it.
     """
     source = survey(source) if isinstance(source, str) else source
     skips = skips or Skips()
@@ -433,9 +464,10 @@ def read_documents(
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, skips: Skips | None = None
 ) -> Iterator[np.ndarray]:
-    """Ids of each document, eos at its end; some at a time, which a Hugging Face tokenizer encodes in parallel.
+    """Ids of each document, with eos at the end.
 
-    skips: takes those that are not Unicode or hold the separator; without, the first raises its DataError.
+    Documents are encoded some at a time, which a Hugging Face tokenizer does in parallel. skips: takes
+    documents that are not Unicode or hold the separator; without it, the first one raises its DataError.
     """
     skips = skips or Skips()
     for chunk in _chunks(documents):
@@ -447,8 +479,8 @@ def encode_documents(
         for document, ids in zip(chunk, encoded, strict=True):
             if (separators := np.flatnonzero(ids == tokenizer.eos)).size:
                 error = DataError(
-                    f"{document.where}: holds the document separator (id {tokenizer.eos}) at token {separators[0]}; "
-                    "is it text?"
+                    f"{document.where}: holds the document separator (id {tokenizer.eos}) at token "
+                    f"{separators[0]}; is it text?"
                 )
                 skips.add(document.where, error)
             else:
@@ -456,6 +488,7 @@ def encode_documents(
 
 
 def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
+    """Whether a document can be encoded; else `skips` takes its error."""
     try:
         tokenizer.encode(document.text)
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
@@ -468,22 +501,28 @@ def _is_unicode(document: Document, tokenizer: Tokenizer, skips: Skips) -> bool:
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """256 documents or 4 MB of text: while it encodes, a tokenizer takes a hundred bytes and more for each of text."""
-    chunk, size = list[Document](), 0
+    """Lists of 256 documents or 4 MB of text.
+
+    While it encodes, a tokenizer takes a hundred bytes and more for each byte of text.
+    """
+    chunk: list[Document] = []
+    size = 0
     for document in documents:
         chunk.append(document)
         size += len(document.text)
         if len(chunk) == 256 or size >= 4_000_000:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
 
-# ---- shards ---------------------------------------------------------------------------------------------------------
+# ---- shards ----
 
 
 def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: float, split: Split) -> Corpus:
+    """One split of a source of shards. DataError where they are of several tokenizers."""
     paths = [path for path, _ in source.files]
     opened = [open_shard(path, vocab) for path in paths]
     first, run = opened[0]
@@ -493,13 +532,14 @@ def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: flo
                 f"{path}: made with tokenizer {header.tokenizer}, eos {header.eos}; "
                 f"{paths[0]} with {first.tokenizer}, eos {first.eos}"
             )
+
+    # What the source was taken for. The first text is shown where this tokenizer can decode it.
     counts = [header.documents for header, _ in opened]
+    documents = -1 if min(counts) < 0 else sum(counts)
     shown = run.tokens[: 4 * SHOWN]
     ends = np.flatnonzero(shown == first.eos)
     same = tokenizer.fingerprint == first.tokenizer
     text = tokenizer.decode(shown[: ends[0] if ends.size else None])[:SHOWN] if same else ""
-    taken = (
-        source.tell(Facts(-1 if min(counts) < 0 else sum(counts), text)) + f", of tokenizer {first.tokenizer}"
-    )
+    taken = f"{source.tell(Facts(documents, text))}, of tokenizer {first.tokenizer}"
     runs = [_cut(run, fraction, split, first.eos) for _, run in opened]
     return Corpus(source.name, runs, first.eos, first.tokenizer, taken)

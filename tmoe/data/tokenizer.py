@@ -47,7 +47,9 @@ class ByteTokenizer:
     Bytes that are not UTF-8 decode to lone surrogates ("surrogateescape"), so decode and encode lose nothing.
     """
 
-    vocab, eos, fingerprint = 256, 0, "bytes"
+    vocab = 256
+    eos = 0
+    fingerprint = "bytes"
 
     def encode(self, text: str | bytes) -> np.ndarray:
         raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
@@ -64,7 +66,7 @@ class TokenizerFiles(NamedTuple):
     """A tokenizer.json and the tokenizer_config.json beside it, wherever they were read."""
 
     name: str
-    """of the first, for messages"""
+    """of tokenizer.json, for messages"""
     raw: bytes
     settings: bytes | None
     settings_name: str = "tokenizer_config.json"
@@ -78,12 +80,13 @@ class Carried(NamedTuple):
     """The tokenizer that belongs to the weights a run starts from."""
 
     where: str
-    """the folder that says so"""
+    """the folder from which that is known"""
     fingerprint: str
     files: TokenizerFiles | None
-    """None: its fingerprint alone is known"""
+    """None: only its fingerprint is known"""
 
     def load(self) -> Tokenizer:
+        """The tokenizer; `files` must be there. DataError where it cannot be used."""
         assert self.files
         try:
             return JsonTokenizer(self.files)
@@ -91,7 +94,7 @@ class Carried(NamedTuple):
             raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
 
     def require(self, what: str, fingerprint: str) -> None:
-        """DataError unless ids of `what` mean to the weights what they mean there."""
+        """DataError unless ids of `what` have the meaning that these weights know."""
         if fingerprint == self.fingerprint:
             return
         do = (
@@ -100,23 +103,25 @@ class Carried(NamedTuple):
             else "leave --data.tokenizer out"
         )
         raise DataError(
-            f"{what}: of tokenizer {fingerprint}; the weights of {self.where} are of {self.fingerprint}, for which ids mean "
-            f"other text: {do}, make shards with it, or, with --init and another vocabulary in mind, say --data.new-tokenizer"
+            f"{what}: of tokenizer {fingerprint}; the weights of {self.where} are of {self.fingerprint}, "
+            f"for which ids mean other text: {do}, make shards with it, or, with --init and another "
+            "vocabulary in mind, say --data.new-tokenizer"
         )
 
 
 class JsonTokenizer:
     """A Hugging Face tokenizer.json.
 
-    Special tokens are neither added nor recognised: "<|endoftext|>" written out in a text becomes ordinary tokens, so
-    that no document can forge a separator, whatever the file says of that token. `eos` is the `eos_token` of a
-    tokenizer_config.json in the same folder, or else the first of `EOS_NAMES` in the vocabulary. DataError if there is
-    neither, or the file is not a tokenizer.
+    Special tokens are neither added nor recognised: "<|endoftext|>" written out in a text becomes ordinary
+    tokens. So no document can forge a separator, whatever the file says of that token. `eos` is the
+    `eos_token` of a tokenizer_config.json in the same folder, or else the first of `EOS_NAMES` in the
+    vocabulary. DataError if there is neither, or the file is not a tokenizer.
 
-    A text longer than LONG is encoded in overlapping windows, for a tokenizer takes a hundred bytes and more for each
-    of text. Where two windows are joined, AROUND tokens on both sides of the seam are the same, and lie at the same
-    place, in both. So ids are those of the whole text for every tokenizer whose choices depend on less than that.
-    Where there is no such seam, as in 20,000 equal characters, the two become one window.
+    A text longer than LONG is encoded in overlapping windows, because a tokenizer takes a hundred bytes and
+    more for each byte of text. Where two windows are joined, AROUND tokens on both sides of the seam are
+    the same, and lie at the same place, in both. So ids are those of the whole text for every tokenizer
+    whose choices depend on less than that. Where there is no such seam, as in 20,000 equal characters, the
+    two become one window.
     """
 
     EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -141,11 +146,13 @@ class JsonTokenizer:
         self.fingerprint = files.fingerprint
         self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
         added = self._tokenizer.get_added_tokens_decoder().get(self.eos)
-        if added is not None and not added.special:  # else it is recognised in a text, as any added word
+        # A token that is not special would be recognised in a text, as any added word is.
+        if added is not None and not added.special:
             self._tokenizer.add_special_tokens([added])
 
     @classmethod
     def _find_eos(cls, files: TokenizerFiles, ids: dict[str, int]) -> str:
+        """The token that ends documents: of the settings, else the first known name. DataError for none."""
         settings = files.settings_name
         try:
             told = {} if files.settings is None else json.loads(files.settings)
@@ -181,8 +188,9 @@ class JsonTokenizer:
         ]
 
     def _encode_texts(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text: short ones together, long ones by windows."""
         short = [text for text in texts if len(text) <= self.LONG]
-        # encode_batch_fast leaves out the character offsets, which nothing reads here
+        # encode_batch_fast leaves out the character offsets, which are unused here.
         encodings = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
         return [
             self._ids(next(encodings)) if len(text) <= self.LONG else self._encode_long(text)
@@ -190,34 +198,38 @@ class JsonTokenizer:
         ]
 
     def _in_parts(self, text: str) -> np.ndarray:
-        """Ids of a text in which the model itself makes a separator of the written-out name: the name is cut in two."""
+        """Ids of a text in which the model itself makes a separator of the written-out name.
+
+        The name is cut in two, and the parts are encoded one by one.
+        """
         middle = len(self._separator) // 2
         halves = re.escape(self._separator[:middle]), re.escape(self._separator[middle:])
         parts = re.split(f"(?<={halves[0]})(?={halves[1]})", text) if middle else [text]
         return np.concatenate(self._encode_texts(parts))
 
     def _encode_long(self, text: str) -> np.ndarray:
-        """Ids of a text by windows that overlap."""
+        """Ids of a text by windows that overlap (see the class)."""
         starts = range(0, len(text) - self.OVERLAP, self.WINDOW - self.OVERLAP)
         found: list[np.ndarray] = []
         before: tokenizers.Encoding | None = None
-        begun, first = (
-            0,
-            0,
-        )  # where the window before begins, and which of its tokens follows those in `found`
+        begun = 0  # where the window before begins
+        first = 0  # which of its tokens follows those in `found`
         for low in range(0, len(starts), self.AT_ONCE):
             some = starts[low : low + self.AT_ONCE]
-            for start, after in zip(
-                some, self._encode_windows([text[at : at + self.WINDOW] for at in some]), strict=True
-            ):
+            texts = [text[at : at + self.WINDOW] for at in some]
+            for start, after in zip(some, self._encode_windows(texts), strict=True):
                 if before is None:
                     before = after
                     continue
                 overlap = text[start : start + self.OVERLAP]
                 if seam := self._seam(overlap, before, after, start - begun):
                     found.append(self._ids(before)[first : seam[0]])
-                    before, begun, first = after, start, seam[1]
+                    before = after
+                    begun = start
+                    first = seam[1]
                     continue
+
+                # No seam: the two become one window, if it begins with the tokens that are used already.
                 (longer,) = self._encode_windows([text[begun : start + self.WINDOW]])
                 kept = first + self.AROUND if first else 0
                 if longer.ids[:kept] != before.ids[:kept]:
@@ -232,20 +244,24 @@ class JsonTokenizer:
     def _seam(
         self, overlap: str, before: tokenizers.Encoding, after: tokenizers.Encoding, shift: int
     ) -> tuple[int, int] | None:
-        """Where to leave one window's tokens and to go on with the next one's, which begins `shift` characters later with
-        `overlap`; None where they differ."""
-        low, high = self.OVERLAP // 4, self.OVERLAP * 3 // 4
+        """Where to leave one window's tokens and go on with the next one's; None where they differ.
+
+        The next window begins `shift` characters later, with `overlap`.
+        """
+        low = self.OVERLAP // 4
+        high = self.OVERLAP * 3 // 4
         words = [match.end() for match in re.compile(r"\s(?=\S)").finditer(overlap, low, high)]
-        old, new = np.array(before.ids), np.array(after.ids)
+        old = np.array(before.ids)
+        new = np.array(after.ids)
         around = range(-self.AROUND, self.AROUND)
         for at in (*words[:: max(len(words) // 16, 1)], *range(low, high, (high - low) // 16)):
-            i, j = before.char_to_token(shift + at), after.char_to_token(at)
+            i = before.char_to_token(shift + at)
+            j = after.char_to_token(at)
             if i is None or j is None or min(i, j) < self.AROUND or i + self.AROUND > len(old):
                 continue
-            same = np.array_equal(
-                old[i - self.AROUND : i + self.AROUND], new[j - self.AROUND : j + self.AROUND]
-            )
-            if same and all(
+            old_ids = old[i - self.AROUND : i + self.AROUND]
+            new_ids = new[j - self.AROUND : j + self.AROUND]
+            if np.array_equal(old_ids, new_ids) and all(
                 (old_at := before.token_to_chars(i + k)) is not None
                 and (new_at := after.token_to_chars(j + k)) is not None
                 and old_at == (new_at[0] + shift, new_at[1] + shift)
@@ -262,11 +278,12 @@ class JsonTokenizer:
 
 
 def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles:
-    """What the path of a tokenizer.json, or of a folder that holds one, names."""
+    """The files that the path of a tokenizer.json, or of a folder that holds one, names."""
     path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
     if not path.is_file():
         raise DataError(
-            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json or of a folder that holds one"
+            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json or of a folder "
+            "that holds one"
         )
     settings = path.with_name("tokenizer_config.json")
     return TokenizerFiles(
@@ -278,5 +295,5 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer named by `--data.tokenizer`: 'bytes', the path of a tokenizer.json or of a folder that holds one."""
+    """The tokenizer named by `--data.tokenizer`: 'bytes', or the path of a tokenizer.json or its folder."""
     return ByteTokenizer() if spec == "bytes" else JsonTokenizer(tokenizer_files(spec))

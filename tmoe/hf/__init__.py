@@ -1,4 +1,4 @@
-"""Hugging Face's models in and out, and tmoe's experts in theirs."""
+"""Hugging Face's models in and out, and tmoe's experts in transformers' models."""
 
 from tmoe.hf.export import export_hf
 from tmoe.hf.files import is_folder

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig and back, by the table; which settings of two models are different mathematics.
+"""config.json to ModelConfig and back, by the table; which settings make two models compute differently.
 
 next: hf/importer.py
 """
@@ -25,25 +25,31 @@ from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
 from tmoe.hf.tables import ARCHITECTURES
 from tmoe.listing import listed
 
+# The types of keys of config.json that are read here and not by a Field: whole numbers, objects, others.
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
 WHOLE = (
     "sliding_window",
     "max_window_layers",
     "max_position_embeddings",
     "decoder_sparse_step",
     "moe_layer_freq",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "original_max_position_embeddings",
+    "head_dim",
+    *AHEAD,
 )
-WHOLE += ("n_shared_experts", "n_group", "topk_group", "original_max_position_embeddings")
-AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
-WHOLE += ("head_dim", *AHEAD)
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
-TENSORS = (
-    2**20
-)  # in a folder, far above any model (DeepSeek-V3: 46,000); each is a Python object before a byte is read
+
+# Most expert tensors in a folder, far above any model (DeepSeek-V3: 46,000). Each becomes a Python object
+# before a byte is read.
+TENSORS = 2**20
 
 
 def architecture(hf: HF) -> Architecture:
-    """The entry of a config.json's model_type; ConfigError naming those that there are."""
+    """The entry of a config.json's model_type. ConfigError names the types that have one."""
     found = [a for a in ARCHITECTURES if a.model_type == hf.get("model_type")]
     if not found:
         known = ", ".join(a.model_type for a in ARCHITECTURES)
@@ -54,21 +60,23 @@ def architecture(hf: HF) -> Architecture:
 
 
 def read_config(hf: HF) -> ModelConfig:
-    """ModelConfig of a config.json; ConfigError lists every setting that is missing or that tmoe does not compute.
+    """ModelConfig of a config.json.
 
-    A key that is missing is what transformers' class takes then. null is what its model makes of null, which is seldom the same.
+    ConfigError lists every setting that is missing or that tmoe does not compute.
+    A missing key has the value that transformers' class takes then. null is what its model makes of null,
+    which is seldom the same.
     """
     arch = architecture(hf)
     by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
     kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
-    _refuse(
-        arch,
-        [_mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)],
-    )
-    said = {key: value for key, value in hf.items() if value is not None}
-    problems = _unknown(arch, hf, said) + [
-        _null(key) for key in arch.no_null if key in hf and key not in said
+    mistyped = [
+        _mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)
     ]
+    _refuse(arch, mistyped)
+
+    said = {key: value for key, value in hf.items() if value is not None}
+    problems = _unknown(arch, hf, said)
+    problems += [_null(key) for key in arch.no_null if key in hf and key not in said]
     found = dict(arch.ours)
     for field in by_name.values():
         try:
@@ -78,14 +86,17 @@ def read_config(hf: HF) -> ModelConfig:
         except ConfigError as error:
             problems.append(str(error))
     _refuse(arch, _miscounted(arch, said, found))
-    keys, queries = found.get("kv_heads"), found.get("heads")
+
+    keys = found.get("kv_heads")
+    queries = found.get("heads")
     if found.get("attention") == "mla" and keys != queries:
         problems.append(
             f"num_key_value_heads={keys}: must be num_attention_heads={queries} with latent attention"
         )
     problems += read_layers(arch, said, found)
     problems += read_windows(arch, hf, said, found) + read_rope(arch, hf, found)
-    _refuse(arch, list(dict.fromkeys(problems)))  # a key that others are derived from is missing once
+    _refuse(arch, list(dict.fromkeys(problems)))  # a missing key that others are derived from is named once
+
     try:
         return build_config(nested(found))
     except ConfigError as error:
@@ -100,9 +111,8 @@ def _read_field(field: Field, hf: HF, said: HF) -> Any:
         key = next(key for key, value in given.items() if value is None)
         raise KeyError(key) if field.default is None else ConfigError(_null(key))
     if len({*given.values()}) > 1:
-        raise ConfigError(
-            " and ".join(f"{key}={value!r}" for key, value in given.items()) + ": must be equal"
-        )
+        said_twice = " and ".join(f"{key}={value!r}" for key, value in given.items())
+        raise ConfigError(f"{said_twice}: must be equal")
     value = next(iter(given.values()), field.default)
     value = field.null if value is None and given else value
     value = value(said) if callable(value) else value
@@ -116,7 +126,7 @@ def _null(key: str) -> str:
 
 
 def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
-    """Keys whose value is another than the one that tmoe computes, or than what other keys say already."""
+    """A line for each key whose value tmoe does not compute, or that contradicts other keys."""
     problems = []
     for key, value in arch.theirs.items():
         valid = value if isinstance(value, tuple) else (value,)
@@ -125,7 +135,7 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
     for key, repeated in arch.copies.items():
         try:
             value = repeated(said)
-        except KeyError:  # is said to be missing where its own setting is read
+        except KeyError:  # reported as missing where its own setting is read
             continue
         if key in hf and key not in said:
             problems.append(_null(key))
@@ -135,39 +145,42 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON is: 0 is not false."""
+    """Equal as JSON values are: 0 is not false."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _refuse(arch: Architecture, problems: list[str]) -> None:
+    """ConfigError with all the problems, if there are any."""
     if problems:
         raise ConfigError(listed(f"config.json of a {arch.model_type}: {len(problems)} problems", problems))
 
 
 def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
-    """Numbers too small to mean anything, or too large to list what they count: said before a list or a shape is made of them."""
+    """A line for each number that is too small to mean anything, or too large to list what it counts.
+
+    Checked before a list or a shape is made of them.
+    """
     least = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
-    least |= dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1)).get(
-        arch.layers, {}
-    )
+    of_layers = dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1))
+    least |= of_layers.get(arch.layers, {})
     given = {key: said[key] for key in least if key in said}
     problems = [f"{key}={n}: must be at least {least[key]}" for key, n in given.items() if n < least[key]]
-    layers, experts = found.get("layers") or 0, found.get("moe.experts") or 0
+
+    layers = found.get("layers") or 0
+    experts = found.get("moe.experts") or 0
+    most = MOST["layers"]
     counts = dict(num_hidden_layers=layers) | {key: given[key] for key in AHEAD if key in given}
-    problems += [
-        f"{key}={n}: must be at most {MOST['layers']}" for key, n in counts.items() if n > MOST["layers"]
-    ]
-    if (
-        any("{expert}" in part.name for rule in arch.rules for part in rule.parts)
-        and layers * experts > TENSORS
-    ):
+    problems += [f"{key}={n}: must be at most {most}" for key, n in counts.items() if n > most]
+
+    one_by_one = any("{expert}" in part.name for rule in arch.rules for part in rule.parts)
+    if one_by_one and layers * experts > TENSORS:
         key = next(k for field in arch.fields if field.ours == "moe.experts" for k in field.keys if k in said)
         problems.append(f"{key}={experts}: with num_hidden_layers={layers} more than {TENSORS} experts")
     return problems
 
 
 def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
-    """Flags of train.py in what ModelConfig says, as the keys of config.json that they were read from."""
+    """A message of ModelConfig with the keys of config.json in place of train.py's flags."""
     keys = {
         field.ours: next((k for k in field.keys if k in hf), field.keys[0])
         for field in arch.fields
@@ -196,7 +209,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     for arch in ARCHITECTURES:
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
-        # the classes' defaults are others' tokens
+        # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
         hf |= write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
@@ -210,12 +223,16 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     raise ConfigError(f"none of {known} computes this model: {facts(cfg)}")
 
 
-# null is as good as missing; of truncate, false
+# Keys of RoPE's settings where null is as good as a missing key; for truncate, as good as false.
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
-    """RoPE as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes it; where keys contradict, as 5 decides."""
+    """Put RoPE's settings into `found`, and return what is wrong with them.
+
+    Reads them as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes them. Where keys
+    contradict each other, version 5's choice holds.
+    """
     stated = hf.get("rope_scaling") or hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
@@ -229,17 +246,16 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
-    found["rope.scaling"], found["rope.theta"] = scaling, given["rope_theta"]
+    found["rope.scaling"] = scaling
+    found["rope.theta"] = given["rope_theta"]
     found["rope.max_seq"] = hf.get("max_position_embeddings")
     keys = dict(theta="rope_theta") | ROPE[scaling]
-    if "original_max_seq" in keys:  # Phi-3's place for it goes first
-        given[keys["original_max_seq"]] = hf.get(
-            keys["original_max_seq"], given.get(keys["original_max_seq"], hf.get("max_position_embeddings"))
-        )
+    if key := keys.get("original_max_seq"):  # at the top level, Phi-3's place for it, it goes first
+        given[key] = hf.get(key, given.get(key, hf.get("max_position_embeddings")))
     problems += [_null(key) for key in (*keys.values(), "partial_rotary_factor") if _is_null(given, key)]
     read = {ours: given[key] for ours, key in keys.items() if given.get(key) is not None}
     if "truncate" in keys and "truncate" in given:
-        read["truncate"] = given["truncate"] or False  # they ask whether it is true
+        read["truncate"] = given["truncate"] or False  # transformers asks whether it is true
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
@@ -253,11 +269,10 @@ def _is_null(given: HF, key: str) -> bool:
 
 
 def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
-    """In transformers 4's spelling, which 5 reads too."""
+    """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
-    given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling} | {
-        key: value for key, value in scaling.items() if value is not None
-    }
+    given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
+    given |= {key: value for key, value in scaling.items() if value is not None}
     return dict(
         rope_theta=rope.theta,
         rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
@@ -266,16 +281,18 @@ def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
 
 
 def read_layers(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
-    """dense_layers, moe_every and dense_blocks of a config.json, and what keeps them from existing."""
+    """Put dense_layers, moe_every and dense_blocks of a config.json into `found`; return what is wrong."""
     layers = found.get("layers") or 0
-    if arch.layers == "deepseek":  # among the blocks from the first on, those whose number the step divides
+    if arch.layers == "deepseek":
+        # From the first MoE block on, those whose number the step divides are MoE.
         step = found["moe_every"] = said.get("moe_layer_freq", 1)
-        found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step
+        found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step  # rounded up to the step
         return []
     if arch.layers != "qwen":
         found["dense_layers"] = layers if arch.layers == "dense" else 0
         return []
-    step, dense = said.get("decoder_sparse_step", 1), said.get("mlp_only_layers", [])
+    step = said.get("decoder_sparse_step", 1)
+    dense = said.get("mlp_only_layers", [])
     if not all(0 <= i < layers for i in dense):
         return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
@@ -284,24 +301,26 @@ def read_layers(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
     if sparse != list(range(first, layers, every)):
         every = 1
         found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
-    found["dense_layers"], found["moe_every"] = first, every
+    found["dense_layers"] = first
+    found["moe_every"] = every
     return []
 
 
 def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
+    """The keys of config.json that say which blocks are MoE; none but for Qwen's kind of architecture."""
     if arch.layers != "qwen":
         return {}
     return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
 
 
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
-    """window and windowed of a config.json, and what keeps them from existing."""
-    windows, layers = arch.windows, found.get("layers") or 0
+    """Put window and windowed of a config.json into `found`, and return what is wrong."""
+    windows = arch.windows
+    layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
     types = said.get("layer_types", ["full_attention"] * layers)
-    if {*types} - {"full_attention", *(["sliding_attention"] if typed else [])} or len(types) != max(
-        layers, 0
-    ):
+    known = {"full_attention", "sliding_attention"} if typed else {"full_attention"}
+    if {*types} - known or len(types) != max(layers, 0):
         valid = "full_attention or sliding_attention" if typed else "full_attention"
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
     if windows is None:
@@ -324,7 +343,10 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
 
 
 def write_windows(arch: Architecture, cfg: ModelConfig) -> HF:
-    """In the keys that the architecture reads; what they cannot say is noticed when they are read back."""
+    """The windows in the keys that the architecture reads.
+
+    What these keys cannot say is noticed when they are read back.
+    """
     windows = [cfg.window_of(i) for i in range(cfg.layers)]
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
     said = dict(sliding_window=max(windows) or None, use_sliding_window=any(windows), layer_types=kinds)

@@ -1,4 +1,7 @@
-"""A Hugging Face folder from a step folder: settings, tokenizer, types and file layout of the original, or made from the settings.
+"""A Hugging Face folder from a step folder, in the layout of an original or of tmoe's own settings.
+
+Settings, tokenizer, types and file layout are the original's, where there is one; else they are made from the
+settings of the run.
 
 next: hf/files.py
 """
@@ -44,7 +47,7 @@ from tmoe.hf.files import (
 )
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout
-from tmoe.hf.rules import FP32, HF, divide, their_shapes
+from tmoe.hf.rules import FP32, HF, Piece, divide, their_shapes
 from tmoe.hf.tokenizer import require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.listing import listed
@@ -52,11 +55,11 @@ from tmoe.model.shapes import model_shapes
 from tmoe.parallel.layout import Box
 
 SHARD = 5 * 10**9  # bytes of an exported file, as transformers 4 cut them
-SHORT = dict(bf16="BF16", fp32="F32")
+SHORT = dict(bf16="BF16", fp32="F32")  # --dtype -> safetensors' name
 
 
 class Origin(NamedTuple):
-    """What the exported folder shall look like: its settings, files, where each tensor lies, computed tensors."""
+    """What the exported folder shall look like: settings, files, place of each tensor, computed tensors."""
 
     config: HF
     layout: Layout
@@ -79,12 +82,14 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Write a Hugging Face folder from a step folder: imported, fine-tuned from an import, or trained from the start.
+    """Write a Hugging Face folder from a step folder: imported, fine-tuned from an import, or trained from
+    the start.
 
     Args:
         step_dir: a step folder
         hf_dir: a new folder
-        like: folder whose config, tokenizer, types and file layout to take; default: the one that the weights came from, if any
+        like: folder whose config, tokenizer, types and file layout to take; default: the one that the weights
+            came from, if any
         dtype: type of every tensor; default: the original's, fp32 for a model trained here
         dry_run: check everything, write nothing
     """
@@ -99,7 +104,9 @@ def export_hf(
     require_tokenizer_of_run(step, manifest, origin.files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)
-    arch, found, extra = plan.arch, plan.written(), plan.extra
+    arch = plan.arch
+    found = plan.written()
+    extra = plan.extra
     refuse(
         f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg)
     )
@@ -114,7 +121,8 @@ def export_hf(
             write_folder(export, hf_dir)
     done = "nothing written" if dry_run else "verified"
     print(
-        f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, {arch.class_name}; {done}"
+        f"{hf_dir}: {len(names)} tensors, {decimal(needed)} of {decimal(free)} free, "
+        f"{arch.class_name}; {done}"
     )
     if origin.packed:
         print(f"{hf_dir}: {unpacked(origin.packed)}")
@@ -123,8 +131,11 @@ def export_hf(
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:
-    """`like`, else the folder that was imported here or that training started from (--init), else one made from the settings.
-    later: the steps that began from this one."""
+    """What the exported folder shall look like.
+
+    `like` if given; else the folder that was imported here or that training started from (--init); else one
+    made from the settings. later: the steps that began from this one, so that a circle ends.
+    """
     if like:
         return _origin_of_folder(Folder(like))
     if LAYOUT in manifest.tensors:
@@ -149,7 +160,8 @@ def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[
         )
     if gone:
         print(
-            f"{step}: {start}, from which it was trained, is gone: config.json is made from settings; --like HF_DIR names an original"
+            f"{step}: {start}, from which it was trained, is gone: config.json is made from settings; "
+            f"--like HF_DIR names an original"
         )
     return _origin_of_settings(build_config(settings["model"]), _carried(step, manifest.tensors))
 
@@ -163,10 +175,14 @@ def _origin_of_folder(folder: Folder) -> Origin:
 
 def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
     tensors = manifest.tensors
-
-    files, layout = _carried(step, tensors), json.loads(_content(step, tensors[LAYOUT]))
+    files = _carried(step, tensors)
+    layout = json.loads(_content(step, tensors[LAYOUT]))
     require_names(step, layout)
-    extra, packed = lambda name: read_whole(step, tensors[EXTRA + name]), manifest.info.get("packed", "")
+
+    def extra(name: str) -> Tensor:
+        return read_whole(step, tensors[EXTRA + name])
+
+    packed = manifest.info.get("packed", "")
     return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step))
 
 
@@ -186,24 +202,28 @@ def _digest(step: Path) -> str:
 
 
 def _origin_of_settings(cfg: ModelConfig, files: dict[str, Callable[[], bytes]]) -> Origin:
-    """files: a tokenizer and the like, which an upcycled model has from the dense one."""
+    """An origin made from the model's settings.
+
+    files: a tokenizer and the like, which an upcycled model has from the dense one.
+    """
     config = write_config(cfg, "float32")
     found, _ = divide(architecture(config), cfg, ())
-    return _with_files(
-        Origin(config, split(their_shapes(found), "F32", SHARD), files, lambda name: torch.empty(0))
-    )
+    origin = Origin(config, split(their_shapes(found), "F32", SHARD), files, lambda name: torch.empty(0))
+    return _with_files(origin)
 
 
 def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
-    """Every tensor of another type; config.json and the index say so."""
+    """The origin with every tensor in another type; config.json and the index say so."""
     if dtype is None:
         return origin
+
+    def new(name: str, kind: str) -> str:
+        if name.endswith(FP32):
+            return "F32"
+        return SHORT[dtype] if kind in DTYPES else kind
+
     layout = {
-        file: {
-            n: "F32" if n.endswith(FP32) else SHORT[dtype] if kind in DTYPES else kind
-            for n, kind in names.items()
-        }
-        for file, names in origin.layout.items()
+        file: {name: new(name, kind) for name, kind in names.items()} for file, names in origin.layout.items()
     }
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     config = origin.config | {key: str(DTYPES[SHORT[dtype]]).removeprefix("torch.")}
@@ -211,7 +231,7 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
 
 
 def _with_files(origin: Origin) -> Origin:
-    """config.json and the index made from what the origin says."""
+    """The origin with config.json and the index made from what it says itself."""
     index = {name: file for file, names in origin.layout.items() for name in names}
     made = {CONFIG: origin.config}
     if len(origin.layout) > 1:
@@ -221,7 +241,7 @@ def _with_files(origin: Origin) -> Origin:
 
 
 def _unfit(manifest: Manifest, weights: dict[str, TensorEntry], cfg: ModelConfig) -> list[str]:
-    """Every difference between the step folder's tensors and settings and the model that shall come out."""
+    """Every difference between the step folder's tensors and settings and the model that shall be written."""
     want = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     problems = [f"{name}: not in the step folder" for name in want if name not in weights]
     for name, entry in weights.items():
@@ -239,8 +259,20 @@ def _itemsize(origin: Origin, names: dict[str, str], name: str) -> int:
     return DTYPES[names[name]].itemsize if names[name] in DTYPES else origin.extra(name).element_size()
 
 
-def _exported(step, weights, found, names, extra, origin, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Those of their tensors that are wanted, in the order of ours: each chunk of the step folder is read and checked once a call."""
+def _exported(
+    step: Path,
+    weights: dict[str, TensorEntry],
+    found: dict[str, list[Piece]],
+    names: dict[str, str],
+    extra: list[str],
+    origin: Origin,
+    wanted: set[str],
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of their tensors that are wanted, by name, in the order of ours.
+
+    names: their tensors and types. A call reads and checks each chunk of the step folder once.
+    CheckpointError for a weight that float16 cannot hold.
+    """
     shapes = their_shapes(found)
     for ours, pieces_of_ours in found.items():
         group = [piece for piece in pieces_of_ours if piece.name in wanted]
@@ -250,13 +282,13 @@ def _exported(step, weights, found, names, extra, origin, wanted: set[str]) -> I
             theirs = torch.empty(shapes[name], dtype=DTYPES[names[name]])
             for piece, tensor in parts:
                 seen = piece.see(theirs)
-                seen.copy_(tensor.view(seen.shape))
-                if theirs.dtype == torch.float16 and bool(
-                    (seen.isinf() & tensor.view(seen.shape).isfinite()).any()
-                ):
+                ours_seen = tensor.view(seen.shape)
+                seen.copy_(ours_seen)
+                if theirs.dtype == torch.float16 and bool((seen.isinf() & ours_seen.isfinite()).any()):
                     most = float(tensor.abs().max())
                     raise CheckpointError(
-                        f"{step}: {ours} has weights up to {most:.3g}, float16 holds 65504: export with --dtype bf16"
+                        f"{step}: {ours} has weights up to {most:.3g}, float16 holds 65504: "
+                        f"export with --dtype bf16"
                     )
             yield name, theirs
     for name in wanted.intersection(extra):

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's: its config, its safetensors read box by box, and safetensors written tensor by tensor.
+"""A Hugging Face folder: its config, its safetensors read box by box, and safetensors written one by one.
 
 next: hf/importer.py
 """
@@ -24,11 +24,16 @@ from tmoe.config.check import ConfigError
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".bin.index.json")
 DTYPES = dict(F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)  # what fp32 holds without rounding
 ORDER = dict(F32=1, BF16=2, F16=3)  # of tensors in a file, then by name; wider types first
-FILE, EXTRA, LAYOUT = "hf.file.", "hf.extra.", "hf.layout"  # what a step folder carries for the way back
+# The names of what a step folder carries for the way back.
+FILE = "hf.file."
+EXTRA = "hf.extra."
+LAYOUT = "hf.layout"
 MODEL = "model."
 TIED = "tie_word_embeddings"
 ROWS = 1024  # of two tensors that are compared, at a time
@@ -36,17 +41,20 @@ Layout = dict[str, dict[str, str]]  # file -> tensor -> dtype, as safetensors na
 
 
 class Folder:
-    """Names, shapes and types of a folder's tensors, from the headers alone. CheckpointError names what is missing or damaged.
+    """Names, shapes and types of a folder's tensors, from the headers alone.
 
-    Quantised tensors appear as what they stand for (hf/packed.py); `packed` names their format then, else it is "". MismatchError
-    names those of another type or shape than their format has. Where config.json ties the head to the embedding but the files hold
-    another one, the model is an untied one, as in transformers 5: `own_head` is True then, and `config` says so.
+    CheckpointError names what is missing or damaged.
+    packed: quantised tensors appear as what they stand for (hf/packed.py). This is then the name of their
+        format, else "". MismatchError names those of another type or shape than their format has.
+    own_head: config.json ties the head to the embedding, but the files hold another head. The model is then
+        an untied one, as in transformers 5, and `config` says so.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.config: HF = self._json(CONFIG)
-        # where both lie, transformers reads the one file: a save over a folder of many removes these, and leaves their index
+        # Where both lie, transformers reads the single file: a save over a folder of many files removes those
+        # and leaves their index.
         self.indexed = (path / INDEX).is_file() and not (path / SINGLE).is_file()
         index = self._index() if self.indexed else {}
         self.layout: Layout = {}
@@ -54,10 +62,11 @@ class Folder:
         self.file_of: dict[str, str] = {}
         for file in sorted(set(index.values())) or [SINGLE]:
             self._read_header(file)
+        misplaced = [(name, file) for name, file in index.items() if self.file_of.get(name) != file]
         self.problems = [
-            f"{name}: {INDEX} places it in {file}, it is {f'in {self.file_of[name]}' if name in self.file_of else 'not there'}"
-            for name, file in index.items()
-            if self.file_of.get(name) != file
+            f"{name}: {INDEX} places it in {file}, it is "
+            f"{f'in {self.file_of[name]}' if name in self.file_of else 'not there'}"
+            for name, file in misplaced
         ]
         self.stored_in = dict(self.file_of)
         self.views: dict[str, View] = {}
@@ -70,7 +79,10 @@ class Folder:
             self.config[TIED] = False
 
     def _see_through(self, quantised: HF) -> str:
-        """Put views in the place of the tensors that they are computed from; the name of the format if there are any."""
+        """Put views in the place of the tensors they are computed from.
+
+        Returns the format's name, "" if none.
+        """
         method = quantised.get("quant_method", "")
         if not isinstance(method, str) or method not in FORMATS:
             return ""
@@ -87,7 +99,9 @@ class Folder:
             file = self.file_of[view.parts[0]]
             for part in view.parts:
                 del self.layout[self.file_of.pop(part)][part], self.shapes[part]
-            self.layout[file][name], self.shapes[name], self.file_of[name] = view.dtype, view.shape, file
+            self.layout[file][name] = view.dtype
+            self.shapes[name] = view.shape
+            self.file_of[name] = file
         self.layout = {file: names for file, names in self.layout.items() if names}
         return method
 
@@ -112,7 +126,8 @@ class Folder:
             or not all(isinstance(file, str) for file in index.values())
         ):
             raise CheckpointError(f"{self.path / INDEX}: malformed: weight_map must give each tensor's file")
-        require_names(self.path / INDEX, sorted(set(index.values())))  # read here, no export could write them
+        # Checked here, since an export could not write files of other names.
+        require_names(self.path / INDEX, sorted(set(index.values())))
         return index
 
     def _read_header(self, file: str) -> None:
@@ -122,20 +137,27 @@ class Folder:
                     raise CheckpointError(f"{name}: both in {self.file_of[name]} and in {file}")
                 part = handle.get_slice(name)
                 self.layout.setdefault(file, {})[name] = part.get_dtype()
-                self.shapes[name], self.file_of[name] = tuple(part.get_shape()), file
+                self.shapes[name] = tuple(part.get_shape())
+                self.file_of[name] = file
 
     def dtype(self, name: str) -> str:
         return self.layout[self.file_of[name]][name]
 
     def others(self) -> list[str]:
-        """Files that travel with the weights: config, generation settings, tokenizer, licence; the index too."""
+        """Files that travel with the weights: config, generation settings, tokenizer, licence.
+
+        The index too.
+        """
         names = sorted(
             entry.name for entry in os.scandir(self.path) if entry.is_file() and entry.name[0] != "."
         )
         return [name for name in names if (self.indexed if name == INDEX else not name.endswith(WEIGHTS))]
 
     def content(self, name: str) -> bytes:
-        """One of `others`; config.json as `config` is, and the index of a quantised folder for the tensors that it stands for."""
+        """The bytes of one of `others`.
+
+        config.json is as `config` is. The index of a quantised folder names the tensors that are stood for.
+        """
         if (self.packed or self.own_head) and name == CONFIG:
             return (json.dumps(self.config, indent=2) + "\n").encode()
         if self.packed and name == INDEX:
@@ -144,7 +166,11 @@ class Folder:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """read(name, slices) -> view of the mapped file (slices may have steps, but for fp8's factors); valid, and memory held, until the scope ends."""
+        """Yields read(name, slices), a view of the mapped file.
+
+        Slices may have steps, except for fp8's factors. The views are valid, and memory is held, until the
+        scope ends.
+        """
         with ExitStack() as stack:
             handles: dict[str, Any] = {}
 
@@ -162,19 +188,20 @@ class Folder:
             yield read
 
     def whole(self, name: str) -> Tensor:
+        """A whole tensor, as a copy."""
         with self.reading() as read:
             return read(name, tuple(slice(0, n) for n in self.shapes[name])).clone()
 
     def _repeats(self, name: str, other: str) -> bool:
-        """Whether a tensor holds the other one's values, bit for bit; also where there is no other. Reads ROWS rows at a time."""
+        """Whether a tensor holds the other one's values, bit for bit; True if there is no other.
+
+        Reads ROWS rows at a time.
+        """
         if other not in self.shapes:
             return True
         shape = self.shapes[name]
-        if (
-            shape != self.shapes[other]
-            or len(shape) != 2
-            or {self.dtype(name), self.dtype(other)} - {*DTYPES}
-        ):
+        plain = {self.dtype(name), self.dtype(other)} <= {*DTYPES}
+        if shape != self.shapes[other] or len(shape) != 2 or not plain:
             return False
         for start in range(0, shape[0], ROWS):
             box = (slice(start, min(start + ROWS, shape[0])), slice(0, shape[1]))
@@ -187,7 +214,10 @@ class Folder:
     def compare(
         self, arch: Architecture, expected: dict[str, tuple[int, ...]], extra: list[str]
     ) -> list[str]:
-        """Every tensor that is missing, not expected, of another shape, or of a type that fp32 does not hold."""
+        """A line for each tensor that is missing, not expected, or of a wrong shape or type.
+
+        Valid types are those that fp32 holds without rounding.
+        """
         found = list(self.problems)
         for name, shape in expected.items():
             if name not in self.shapes:
@@ -214,17 +244,21 @@ def is_folder(path: str | Path) -> bool:
 
 def untied(folder: Path) -> str:
     """What import, direct start and export say about a folder with a head of its own."""
-    return f"{folder / CONFIG} ties {HEAD} to {EMBEDDING}, but the files hold another {HEAD}: read as {TIED} false"
+    return (
+        f"{folder / CONFIG} ties {HEAD} to {EMBEDDING}, but the files hold another {HEAD}: "
+        f"read as {TIED} false"
+    )
 
 
 def require_names(where: Path, names: Iterable[str]) -> None:
-    """CheckpointError if one of the file names found at `where` is not that of a file in a folder, but a path."""
+    """CheckpointError if one of the file names found at `where` is a path out of its folder."""
     if odd := [name for name in names if Path(name).name != name or name in ("", ".", "..")]:
         raise CheckpointError(f"{where}: file names {odd} leave the folder")
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
+    """An open safetensors file. CheckpointError, which names it, where it is missing or damaged."""
     try:
         with safe_open(file, "pt") as handle:
             yield handle
@@ -237,7 +271,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read) -> None:
-    """Copy into `target`, the box of one of our tensors that starts at `offset`, what the pieces hold of it."""
+    """Fill `target` from the pieces. It is the box that starts at `offset` of one of our tensors."""
     for piece in found:
         sides = list(zip(offset, target.shape, piece.offset, piece.shape, strict=True))
         spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
@@ -245,38 +279,39 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
             continue
         inside = [slice(low - b, high - b) for (low, high), b in zip(spans, piece.offset, strict=True)]
         rows = inside[piece.axis]
-        inside[piece.axis] = slice(
-            rows.start * piece.every + piece.first, rows.stop * piece.every, piece.every
-        )
+        first = rows.start * piece.every + piece.first
+        inside[piece.axis] = slice(first, rows.stop * piece.every, piece.every)
         theirs = read(piece.name, piece.to_theirs(tuple(inside)))
         theirs = theirs.mT if piece.transposed else theirs
-        target[tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))] = theirs
+        here = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))
+        target[here] = theirs
 
 
 class Writer:
-    """A safetensors file whose header is written at once and whose tensors may come in any order.
+    """A safetensors file whose header is written first and whose tensors may come in any order.
 
-    The library's own save_file wants a whole file, 5 GB as a rule, in memory. Order and spelling are the library's, so that a file
-    which it wrote comes back byte for byte.
+    The library's own save_file wants the whole file, usually 5 GB, in memory. Order and spelling are the
+    library's, so that a file that it wrote comes back byte for byte.
     """
 
     def __init__(self, path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], nbytes: dict[str, int]):
-        self.path, self.offset = path, {}
+        self.path = path
+        self.offset: dict[str, int] = {}
         self.parts: list[tuple[int, int, str]] = []  # start, size and SHA-256 of all that was written
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
         end = 0
-        for name, (dtype, shape) in sorted(
-            tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0])
-        ):
-            self.offset[name], end = end, end + nbytes[name]
-            header[name] = dict(dtype=dtype, shape=shape, data_offsets=[self.offset[name], end])
+        in_order = sorted(tensors.items(), key=lambda item: (ORDER.get(item[1][0], 0), item[0]))
+        for name, (dtype, shape) in in_order:
+            start = end
+            end = start + nbytes[name]
+            self.offset[name] = start
+            header[name] = dict(dtype=dtype, shape=shape, data_offsets=[start, end])
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         raw += b" " * (-len(raw) % 8)
         self.start = 8 + len(raw)
         self.file = open(path, "xb")  # noqa: SIM115
-        self._call(
-            lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end)
-        )  # a full disk says so now
+        # Reserve the whole file, so that a full disk is found now.
+        self._call(lambda: os.posix_fallocate(self.file.fileno(), 0, self.start + end))
         self._put(0, len(raw).to_bytes(8, "little") + raw)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -294,6 +329,7 @@ class Writer:
             self._call(lambda: os.fsync(self.file.fileno()))
 
     def _call(self, call: Callable[[], Any]) -> None:
+        """Run `call`; an OSError of it gets the name of this file."""
         try:
             call()
         except OSError as error:
@@ -301,7 +337,7 @@ class Writer:
 
 
 def split(tensors: dict[str, tuple[int, ...]], dtype: str, limit: int) -> Layout:
-    """Files of at most `limit` bytes, in order, under the names that transformers looks for."""
+    """Divide tensors into files of at most `limit` bytes, in order, with the names transformers looks for."""
     size = DTYPES[dtype].itemsize
     groups: list[dict[str, str]] = [{}]
     held = 0

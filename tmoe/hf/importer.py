@@ -1,13 +1,16 @@
-"""Hugging Face's models in and out: a step folder from theirs, theirs from a step folder, each rank's shards straight from theirs.
+"""Hugging Face's models in and out: a step folder from theirs, and theirs from a step folder.
 
-    python -m tmoe.hf import HF_DIR STEP_DIR                      a checkpoint for `train.py PRESET --init STEP_DIR`
-    python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8    the same, in files for 64 ranks
-    python -m tmoe.hf export STEP_DIR HF_DIR                      from_pretrained loads it
-    python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL      config, tokenizer and files as in ORIGINAL
+    python -m tmoe.hf import HF_DIR STEP_DIR                    a step for `train.py PRESET --init STEP_DIR`
+    python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8  the same, in files for 64 ranks
+    python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
+    python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
 
-Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command goes on where it was.
-Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds them, which bf16 and fp16 fit into exactly; the way back gives every
-tensor its type again. A step folder carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
+Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
+goes on where it was. Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds
+them, which bf16 and fp16 fit into exactly; the way back gives every tensor its type again. A step folder
+carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
+
+`train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part straight from HF_DIR.
 
 next: hf/rules.py, hf/tables.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py, hf/swap.py
 """
@@ -97,15 +100,23 @@ def import_hf(
     unread = [output.name.removeprefix(EXTRA) for output in plan.outputs if output.name.startswith(EXTRA)]
     if unread:
         kinds = Counter(re.sub(r"experts\.\d+", "experts.*", name) for name in unread)
-        head = f"{len(unread)} tensors, computed or of blocks that predict further tokens, are carried as they are:"
+        head = (
+            f"{len(unread)} tensors, computed or of blocks that predict further tokens, "
+            f"are carried as they are:"
+        )
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 
 def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
-    """Plan of `import`. ConfigError: settings that tmoe does not compute; MismatchError lists every tensor that does not fit."""
+    """Plan of `import`.
+
+    ConfigError: settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
+    """
     folder = Folder(Path(hf_dir))
     arch, cfg, found, _, extra, problems = plan_folder(folder)
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
+
+    # The model's tensors, then what is carried for the way back.
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
     outputs = [
         Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()
@@ -132,20 +143,22 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
         files={},
         tensors={},
     )
-    if tokenizer := carried_by(
-        folder.path
-    ):  # what a `reshard --only model`, which drops the files, still knows
+    # `reshard --only model` drops the files. This fingerprint still says which tokenizer the weights use.
+    if tokenizer := carried_by(folder.path):
         manifest.info["data"] = dict(tokenizer=tokenizer.fingerprint)
-    stats = (
-        (name, (folder.path / name).stat()) for name in sorted({*folder.stored_in.values(), *folder.others()})
-    )
+    read = sorted({*folder.stored_in.values(), *folder.others()})
+    stats = ((name, (folder.path / name).stat()) for name in read)
     stamps = tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     return Plan(tuple(outputs), partial(_imported, folder, found, carried), manifest, stamps)
 
 
 def _imported(
-    folder: Folder, found: dict[str, list[Piece]], carried: dict, output: Output
+    folder: Folder,
+    found: dict[str, list[Piece]],
+    carried: dict[str, Callable[[], Tensor]],
+    output: Output,
 ) -> Iterator[Tensor]:
+    """The contents of one tensor's boxes: carried as it is, or filled from the folder's tensors."""
     if output.name in carried:
         yield carried[output.name]()
         return
@@ -169,11 +182,11 @@ def _as_tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-# ---- direct start ----
+# ---- command line ----
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; ends the process with an error's one message."""
+    """The command line. An error ends the process with one message."""
     commands: dict[str, Any] = {"import": import_hf, "export": export_hf}
     with one_message():
         tyro.extras.subcommand_cli_from_dict(

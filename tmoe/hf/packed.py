@@ -3,9 +3,9 @@
 A format is a table and a function. The table says in which tensors of the files a packed one is stored, with
 their types and shapes. What differs is refused by name: the type of a helper tensor is a part of its meaning.
 The function makes the views from the folder's tensors and its quantization_config. A view turns boxes of the
-packed tensors into a box of the values. Everything behind Folder (comparison, import, direct start) sees names,
-shapes and values only. Nothing is packed again on the way back: training moved the weights, so an export writes
-the values.
+packed tensors into a box of the values. Everything behind Folder (comparison, import, direct start) sees
+names, shapes and values only. Nothing is packed again on the way back: training moved the weights, so an
+export writes the values.
 
 next: hf/files.py
 """
@@ -41,7 +41,7 @@ class View:
     """(how to read the files, slices of this tensor) -> that box"""
 
 
-Found = tuple[dict[str, View], list[str]]  # the views by name, and what is wrong with tensors of the format
+Found = tuple[dict[str, View], list[str]]  # the views by name, and what is wrong with the format's tensors
 
 
 class Stored(NamedTuple):
@@ -58,10 +58,10 @@ class Stored(NamedTuple):
 
 
 def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Names of the packed tensors; a line for each tensor of theirs that is missing or differs from the table.
+    """Names of the packed tensors, and a line for each tensor that is missing or differs from the table.
 
-    A tensor belongs to the format if its name ends in one of the table's suffixes. Where the table has a row without
-    a suffix, every tensor of an fp8 type belongs to it too.
+    A tensor belongs to the format if its name ends in one of the table's suffixes. Where the table has a row
+    without a suffix, every tensor of an fp8 type belongs to it too.
     """
     suffixes = tuple(row.suffix for row in table if row.suffix)
     bare = len(suffixes) < len(table)
@@ -76,7 +76,10 @@ def find(table: tuple[Stored, ...], shapes: Shapes, dtypes: dict[str, str]) -> t
 def _problems(
     table: tuple[Stored, ...], name: str, shapes: Shapes, dtypes: dict[str, str], bare: bool
 ) -> list[str]:
-    """What is wrong with the tensors of one packed tensor; bare: its name is also that of one of them."""
+    """What is wrong with the tensors of one packed tensor.
+
+    bare: one of them has the packed tensor's own name.
+    """
     parts = {f"{name}{row.suffix}": row for row in table}
     there = [part for part in parts if part in shapes]
     found = [f"{part}: missing, but {there[0]} is there" for part in parts if part not in shapes]
@@ -112,7 +115,8 @@ MXFP4 = (
 def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
     """NAME_blocks [E, M, W/32, 16] and NAME_scales [E, M, W/32], both U8, stand for NAME [E, W, M].
 
-    A byte holds two values, the lower four bits first; a scale is an exponent of two plus 127. bf16 holds every product exactly.
+    A byte holds two values, the lower four bits first; a scale is an exponent of two plus 127. bf16 holds
+    every product exactly.
     """
     names, problems = find(MXFP4, shapes, dtypes)
     if problems:
@@ -126,17 +130,23 @@ def mxfp4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> F
 
 
 def unpack(blocks: str, scales: str, read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [E, W, M] in fp32, one expert at a time: what is read grows eightfold on the way. M's slice may have a step.
+    """The box [E, W, M] in fp32, one expert at a time, since what is read grows eightfold on the way.
 
-    84 million values a second on one core (a gather of each byte's pair of values), transformers' conversion 22.
+    M's slice may have a step. Measured on one core: 84 million values a second (a gather of each byte's
+    pair of values); transformers' conversion does 22 million.
     """
     experts, wide, rows = box
-    first, last = wide.start // BLOCK, math.ceil(wide.stop / BLOCK)
+    first = wide.start // BLOCK
+    last = math.ceil(wide.stop / BLOCK)
     low = wide.start - first * BLOCK
-    values = 2 * torch.tensor([*FP4, *(-v for v in FP4)])  # fp32 has no 2^128, of which a half is a value
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # of every byte
-    pairs = pairs.view(torch.float64).flatten()  # two at once: a gather of single numbers is fast
-    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)  # halves, so
+
+    # The numbers are doubled and the powers halved: fp32 has no 2^128, but 0.5 times 2^128 is a value.
+    values = 2 * torch.tensor([*FP4, *(-v for v in FP4)])
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - BIAS - 1)
+    # The pair of values of every byte, as one fp64 number: a gather of single numbers is fast.
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
+    pairs = pairs.view(torch.float64).flatten()
+
     out = torch.empty(
         experts.stop - experts.start, len(range(*rows.indices(rows.stop))), wide.stop - wide.start
     )
@@ -160,11 +170,13 @@ FP8_SETTINGS = dict(  # the first value is what a missing key means
 
 
 def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
-    """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each block of `weight_block_size` m x w.
+    """NAME [M, W] in F8_E4M3 times NAME_scale_inv [ceil(M/m), ceil(W/w)], a factor for each m x w block.
 
-    The type of the factors says what they are, whatever scale_fmt says, as in transformers: numbers, or exponents of
-    two plus 127 in F8_E8M0 or in plain bytes. fp32 holds the products to its own rounding; an export rounds them to
-    bf16, as DeepSeek's own conversion does. ConfigError for settings that say something else.
+    m and w are the settings' `weight_block_size`. The type of the factors says what they are, whatever
+    scale_fmt says, as in transformers: numbers, or exponents of two plus 127 in F8_E8M0 or in plain bytes.
+    fp32 holds the products to its own rounding; an export rounds them to bf16, as DeepSeek's own conversion
+    does.
+    ConfigError for settings that say something else.
     """
     for key, valid in FP8_SETTINGS.items():
         if settings.get(key, valid[0]) not in valid:
@@ -195,7 +207,7 @@ def fp8(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Fou
 
 
 def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[slice, ...]) -> Tensor:
-    """The box [M, W] in fp32."""
+    """The box [M, W] in fp32: fp8 numbers times the factors of their blocks."""
     touched = tuple(slice(s.start // b, math.ceil(s.stop / b)) for s, b in zip(box, block, strict=True))
     scale = read(factors, touched)
     scale = torch.exp2(scale.float() - BIAS) if scale.dtype == torch.uint8 else scale.float()
@@ -209,4 +221,7 @@ FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = 
 
 def unpacked(packed: str) -> str:
     """What import and export say about a folder whose tensors were in the format `packed`."""
-    return f"its {packed} tensors are read as the 16-bit values that they stand for; exports hold those, without {QUANTISED}"
+    return (
+        f"its {packed} tensors are read as the 16-bit values that they stand for; "
+        f"exports hold those, without {QUANTISED}"
+    )

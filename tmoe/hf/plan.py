@@ -1,6 +1,7 @@
-"""What becomes of each tensor of a Hugging Face folder: read, a copy, carried, or refused by name. One plan for every road.
+"""What becomes of each tensor of a Hugging Face folder: read, a copy, carried, or refused by name.
 
-Import, direct start and export all take it from here, so they accept the same folders and refuse the others in the same words.
+Import, direct start and export all take this one plan. So they accept the same folders, and refuse the others
+in the same words.
 
 next: hf/files.py
 """
@@ -16,14 +17,17 @@ from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, their_
 
 
 class Reading(NamedTuple):
-    """A folder's tensors as this model has them. Every tensor of the files is in one of pieces, copies, extra and problems."""
+    """A folder's tensors as this model has them.
+
+    Every tensor of the files is in one of pieces, copies, extra and problems.
+    """
 
     arch: Architecture
     cfg: ModelConfig
     pieces: dict[str, list[Piece]]
     """our tensors and the boxes of theirs that fill them, each element once"""
     copies: dict[str, str]
-    """tensors that repeat another one, and that one: nothing reads them, an export writes them again"""
+    """tensors that repeat another one, and that one: they are not read, an export writes them again"""
     extra: list[str]
     """tensors that are carried: computed from the config, or of blocks behind the model's last"""
     problems: list[str]
@@ -42,14 +46,17 @@ class Reading(NamedTuple):
 
 
 def plan_folder(folder: Folder) -> Reading:
-    """ConfigError for settings that tmoe does not compute; what is wrong with tensors is in `problems`."""
+    """The plan of a folder. What is wrong with its tensors is in `problems`.
+
+    ConfigError for settings that tmoe does not compute.
+    """
     plan = _plan(folder.config, folder.shapes)
     problems = folder.compare(plan.arch, their_shapes(plan.written()), plan.extra)
     return plan._replace(problems=problems)
 
 
 def plan_layout(config: HF, types: dict[str, str]) -> Reading:
-    """Of a folder that is not there: its config.json, and of its tensors the names and types alone."""
+    """The plan of a folder that is not there, from its config.json and its tensors' names and types."""
     plan = _plan(config, types)
     expected = their_shapes(plan.written())
     problems = [f"{name}: not in the original's files" for name in expected if name not in types]
@@ -64,6 +71,7 @@ def plan_layout(config: HF, types: dict[str, str]) -> Reading:
 
 
 def _plan(config: HF, present: dict) -> Reading:
-    arch, cfg = architecture(config), read_config(config)
+    arch = architecture(config)
+    cfg = read_config(config)
     found, extra = divide(arch, cfg, present, ahead(config))
     return Reading(arch, cfg, found, copies(cfg, present), extra, [])

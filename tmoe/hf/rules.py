@@ -1,7 +1,8 @@
-"""What a table entry for one of Hugging Face's architectures is made of, and the boxes that it says.
+"""What a table entry for one of Hugging Face's architectures is made of, and the boxes that it describes.
 
-Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the lower half of one
-expert of `gate_up`. `pieces` works the boxes out; import, export and direct start all read them, so no direction has its own code.
+Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `qkv`, an expert's `up_proj` the
+lower half of one expert of `gate_up`. `pieces` computes the boxes. Import, export and direct start all read
+them, so no direction has its own code.
 
 next: hf/tables.py
 """
@@ -23,10 +24,10 @@ from tmoe.model.shapes import model_shapes
 
 HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FP32 = (
-    "e_score_correction_bias",
-)  # ends of names of tensors that stay fp32 in an export to bf16, as in transformers
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# Ends of the names of tensors that stay fp32 in an export to bf16, as in transformers.
+FP32 = ("e_score_correction_bias",)
 
 
 # ---- what an entry is made of ----
@@ -35,9 +36,11 @@ FP32 = (
 class Part(NamedTuple):
     """One of the tensors that make up one of ours. {layer} and {expert} stand for numbers.
 
-    rows: how many of our rows (second axis of a stack of experts, else first) it fills, 0: it does not exist; None: an equal share.
-    transposed: its last two axes are the other way round.
-    every, first: it is woven into a tensor with others: only every n-th of that tensor's rows, from the `first` on.
+    rows: how many of our rows it fills (the second axis in a stack of experts, else the first). 0: it does
+        not exist. None: an equal share.
+    transposed: its last two axes are exchanged.
+    every, first: it is woven into a tensor with others: it has only every n-th row of that tensor, from the
+        `first` on.
     """
 
     name: str
@@ -50,8 +53,8 @@ class Part(NamedTuple):
 class Rule(NamedTuple):
     """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first.
 
-    held: the parts as transformers 5 holds them in memory; it writes these with save_original_format=False. Empty: the
-    same parts. A folder may have either, layer by layer.
+    held: the parts as transformers 5 holds them in memory; it writes these with save_original_format=False.
+    Empty: the same parts. A folder may have either, layer by layer.
     """
 
     ours: str
@@ -63,10 +66,13 @@ NO_NULL = "null is refused"
 
 
 class Field(NamedTuple):
-    """A setting of ModelConfig ("moe.top_k") and its key of config.json; the first of several keys is the one written.
+    """A setting of ModelConfig ("moe.top_k") and its keys in config.json.
 
-    default: what transformers' class takes where the key is missing, or a function of the other keys; None: tmoe wants it said.
-    null: what its model makes of null, which seldom is the default; NO_NULL: its class takes no null, or its model fails.
+    keys: the first of several is the one written.
+    default: what transformers' class takes where the key is missing, or a function of the other keys. None:
+        the key must be there.
+    null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
+        null, or its model fails.
     """
 
     ours: str
@@ -99,29 +105,36 @@ class Architecture:
     ours: dict[str, Any]
     """settings of ModelConfig that the architecture implies"""
     theirs: dict[str, Any]
-    """keys of config.json for which tmoe computes one value only, or a tuple of them, null among them or not; missing is fine"""
+    """keys of config.json for which tmoe computes one value only, or one of a tuple
+
+    null is valid only if it is in the tuple; a missing key is fine.
+    """
     layers: str = "dense"
-    """which blocks are MoE: dense (none), moe (all), qwen (decoder_sparse_step and mlp_only_layers) or deepseek (moe_layer_freq)"""
+    """which blocks are MoE: dense (none), moe (all), or as their keys say it
+
+    qwen: decoder_sparse_step and mlp_only_layers; deepseek: moe_layer_freq.
+    """
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
-    """keys of config.json that are no setting's copy"""
+    """keys of config.json that are more than a copy of one setting"""
     theta: float = 10000.0
     """RoPE base where config.json names none"""
     rope: HF = field(default_factory=dict)
     """scaling of RoPE where config.json names none"""
     windows: Windows | None = None
-    """None: every token sees all before it"""
+    """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
-    """keys of config.json that must say what others say already, where they are there at all"""
+    """keys of config.json that must agree with other keys, if they are there at all"""
     no_null: tuple[str, ...] = ()
     """keys without a setting of their own for which transformers takes no null"""
     extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    """patterns of tensors that are computed from the config: kept for the way back, never read"""
+    """patterns of tensors that are computed from the config: kept for the way back, but not read"""
 
 
 class Piece(NamedTuple):
     """One of their tensors, or the rows of it that a Part names, as a box of one of ours.
 
-    stacked: it lacks our first axis, of length one in the box. axis: of our rows, counted from the end.
+    stacked: it lacks our first axis, which has length one in the box.
+    axis: the axis of our rows, counted from the end.
     """
 
     name: str
@@ -135,17 +148,18 @@ class Piece(NamedTuple):
 
     @property
     def their_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor of theirs."""
         whole = list(self.shape)
         whole[self.axis] *= self.every
         return self.to_theirs(tuple(whole))
 
     def see(self, theirs: Tensor) -> Tensor:
-        """Of their tensor what is ours, in our order of axes: a view."""
+        """The part of their tensor that is ours, in our order of axes, as a view."""
         theirs = theirs.mT if self.transposed else theirs
         return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
 
     def to_theirs(self, axes: tuple) -> tuple:
-        """Their order of something that is given for each of our axes: sizes, slices."""
+        """Something given for each of our axes (sizes, slices), in their order of axes."""
         axes = tuple(axes[1:]) if self.stacked else tuple(axes)
         return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
 
@@ -156,9 +170,10 @@ class Piece(NamedTuple):
 def pieces(
     arch: Architecture, cfg: ModelConfig, ours: str, shape: tuple[int, ...], held: Container[str] = ()
 ) -> list[Piece]:
-    """Their tensors that make up our tensor `ours` of `shape`, expert by expert; empty: the architecture lacks it.
+    """Their tensors that make up our tensor `ours` of `shape`, expert by expert.
 
-    held: numbers of the layers whose tensors are spelled as transformers 5 holds them (Rule).
+    Empty: the architecture lacks it.
+    held: numbers of the layers whose tensors are spelled as transformers 5 holds them (see Rule).
     """
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
@@ -174,10 +189,13 @@ def pieces(
             rows = part.rows(cfg) if part.rows else shape[axis] // len(parts)
             if not rows:
                 continue
-            offset, box = [0] * len(shape), list(shape)
-            offset[axis], box[axis] = start, rows
+            offset = [0] * len(shape)
+            box = list(shape)
+            offset[axis] = start
+            box[axis] = rows
             if expert is not None:
-                offset[0], box[0] = expert, 1
+                offset[0] = expert
+                box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
             woven = (part.every, part.first)
             found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
@@ -191,11 +209,13 @@ def pieces(
 def divide(
     arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0
 ) -> tuple[dict[str, list[Piece]], list[str]]:
-    """Our tensors' pieces, and which of the tensors `present` the model does not read: computed ones (inv_freq), and those of the
-    `ahead` blocks behind its last, which predict tokens further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
+    """The pieces of our tensors, and which of the tensors `present` the model does not read.
+
+    Those are computed ones (inv_freq), and those of the `ahead` blocks behind its last, which predict tokens
+    further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
 
     A tied model's folder may hold the embedding under either name, or under both (`copies`).
-    MismatchError names the layers of which the tensors present are spelled in both ways that a Rule may have.
+    MismatchError names the layers whose tensors are spelled in both ways that a Rule may have.
     """
     present = set(present)
     held = held_layers(arch, cfg, present)
@@ -204,7 +224,8 @@ def divide(
         found["embedding.weight"] = [piece._replace(name=HEAD) for piece in found["embedding.weight"]]
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
-    return found, sorted(n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
+    unread = (n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
+    return found, sorted(unread)
 
 
 def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) -> set[str]:
@@ -228,16 +249,17 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
 
 
 def copies(cfg: ModelConfig, present: Container[str]) -> dict[str, str]:
-    """Of the tensors `present` those that repeat another one, and that one. Folder makes sure that they are equal: a tied model's
-    head that is not the embedding makes it an untied model."""
+    """Of the tensors `present`, those that repeat another one, and that one.
+
+    Folder makes sure that they are equal: a tied model whose head is not the embedding is read as untied.
+    """
     return {HEAD: EMBEDDING} if cfg.tied and HEAD in present and EMBEDDING in present else {}
 
 
 def ahead(hf: HF) -> int:
     """Number of a config.json's blocks that predict tokens further on."""
-    return (
-        hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
-    )  # the second is transformers' name
+    # The second name is transformers' own.
+    return hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
 
 
 def their_shapes(found: dict[str, list[Piece]]) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
-"""A model's weights straight from Hugging Face's folder or a step folder: each rank reads what it holds.
+"""A model's weights straight from a Hugging Face folder or a step folder: each rank reads what it holds.
 
-next: export.py"""
+next: hf/export.py
+"""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ def load_hf(
     named_parameters: Iterable[tuple[str, Tensor]] | dict[str, Tensor],
     model_cfg: ModelConfig,
 ) -> None:
-    """Fill a tmoe model's parameters, DTensors on any mesh or plain tensors, from a Hugging Face folder that every rank can read.
+    """Fill a tmoe model's parameters from a Hugging Face folder that every rank can read.
 
-    A model with a choice bias (DeepSeek-V3) has a buffer to fill as well: give `model.state_dict()`, which is right for every model.
-    Each rank reads the slices that it holds and nothing else, converted to the parameter's type. Collective: every rank calls it.
-    Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute, MismatchError listing
-    every setting in which config.json differs from `model_cfg` and every tensor that is missing, extra or of another shape.
-    Warns of a model whose routers the task's loss does not train (`MoEConfig.untrained`).
+    named_parameters: DTensors on any mesh, or plain tensors. A model with a choice bias (DeepSeek-V3) has a
+        buffer to fill as well: give `model.state_dict()`, which is right for every model.
+
+    Collective: every rank calls it. Each rank reads only the slices that it holds, converted to the
+    parameter's type. Warns of a model whose routers the task's loss does not train (`MoEConfig.untrained`).
+    Raises on every rank, before any parameter changes: ConfigError for settings that tmoe does not compute;
+    MismatchError that lists every setting in which config.json differs from `model_cfg`, and every tensor
+    that is missing, extra or of another shape.
     """
     _load_hf(Path(hf_dir), dict(named_parameters), model_cfg)
     if any(map(model_cfg.is_moe, range(model_cfg.layers))):
@@ -63,9 +67,10 @@ def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig
 def load_weights(
     path: Path, checkpoints: Checkpoints, parameters: dict[str, Tensor], model_cfg: ModelConfig
 ) -> None:
-    """Fill `parameters`, a model's state_dict(), from the Hugging Face folder or the step folder `path`, on every rank.
+    """Fill `parameters`, a model's state_dict(), from a Hugging Face folder or step folder, on every rank.
 
-    Raises as load_hf does and as Checkpoints.load does; a step whose settings compute another model is a MismatchError too.
+    Raises as load_hf does and as Checkpoints.load does. A step whose settings compute another model is a
+    MismatchError too.
     """
     if is_folder(path):
         return _load_hf(path, parameters, model_cfg)
@@ -84,14 +89,14 @@ def load_weights(
         require_same_model(step_dir, model_cfg)
         return step_dir
 
-    checkpoints.load(
-        _together(look), {MODEL + name: tensor for name, tensor in parameters.items()}, only=MODEL
-    )
+    named = {MODEL + name: tensor for name, tensor in parameters.items()}
+    checkpoints.load(_together(look), named, only=MODEL)
 
 
 def _plan_load(
     hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig
 ) -> tuple[Folder, dict[str, list[Piece]]]:
+    """The folder and the pieces of our tensors. MismatchError where it does not fit model or parameters."""
     folder = Folder(hf_dir)
     plan = plan_folder(folder)
     why = f" ({untied(hf_dir)})" if folder.own_head else ""
@@ -109,11 +114,15 @@ def _plan_load(
 
 
 def _together(work: Callable[[], Any]) -> Any:
-    """The result of `work` on this rank, or on every rank the error of the first that failed: nobody waits for the others."""
-    result, error = None, None
+    """The result of `work` on this rank, or, on every rank, the error of the first rank that failed.
+
+    So no rank waits for one that has failed.
+    """
+    result = None
+    error = None
     try:
         result = work()
-    except Exception as caught:  # whatever it is, the other ranks are waiting
+    except Exception as caught:  # any error: the other ranks are waiting
         error = caught
     if dist.is_initialized():
         votes: list[str | None] = [None] * dist.get_world_size()

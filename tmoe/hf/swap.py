@@ -1,10 +1,13 @@
 """Put tmoe's fused, optionally expert-parallel experts into a loaded transformers model, in place.
 
-transformers 5 keeps the experts of a layer in one module with `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F] (gpt-oss: the
-last two axes exchanged, gate and up rows taking turns, and biases), called as (hidden_states, top_k_index, top_k_weights); the router beside it is untouched, so its logits, the auxiliary loss and every hook on it
-stay what they were. The new module has the old one's parameters under the old names: state dicts, save_pretrained and optimizers
-built before the swap do not notice (without a mesh: the Parameter objects themselves are kept).
-Registering a function with transformers' ALL_EXPERTS_FUNCTIONS was the other way: it sees no mesh and cannot own DTensors.
+transformers 5 keeps the experts of a layer in one module, called as (hidden_states, top_k_index,
+top_k_weights). It has `gate_up_proj` [E, 2F, D] and `down_proj` [E, D, F]; in gpt-oss their last two axes are
+exchanged, gate and up rows take turns, and there are biases. The router beside it is untouched, so its
+logits, the auxiliary loss and every hook on it stay what they were. The new module has the old one's
+parameters under the old names. So state dicts, save_pretrained and optimizers built before the swap need no
+change (without a mesh, the Parameter objects themselves are kept).
+Registering a function with transformers' ALL_EXPERTS_FUNCTIONS was the alternative: it sees no mesh and
+cannot own DTensors.
 
 next: moe/experts.py
 """
@@ -29,24 +32,24 @@ from tmoe.parallel.mesh import Mesh, local_part
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
 SWAP_FIRST = "swap first, then wrap (PEFT's adapters, torch.compile, checkpointing) what swap_experts returns"
-DEFAULT_GATE = (
-    "transformers.integrations.moe"  # the module whose _apply_gate a class gets that has none of its own
-)
+# The module whose _apply_gate a class has if it defines none of its own.
+DEFAULT_GATE = "transformers.integrations.moe"
 
 
 class SwappedExperts(Experts):
-    """A transformers experts module computed by tmoe: same parameters, same call. An Experts, so parallelize shards it as one.
+    """A transformers experts module computed by tmoe: same parameters, same call.
 
-    Weights that lie otherwise than the op's are turned round in every forward, at the cost of a copy of them: parameters, state dict
-    and optimizer stay what they were.
+    It is an Experts, so parallelize shards it as one. Weights that lie in another order than the op's are
+    rearranged in every forward, at the cost of a copy of them. Parameters, state dict and optimizer stay what
+    they were.
     """
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
     def __init__(self, theirs: Any, swap: Swap, mesh: Mesh | None):
-        nn.Module.__init__(self)  # not Experts': the parameters exist and keep their names
-        # sizes, marks and whether the weights are drawn already: what code that knows the class reads
+        nn.Module.__init__(self)  # not that of Experts: the parameters exist and keep their names
+        # What code that knows the class reads: sizes, marks, and whether the weights are initialised already.
         kept = {
             name: value
             for name, value in vars(theirs).items()
@@ -61,11 +64,13 @@ class SwappedExperts(Experts):
             self._spread(mesh)
 
     def _spread(self, mesh: Mesh) -> None:
-        """Rank p of the expert group keeps experts p*L and on, as a DTensor."""
-        experts, ep = self.gate_up_proj.shape[0], mesh.ep.size()
+        """Keep on rank p of the expert group the experts from p*L on, as a DTensor. L: experts of a rank."""
+        experts = self.gate_up_proj.shape[0]
+        ep = mesh.ep.size()
         if experts % ep:
             raise ConfigError(f"mesh: ep={ep} must divide the {experts} experts of a layer")
-        L, p = experts // ep, mesh.ep.get_local_rank()
+        L = experts // ep
+        p = mesh.ep.get_local_rank()
         for name, full in list(self.named_parameters()):
             local = full.data[p * L : (p + 1) * L].clone()
             spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
@@ -74,23 +79,27 @@ class SwappedExperts(Experts):
             self.dispatcher = AllToAllDispatcher(mesh.ep.get_group(), L)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [T, D], experts and weights [T, K] as the router gives them; [T, D] of hidden_states' type."""
+        """The experts' weighted sum, [T, D] of hidden_states' type.
+
+        hidden_states [T, D]; experts and weights [T, K] as the router gives them.
+        """
         kind = hidden_states.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.gate_up_proj.dtype
-        with torch.autocast(
-            kind, enabled=False
-        ):  # cast here once, as autocast does at F.linear; the op takes one type
+        # Cast here once, as autocast does at F.linear: the op takes one type.
+        with torch.autocast(kind, enabled=False):
             gate_up, down, *biases = (self._weight(name, dtype) for name in (*WEIGHTS, *BIASES))
             weights = LocalExperts(gate_up, down, biases[0], biases[1], self.swap.activation)
             weights_TK = top_k_weights.to(torch.promote_types(dtype, torch.float32))
-            routing = Routing(
-                weights_TK, top_k_index.to(torch.int32), weights_TK
-            )  # no dispatcher reads the logits
+            # The weights stand in for the logits, which no dispatcher reads.
+            routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)
             rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
             return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
 
     def _weight(self, name: str, dtype: torch.dtype) -> Any:
-        """The rank's part as the op takes it: gate_up [L, 2F, D], down [L, D, F], biases [L, 2F] and [L, D] or None."""
+        """The rank's part as the op takes it: gate_up [L, 2F, D], down [L, D, F], biases or None.
+
+        Biases are [L, 2F] and [L, D].
+        """
         if not hasattr(self, name):
             return None
         t = local_part(getattr(self, name)).to(dtype)
@@ -99,18 +108,20 @@ class SwappedExperts(Experts):
         return t.contiguous()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy and a pickle make the class anew by `swapped_class`: it has no name to be found by."""
+        """Copies and pickles make the class anew by `swapped_class`: no import finds it by its name."""
         theirs = getattr(type(self), "stands_for", None)
-        if type(self) is not swapped_class(
-            theirs
-        ):  # a class that something else has made of it, which says how itself
+        # A class that other code has derived from it defines its own way.
+        if type(self) is not swapped_class(theirs):
             return super().__reduce_ex__(protocol)
         return (_without_init, (theirs,), vars(self).copy())
 
 
 @cache
 def swapped_class(theirs: type | None) -> type[SwappedExperts]:
-    """SwappedExperts that are instances of the class `theirs` too: transformers' `_init_weights` knows experts by their class."""
+    """SwappedExperts whose instances are instances of `theirs` too.
+
+    transformers' `_init_weights` recognises experts by their class.
+    """
     if theirs is None:
         return SwappedExperts
     return type(f"Swapped{theirs.__name__}", (SwappedExperts, theirs), dict(stands_for=theirs))
@@ -124,12 +135,16 @@ def _without_init(theirs: type | None) -> SwappedExperts:
 def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     """Replace the experts of every MoE block of a transformers model by tmoe's, in place; returns the model.
 
-    mesh: spread the experts over its ep axis; every rank must hold the same weights, and every rank takes part in every forward and
-    backward with a batch of its own. `tmoe.parallel.parallelize(model, mesh)` then shards the rest and sums gradients over the ranks,
-    so divide each rank's loss by the global count. Raises ConfigError, and leaves the model unchanged: no table entry, no such block,
-    experts that the op does not compute, experts that are sharded, wrapped or offloaded already or have no weights yet, no Mesh, or ep
-    does not divide the experts. Forward hooks on transformers' own experts modules go with these; what accelerate hung on them to move
-    their inputs to their device stays.
+    mesh: spread the experts over its ep axis. Every rank must hold the same weights, and every rank takes
+        part in every forward and backward with a batch of its own. Then
+        `tmoe.parallel.parallelize(model, mesh)` shards the rest and sums gradients over the ranks, so divide
+        each rank's loss by the global count.
+
+    Raises ConfigError, and leaves the model unchanged, where there is no table entry or no such block;
+    where the op does not compute the experts; where the experts are sharded, wrapped or offloaded already,
+    or have no weights yet; where mesh is no Mesh, or ep does not divide the experts.
+    Forward hooks on transformers' own experts modules are lost with those modules. accelerate's hooks that
+    move their inputs to their device are kept.
     """
     if not isinstance(mesh, Mesh | None):
         raise ConfigError(f"swap_experts: mesh={mesh!r}; must be a Mesh (tmoe.parallel.build_mesh), or None")
@@ -146,9 +161,8 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if name.endswith(f".{swap.place}")}
     for name, theirs in found.items():
-        reason = (
-            _held_otherwise(theirs, swap) or _held_elsewhere(model, name) or _computed_otherwise(theirs, swap)
-        )
+        reason = _held_otherwise(theirs, swap)
+        reason = reason or _held_elsewhere(model, name) or _computed_otherwise(theirs, swap)
         if reason:
             raise ConfigError(f"swap_experts: {name} {reason}")
     astray = [name for name, m in modules.items() if {*WEIGHTS} <= m._parameters.keys() and name not in found]
@@ -156,25 +170,29 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         raise ConfigError(f"swap_experts: {astray[0]} holds experts, and not as *.{swap.place}; {SWAP_FIRST}")
     if not found:
         raise ConfigError(
-            f"swap_experts: no module *.{swap.place} in this {kind} holds gate_up_proj and down_proj (and biases)"
+            f"swap_experts: no module *.{swap.place} in this {kind} holds gate_up_proj and down_proj "
+            f"(and biases)"
         )
     swapped = {name: swapped_class(type(theirs))(theirs, swap, mesh) for name, theirs in found.items()}
     for name, ours in swapped.items():
         model.set_submodule(name, ours)
         if hook := getattr(found[name], "_hf_hook", None):
-            from accelerate.hooks import add_hook_to_module  # there is a hook, so accelerate is there
+            from accelerate.hooks import add_hook_to_module  # it is installed, since it made the hook
 
             add_hook_to_module(ours, hook)
     return model
 
 
 def _is_experts(module: nn.Module, swap: Swap) -> bool:
-    """Whether it has the weights that the entry says, lying as it says, and its gate: transformers marks all three."""
+    """Whether it has the weights of the entry, in the order of the entry, and its gate.
+
+    transformers marks all three.
+    """
     return not _held_otherwise(module, swap) and not _gated_otherwise(module, swap)
 
 
 def _held_otherwise(module: nn.Module, swap: Swap) -> str:
-    """How the module's weights are not those that the entry says, lying as it says; "" where they are."""
+    """How the module's weights differ from the entry's, in name or order; "" where they do not."""
     names = {name for name, _ in module.named_parameters()}
     direct = {name for name, _ in module.named_parameters(recurse=False)}
     deep = {part for name in names - direct for part in name.split(".")}
@@ -196,7 +214,7 @@ def _held_otherwise(module: nn.Module, swap: Swap) -> str:
 
 
 def _held_elsewhere(model: nn.Module, name: str) -> str:
-    """Why the module's weights are not here, whole, to be taken; "" where they are."""
+    """Why the module's weights cannot be taken whole from here; "" where they can."""
     module = model.get_submodule(name)
     if any(isinstance(p, DTensor) for p in module.parameters()):
         return "is sharded already; swap before parallelize or fully_shard"
@@ -208,21 +226,25 @@ def _held_elsewhere(model: nn.Module, name: str) -> str:
     parents = [name[:i] for i in range(len(name)) if name[i] == "."]
     for place in ("", *parents):
         hooks = _hooks(model.get_submodule(place))
-        if any(
+        moved = [
             getattr(hook, "offload", False) and getattr(hook, "place_submodules", False) for hook in hooks
-        ):
+        ]
+        if any(moved):
             return f"is offloaded by accelerate's hook on {place or 'the model'}; load it without, then swap"
     own = _hooks(module)
     if any(type(hook).__name__ != "AlignDevicesHook" or hook.offload for hook in own):
         kinds = ", ".join(type(hook).__name__ for hook in own)
-        return f"has accelerate's hook {kinds}, which would go; swap a model without (accelerate.hooks' remove_hook_...)"
+        return (
+            f"has accelerate's hook {kinds}, which would go; swap a model without "
+            f"(accelerate.hooks' remove_hook_...)"
+        )
     if "forward" in vars(module) and not own:
         return "has a forward that something has put in place of its class's; swap first"
     return ""
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """accelerate's hooks on the module itself, those of a chain one by one."""
+    """accelerate's hooks on the module itself; a chain of hooks one by one."""
     hook = getattr(module, "_hf_hook", None)
     return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
@@ -233,27 +255,31 @@ def _computed_otherwise(module: Any, swap: Swap) -> str:
         return reason
     if swap.activation == "clamped":
         alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
-        return (
-            ""
-            if (alpha, limit) == CLAMPED
-            else f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
-        )
+        if (alpha, limit) == CLAMPED:
+            return ""
+        return f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
+    # Ask the function and not the configuration: some experts do not read it, others lack the setting.
     x = torch.linspace(-30, 30, 61, device=module.gate_up_proj.device)
-    act = getattr(
-        module, "act_fn", None
-    )  # not the configuration's word: some experts do not read it, others have no such word
+    act = getattr(module, "act_fn", None)
     if act is None or not torch.allclose(act(x), F.silu(x), rtol=1e-3):
         said = getattr(getattr(module, "config", None), "hidden_act", None)
-        return f"computes {getattr(act, '__name__', type(act).__name__)} (hidden_act={said!r}); the fused op computes silu"
+        name = getattr(act, "__name__", type(act).__name__)
+        return f"computes {name} (hidden_act={said!r}); the fused op computes silu"
     return ""
 
 
 def _gated_otherwise(module: Any, swap: Swap) -> str:
-    """Which of transformers' marks says that the module is no down(act(gate) * up); "" where none does, or the entry says its gate."""
+    """Which mark of transformers says that the module is not down(act(gate) * up).
+
+    "" where none does, or where the entry names its gate.
+    """
     if not getattr(module, "has_gate", True):
         return "is marked has_gate=False: no gate beside up, which the fused op needs"
     if getattr(module, "has_post_expert_norm", False):
-        return "is marked has_post_expert_norm=True: a norm behind each expert, which the fused op does not compute"
+        return (
+            "is marked has_post_expert_norm=True: a norm behind each expert, "
+            "which the fused op does not compute"
+        )
     gate = getattr(module, "_apply_gate", None)
     if swap.activation == "swiglu" and gate is not None and gate.__module__ != DEFAULT_GATE:
         return f"computes a gate of its own, {gate.__qualname__}; the fused op computes silu(gate) * up"

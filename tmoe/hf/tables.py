@@ -1,4 +1,4 @@
-"""Hugging Face's architectures, one table entry each: tensor names, how they stack and join, and fields of config.json.
+"""Hugging Face's architectures, one table entry each: tensors and how they join, fields of config.json.
 
 A new architecture is one entry of ARCHITECTURES; docs/huggingface.md shows it.
 
@@ -15,18 +15,20 @@ from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, Part, Rule, Windows
 # ---- tensors ----
 
 
-A, B = "model.layers.{layer}", "blocks.{layer}"
+A = "model.layers.{layer}"  # theirs
+B = "blocks.{layer}"  # ours
 HELD = f"{A}.mlp.experts"
 
 
 def one(ours: str, theirs: str) -> Rule:
+    """One of our tensors that is one of theirs."""
     return Rule(ours, (Part(theirs),))
 
 
 def swiglu(
     ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple:
-    """Gate rows above up rows, and down. `theirs` is the module that holds the three projections, or {expert}'s."""
+    """Gate rows above up rows, and down. `theirs` is the module with the three projections, or {expert}'s."""
     weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
     both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
     return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
@@ -40,13 +42,16 @@ def also(rule: Rule, held: str) -> Rule:
 def experts(
     theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, Rule]:
-    """One by one in the module `theirs`, as published, or stacked: gate_up_proj [E, 2F, D] and down_proj [E, D, F]."""
+    """The experts' rules: one by one in the module `theirs`, as published, or stacked.
+
+    Stacked they are gate_up_proj [E, 2F, D] and down_proj [E, D, F].
+    """
     gate_up, downs = swiglu(f"{B}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
     return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
 
 
 def qkv(kind: str) -> Rule:
-    """One product of tmoe's for their three; kind: weight or bias."""
+    """Their three projections, which are one product in tmoe. kind: weight or bias."""
     heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
     parts = (
         Part(f"{A}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim) for n in heads
@@ -78,7 +83,7 @@ QWEN_SHARED = (
     *swiglu(f"{B}.moe.shared", f"{A}.mlp.shared_expert"),
     one(f"{B}.moe.shared_gate.weight", f"{A}.mlp.shared_expert_gate.weight"),
 )
-GRANITE_MOE = (  # stacked as tmoe's
+GRANITE_MOE = (  # stacked as tmoe's are
     also(one(f"{B}.moe.router.weight", f"{SPARSE}.router.layer.weight"), f"{SPARSE}.router.weight"),
     also(one(f"{B}.moe.experts.gate_up", f"{SPARSE}.input_linear.weight"), f"{SPARSE}.experts.gate_up_proj"),
     also(one(f"{B}.moe.experts.down", f"{SPARSE}.output_linear.weight"), f"{SPARSE}.experts.down_proj"),
@@ -86,6 +91,7 @@ GRANITE_MOE = (  # stacked as tmoe's
 
 
 def query_rows(cfg: ModelConfig) -> int:
+    """Rows of q_proj: none where queries have a latent."""
     return 0 if cfg.mla.q_rank else cfg.heads * (cfg.mla.nope_dim + cfg.mla.rope_dim)
 
 
@@ -110,11 +116,11 @@ DEEPSEEK = (
 
 
 def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
-    """gate, up, gate, up: of their rows the even ones are the gate's."""
+    """Parts of a tensor whose rows take turns: gate, up, gate, up. The even rows are the gate's."""
     return Part(theirs, None, transposed, 2, 0), Part(theirs, None, transposed, 2, 1)
 
 
-GPT_OSS = (  # x W, where tmoe and the others have W x
+GPT_OSS = (  # weights for x W, where tmoe and the others have W x
     one(f"{B}.attention.sinks", f"{A}.self_attn.sinks"),
     *(one(f"{B}.moe.router.{kind}", f"{A}.mlp.router.{kind}") for kind in ("weight", "bias")),
     Rule(f"{B}.moe.experts.gate_up", woven(f"{A}.mlp.experts.gate_up_proj", transposed=True)),
@@ -127,7 +133,7 @@ GPT_OSS = (  # x W, where tmoe and the others have W x
 # ---- settings ----
 
 
-# A function of the other keys gets those that are not null; a KeyError of its names the one that is missing.
+# A function of the other keys gets those that are not null. Its KeyError names the key that is missing.
 
 
 def last_full_layer(hf: HF) -> int:
@@ -135,9 +141,8 @@ def last_full_layer(hf: HF) -> int:
 
 
 def width_of_head(hf: HF) -> int:
-    return hf["hidden_size"] // (
-        hf["num_attention_heads"] or 1
-    )  # no heads at all are refused with the other settings
+    # Zero heads are refused together with the other settings.
+    return hf["hidden_size"] // (hf["num_attention_heads"] or 1)
 
 
 def all_heads(hf: HF) -> int:
@@ -154,14 +159,13 @@ SIZES = (
     Field("tied", ("tie_word_embeddings",), False),
     Field("init_std", ("initializer_range",), 0.02),
 )
-NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # behind SIZES, whose default it replaces
+NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # goes behind SIZES, whose default it replaces
 HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head, width_of_head)
 SAID_HEAD_DIM = HEAD_DIM._replace(null=NO_NULL)
 FFN = Field("ffn_dim", ("intermediate_size",))
 EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
-EXPERTS = Field(
-    "moe.experts", ("num_experts", "num_local_experts")
-)  # two names of one setting, where the class says so
+# Two names of one setting, where the class says so.
+EXPERTS = Field("moe.experts", ("num_experts", "num_local_experts"))
 LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
 TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
 RENORMALIZE = Field("moe.renormalize", ("norm_topk_prob",), False)
@@ -171,7 +175,7 @@ CLAMPED = (1.702, 7.0)  # alpha and limit of the clamped SwiGLU, the only ones t
 
 
 def key_heads(default: int, null: Any = NO_NULL) -> Field:
-    """Behind SIZES, whose default it replaces."""
+    """The field goes behind SIZES, whose default it replaces."""
     return Field("kv_heads", ("num_key_value_heads",), default, null)
 
 
@@ -190,19 +194,22 @@ DEEPSEEK_SIZES = (
 
 
 def shared_width(default: int) -> Field:
-    """Summed width of the shared experts, of which the config gives the number."""
+    """Summed width of the shared experts. The config gives their number."""
     number = "n_shared_experts"
     return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * hf.get(number, default))
 
 
 def v2_groups(hf: HF) -> bool:
-    return (
-        hf.get("topk_method") == "group_limited_greedy"
-    )  # transformers' class takes greedy where it is missing
+    # transformers' class takes greedy where the key is missing.
+    return hf.get("topk_method") == "group_limited_greedy"
 
 
 def deepseek_keys(cfg: ModelConfig) -> HF:
-    """transformers repeats keys and values where num_key_value_heads says less than all heads, and knows no moe_layer_freq but 1."""
+    """Keys that DeepSeek's config.json needs beside those of its fields.
+
+    Where num_key_value_heads is less than all heads, transformers repeats keys and values. It knows no
+    moe_layer_freq but 1.
+    """
     return dict(
         q_lora_rank=cfg.mla.q_rank or None,
         num_key_value_heads=cfg.heads,
@@ -328,12 +335,15 @@ ARCHITECTURES = (
             Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
         ),
         ours={"attention": "mla", "moe.renormalize": False},
-        # its own code and transformers disagree about norm_topk_prob
+        # On norm_topk_prob, DeepSeek's own code and transformers disagree.
         theirs=PLAIN
         | dict(
-            attention_bias=False, mlp_bias=False, scoring_func=("softmax", None), norm_topk_prob=(False, None)
-        )
-        | dict(topk_method=("greedy", "group_limited_greedy")),
+            attention_bias=False,
+            mlp_bias=False,
+            scoring_func=("softmax", None),
+            norm_topk_prob=(False, None),
+            topk_method=("greedy", "group_limited_greedy"),
+        ),
         layers="deepseek",
         write=v2_keys,
         no_null=("n_shared_experts",),
@@ -370,7 +380,7 @@ ARCHITECTURES = (
             *SIZES,
             NORM_EPS,
             *BIASES,
-            HEAD_DIM._replace(keys=()),  # always D/H, for the query norm is as wide as the model
+            HEAD_DIM._replace(keys=()),  # always D/H, because the query norm is as wide as the model
             EXPERT_FFN,
             EXPERTS,
             TOP_K,
@@ -433,18 +443,21 @@ ARCHITECTURES = (
 
 
 class Swap(NamedTuple):
-    """The module of a transformers model, inside a decoder layer, that holds the experts' weights, and MoEConfig's activation."""
+    """Where in a decoder layer of a transformers model the experts' weights are, and how they lie.
+
+    place: the module that holds them. activation: MoEConfig's.
+    """
 
     place: str = "mlp.experts"
     activation: str = "swiglu"
     transposed: bool = False
-    """x W instead of W x: the last two axes of the weights are exchanged"""
+    """for x W instead of W x: the last two axes of the weights are exchanged"""
     woven: bool = False
     """gate and up rows take turns"""
 
 
-# swap_experts: by model_type. Router, attention and shared experts stay transformers' own, so an entry needs no ModelConfig that could
-# express the model.
+# For swap_experts, by model_type. Router, attention and shared experts stay transformers' own, so an entry
+# needs no ModelConfig that could express the model.
 SWAPPABLE = dict(
     mixtral=Swap(),
     qwen2_moe=Swap(),

@@ -1,4 +1,4 @@
-"""The tokenizer that weights belong to: found where a run starts from, and compared with that of a folder to be exported.
+"""The tokenizer that weights belong to: found at a run's start, and compared before an export.
 
 next: data/tokenizer.py
 """
@@ -16,13 +16,15 @@ from tmoe.config.run import Config
 from tmoe.data.tokenizer import Carried, TokenizerFiles
 from tmoe.hf.files import FILE, is_folder
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
-    """The tokenizer of the weights that a run begins with: of the step that it resumes, else of --init; None if that is not known.
+    """The tokenizer of the weights that a run begins with; None if that is not known.
 
-    Reads no more than manifests and tokenizer files. Whether the step is whole, and the run's, is checked when it is loaded.
+    The weights are those of the step that it resumes, else of --init. Reads no more than manifests and
+    tokenizer files. Whether the step is whole, and the run's, is checked when it is loaded.
     """
     if cfg.resume not in ("auto", "none"):
         found = carried_by(Path(cfg.resume))
@@ -36,14 +38,14 @@ def _newest(steps: Path) -> Path | None:
     try:
         return next((path for _, path in folders.published(steps)[0]), None)
     except CheckpointError:
-        return None  # who resumes says what is wrong
+        return None  # the resume itself reports what is wrong
 
 
 def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
-    """The tokenizer of a Hugging Face folder or of a step folder: the file in it, else of what its run started from.
+    """The tokenizer of a Hugging Face folder or of a step folder: its own, else of what its run started from.
 
-    A step of a run tells what its data were made with; a file of another hash is not its tokenizer. later: steps that began from
-    this one.
+    A step of a run names the tokenizer that made its data. A file of another hash is not the step's.
+    later: the steps that began from this one, so that a circle ends.
     """
     if is_folder(path):
         present = {
@@ -58,7 +60,7 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
             name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry
         }
     except CheckpointError:
-        return None  # whoever loads it says what is wrong with it
+        return None  # loading it reports what is wrong
     found = _of_files(step, content)
     later = (*later, step.resolve())
     config = manifest.info.get("config")
@@ -79,7 +81,10 @@ def of_data(manifest: Manifest) -> str | None:
 
 
 def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
-    """None without a tokenizer.json, or for one that has no model in it, which no text was ever encoded by."""
+    """The tokenizer of a folder's files.
+
+    None without a tokenizer.json, or for one that has no model in it, with which no text can be encoded.
+    """
     raw = content.get(TOKENIZER)
     if raw is None or not _is_tokenizer(raw):
         return None
@@ -91,7 +96,7 @@ def _is_tokenizer(raw: bytes) -> bool:
     try:
         told = json.loads(raw)
     except (ValueError, RecursionError):
-        return True  # damaged: not to be passed over
+        return True  # damaged, and so an error later, rather than ignored
     return not isinstance(told, dict) or "model" in told
 
 
@@ -104,6 +109,7 @@ def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Ca
     theirs = TokenizerFiles(TOKENIZER, raw, None).fingerprint
     if theirs != trained_on:
         raise CheckpointError(
-            f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is {theirs}, for which ids mean other "
-            f"text: name with --like a copy of the original that holds the run's {TOKENIZER}, or none"
+            f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is {theirs}, "
+            f"for which ids mean other text: name with --like a copy of the original that holds the run's "
+            f"{TOKENIZER}, or none"
         )

@@ -1,8 +1,9 @@
 """Write a Hugging Face folder from tensors that stream by: file by file, resumable, read back, then renamed.
 
-A safetensors file is written into `DST.partial`; when it is synced, `FILE.done` beside it says what every byte of it should be. A killed
-export keeps the files that have one, and the same command writes the others. When all are there they are read back and compared with
-their hashes, the small files (settings, tokenizer) follow, and the folder gets its name.
+A safetensors file is written into `DST.partial`. When it is synced, `FILE.done` beside it says what every
+byte of it should be. A killed export keeps the files that have one, and the same command writes the others.
+When all are there, they are read back and compared with their hashes. The small files (settings, tokenizer)
+follow, and the folder gets its name.
 
 next: hf/files.py, checkpoint/rewrite.py
 """
@@ -26,16 +27,19 @@ from tmoe.disk import HashedFile
 from tmoe.hf.files import Layout, Writer
 from tmoe.listing import listed
 
-HEADER = 512  # bytes a tensor costs beside its elements, and more than that: its lines in the header and in the index
+# Bytes of a tensor beside its elements, at most: its lines in the header and in the index.
+HEADER = 512
 DONE = ".done"
 
 
 @dataclass(frozen=True)
 class Export:
-    """What to write. produce(names) yields each of these tensors with its name, in any order, of the type in `layout`.
+    """What to write.
 
-    sizes: bytes of each tensor. others: the small files. sources: whatever else decides the contents, so that an export never goes on
-    with what another one left.
+    produce: produce(names) yields each of these tensors with its name, in any order, in its type in `layout`.
+    sizes: bytes of each tensor.
+    others: the small files.
+    sources: whatever else decides the contents, so that an export never goes on with what another one left.
     """
 
     layout: Layout
@@ -47,11 +51,15 @@ class Export:
 
     @cached_property
     def key(self) -> str:
+        """Equal for exports that write the same: it tells whether a finished file belongs to this export."""
         return hashlib.sha256(repr((self.layout, self.shapes, self.sources)).encode()).hexdigest()
 
 
 def check_room(plan: Export, dst: Path) -> tuple[int, int]:
-    """(bytes still to be written at most, bytes free); CheckpointError if dst exists, dst.partial is not ours, or they do not fit."""
+    """(bytes still to be written at most, bytes free).
+
+    CheckpointError if dst exists, dst.partial holds files of something else, or the bytes do not fit.
+    """
     require_absent(dst)
     _require_ours(plan, dst)
     missing = [names for file, names in plan.layout.items() if _record(plan, work_folder(dst) / file) is None]
@@ -59,18 +67,20 @@ def check_room(plan: Export, dst: Path) -> tuple[int, int]:
 
 
 def write_folder(plan: Export, dst: Path) -> None:
-    """Write `dst`, or go on with what a killed call left in `dst.partial`; the name appears when all is verified.
+    """Write `dst`, or go on with what a killed call left in `dst.partial`.
 
-    Raises CheckpointError: dst exists, dst.partial holds what no such call left there, another process writes it, or what was written
-    does not read back; OSError naming the file; whatever produce raises. dst is absent then, and finished files are kept.
+    The name appears when everything is verified. Raises, and leaves dst absent and finished files in place:
+    CheckpointError where dst exists, dst.partial holds what no such call left there, another process
+        writes it, or what was written does not read back;
+    OSError that names the file;
+    whatever produce raises.
     """
     with locked(dst) as work:
         kept = {file for file in plan.layout if _record(plan, work / file)}
-        _require_ours(plan, dst)  # again, now that nobody else writes here
+        _require_ours(plan, dst)  # again, now that no other process can write here
         left = set(work.iterdir()) - {work / name for file in kept for name in (file, file + DONE)}
-        for path in sorted(
-            left, key=lambda path: path.name in plan.layout
-        ):  # small files first, as _require_ours wants
+        # Small files go first: _require_ours knows them only while all the others are there.
+        for path in sorted(left, key=lambda path: path.name in plan.layout):
             path.unlink()
         todo = [file for file in plan.layout if file not in kept]
         with bar("writing", sum(plan.sizes[name] for file in todo for name in plan.layout[file])) as advance:
@@ -88,7 +98,11 @@ def write_folder(plan: Export, dst: Path) -> None:
 
 
 def _require_ours(plan: Export, dst: Path) -> None:
-    """Small files are written last: without all the others they are somebody's own, a model half downloaded say."""
+    """CheckpointError if `dst.partial` holds a file that is not this export's.
+
+    Small files are written last. Without all the other files they belong to the user: a model half
+    downloaded, for example.
+    """
     names = {name for file in plan.layout for name in (file, file + DONE)}
     if all((work_folder(dst) / file).is_file() for file in plan.layout):
         names |= plan.others.keys()
@@ -96,7 +110,10 @@ def _require_ours(plan: Export, dst: Path) -> None:
 
 
 def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
-    """What the file should hold, (start, size, SHA-256) of all its parts; None unless this very plan finished it."""
+    """What the file should hold: (start, size, SHA-256) of all its parts.
+
+    None unless this very plan finished it.
+    """
     try:
         told: Any = json.loads(path.with_name(path.name + DONE).read_text())
         return told["parts"] if told["key"] == plan.key and told["size"] == path.stat().st_size else None
@@ -105,6 +122,7 @@ def _record(plan: Export, path: Path) -> list[tuple[int, int, str]] | None:
 
 
 def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> None:
+    """Write one safetensors file, and then its record."""
     kinds = plan.layout[file]
     writer = Writer(
         work / file, {name: (kind, plan.shapes[name]) for name, kind in kinds.items()}, plan.sizes
@@ -117,7 +135,7 @@ def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> Non
         finally:
             writer.close()
     except BaseException:
-        (work / file).unlink(missing_ok=True)  # room for the next attempt
+        (work / file).unlink(missing_ok=True)  # makes room for the next attempt
         raise
     told = dict(key=plan.key, size=(work / file).stat().st_size, parts=writer.parts)
     _write_small(work / (file + DONE), json.dumps(told).encode())
@@ -125,6 +143,7 @@ def _write_tensors(plan: Export, work: Path, file: str, advance: Advance) -> Non
 
 
 def _read_back(plan: Export, work: Path) -> None:
+    """Hash what was written. A damaged file loses its record, and CheckpointError names it."""
     problems = []
     with bar("verifying", sum((work / file).stat().st_size for file in plan.layout)) as advance:
         for file in plan.layout:
@@ -139,10 +158,12 @@ def _read_back(plan: Export, work: Path) -> None:
 
 def _holds(path: Path, parts: list[tuple[int, int, str]], advance: Advance) -> bool:
     """Whether the file consists of these parts and nothing else."""
-    buffer, end = memoryview(bytearray(1 << 20)), 0
+    buffer = memoryview(bytearray(1 << 20))
+    end = 0
     with open(path, "rb", buffering=0) as stream:
         for start, size, sha256 in sorted(parts):
-            digest, left = hashlib.sha256(), size
+            digest = hashlib.sha256()
+            left = size
             while left and (count := stream.readinto(buffer[:left])):
                 digest.update(buffer[:count])
                 advance(count)
