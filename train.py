@@ -182,8 +182,8 @@ class Trainer:
     ) -> None:
         """What follows a step: its line in the log, then checkpoint, validation and trace where they are due.
 
-        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. While they travel to the
-        host the GPU works on the next step, so a step is logged one step late, unless more is due now.
+        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. While they travel
+        to the host the GPU works on the next step, so a step is logged one step late, unless more is due now.
         """
         cfg, run = self.cfg, self.run
         self.graphs.passed("train")
