@@ -40,7 +40,7 @@ class Graphs:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """On leaving, Python's garbage collector looks at all objects again, also at those that the caller froze."""
+    """On leaving, Python's garbage collector is given back all objects, those that the caller froze too."""
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
 
 class Profiler(torch.profiler.profile):
-    """torch's profiler as an onlooker: once anything of it has failed, writing included, it records no more."""
+    """torch's profiler as an onlooker: once anything in it has failed, writing too, it records no more."""
 
     def __init__(self, look: Onlooker, **settings: Any):
         super().__init__(**settings)

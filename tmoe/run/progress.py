@@ -148,7 +148,10 @@ class Display:
 
 
 def summary(line: dict[str, Any]) -> str:
-    """What a person watches: loss, validation loss, tokens/s, MFU. Unknown ones are left out, but not the loss."""
+    """What a person watches: loss, validation loss, tokens/s, MFU.
+
+    What is not known is left out. A loss that is not finite is shown as that.
+    """
     parts = [f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"]
     for name, text in (
         ("val_loss", "val {:.4f}"),

@@ -28,7 +28,7 @@ from tmoe.run.lines import read_lines
 
 @contextmanager
 def any_backend() -> Iterator[None]:
-    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not installed.
+    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is missing.
 
     That happens in notebooks. The picture needs no backend. Code that imports pyplot later finds the one that
     was asked for, if it is installed.
