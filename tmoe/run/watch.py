@@ -143,7 +143,10 @@ class Watch:
             self._disarm()
 
     def vote(self) -> None:
-        """Raises DivergenceError on all ranks unless this step's collectives so far are alike. A collective."""
+        """Raises DivergenceError on all ranks unless they agree on this step's collectives so far.
+
+        It is a collective of all ranks itself.
+        """
         if not self._originals:
             return
         mine = torch.tensor([len(self.sites), self.checksum])
