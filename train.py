@@ -1,10 +1,10 @@
 """Trains a Mixture-of-Experts language model.
 
-    python train.py tiny --steps 20                                               one process
-    torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2                     two, the experts spread between them
+    python train.py tiny --steps 20                                       one process
+    torchrun --nproc-per-node 2 train.py tiny --parallel.ep 2             two, the experts spread between them
     torchrun --nproc-per-node 8 train.py qwen3-30b-a3b --parallel.ep 8 --data.path shards/
-    python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8            what each of 64 GPUs would hold
-    python train.py --help                                                        every field
+    python train.py qwen3-30b-a3b --dry-run --world 64 --parallel.ep 8    what each of 64 GPUs would hold
+    python train.py --help                                                every field
 
 next: tmoe/data/dataset.py, tmoe/model/transformer.py
 """
@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from tmoe import warmup
 from tmoe.checkpoint import resume
@@ -24,7 +24,7 @@ from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.dataset import Batch, Loader, open_data, unigram_entropy
+from tmoe.data.dataset import Batch, Dataset, Loader, Split, open_data, unigram_entropy
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
@@ -40,8 +40,12 @@ from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
-from tmoe.run.profile import Graphs, collecting, profiler
+from tmoe.run.profile import Graphs, Profiler, collecting, profiler
 from tmoe.versions import versions
+
+Unread = tuple[
+    int, OnItsWay, float, int
+]  # what `log` takes, of a step whose numbers are on their way to the host
 
 
 def main(argv: list[str]) -> None:
@@ -68,59 +72,83 @@ class Trainer:
     """Everything that a run owns, built in the order in which it is needed; `train` is the loop."""
 
     def __init__(self, cfg: Config, run: Runtime):
-        self.cfg, self.run, p = cfg, run, cfg.parallel
+        self.cfg = cfg
+        self.run = run
         run.alike(flags_of(cfg))
+
+        # The mesh, and whether the model fits into each rank's memory.
+        p = cfg.parallel
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
-        self.carried = run.together(
-            lambda: carried_by_start(cfg)
-        )  # the tokenizer of the weights to start from
-        self.data, self.val_data = run.together(
-            lambda: [
-                open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried)
-                for split in ("train", "val")
-            ]
-        )
+
+        # Data, read with the tokenizer of the weights to start from, if these have one.
+        self.carried = run.together(lambda: carried_by_start(cfg))
+        self.data, self.val_data = run.together(lambda: [self.open_split("train"), self.open_split("val")])
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
         self.entropy = run.together(lambda: unigram_entropy(self.val_data))
+
+        # Model and optimizer.
         with run.refusing():  # a dispatcher that was asked for and does not work here
             self.model = build_model(cfg, self.mesh, run.device)
         self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
         if not cfg.eval_only:
             init_state(self.optimizer)
-        self.optimizer.keeps_fresh = True  # here nobody else writes weights but Ema, which says so
+        self.optimizer.keeps_fresh = True  # besides it only Ema writes weights here, and Ema marks them stale
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
-        self.guard, self.graphs = SkipGuard(cfg.optim.max_skips), Graphs()
-        self.step, self.tokens, self.changes = 0, 0, list[str]()
-        known = versions() if run.rank == 0 else {}  # who writes them down
-        info = dict(config=asdict(cfg), versions=known, data=self.data.facts())
-        mode = "sync" if cfg.checkpoint.mode == "sync" else "async"
+
+        # Where the run stands, and what it has met.
+        self.step = 0
+        self.tokens = 0
+        self.changes: list[str] = []  # settings that differ from those of the checkpoint
+        self.guard = SkipGuard(cfg.optim.max_skips)
+        self.graphs = Graphs()
+        self.unread: Unread | None = None
+
+        # Checkpoints, and the step to go on from.
+        known = versions() if run.rank == 0 else {}  # rank 0 writes them down
         self.checkpoints = Checkpoints(
-            Path(cfg.out) / "checkpoints", keep=cfg.checkpoint.keep, mode=mode, info=info
+            Path(cfg.out) / "checkpoints",
+            keep=cfg.checkpoint.keep,
+            mode="sync" if cfg.checkpoint.mode == "sync" else "async",
+            info=dict(config=asdict(cfg), versions=known, data=self.data.facts()),
         )
         run.watch.saving = self.checkpoints.saving
-        held = None if cfg.eval_only else run.claim(cfg.out)  # first: who is still there may save a step
+        # Before restore: another run that still holds the folder may save one more step.
+        held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
+
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        ours: dict[str, Any] = dict(
-            rank=run.rank, world=run.world, device=run.device, versions=known, held=held
-        )
-        ours |= dict(
-            flops_per_token=flops_per_token(cfg.model, cfg.train.seq), peak=peak, start_step=self.step
-        )
-        ours |= dict(facts=dict(data=self.data.describe(), unigram_entropy=self.entropy))
+        facts = dict(data=self.data.describe(), unigram_entropy=self.entropy)
+        # Together: rank 0 may find files in the run folder that it cannot go on with.
         self.metrics = run.together(
-            lambda: Metrics(cfg, **ours)
-        )  # rank 0 may find files that it cannot go on with
+            lambda: Metrics(
+                cfg,
+                rank=run.rank,
+                world=run.world,
+                device=run.device,
+                flops_per_token=flops_per_token(cfg.model, cfg.train.seq),
+                peak=peak,
+                start_step=self.step,
+                versions=known,
+                facts=facts,
+                held=held,
+            )
+        )
         self.announce()
+
+    def open_split(self, split: Split) -> Dataset:
+        cfg = self.cfg
+        return open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried)
 
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
         if cfg.eval_only:
-            loss, at = self.validate(), f"after step {self.step}"
-            return self.metrics.note("stopped" if loss is None else f"validation loss {loss:.4f} {at}")
+            val_loss = self.validate()
+            result = "stopped"
+            if val_loss is not None:
+                result = f"validation loss {val_loss:.4f} after step {self.step}"
+            return self.metrics.note(result)
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
-        unread = None  # what `log` takes, of a step whose numbers are on their way to the host
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout):
                 batch = next(data)
@@ -129,68 +157,86 @@ class Trainer:
                 set_lr(optimizer, lr)
                 loss = self.forward_backward(batch, totals)
                 norm = clip_grad_norm_(model.parameters(), inf)
-                run.watch.vote()  # a skipped collective has summed what does not belong together
-                optimizer.decide(
-                    finite := all_finite(loss, norm), norm, cfg.optim.clip
-                )  # to clip, or to skip it
+                run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
+                finite = all_finite(loss, norm)
+                optimizer.decide(finite, norm, cfg.optim.clip)  # whether to clip, whether to skip the step
                 optimizer.step()
                 model.update_bias(finite)
                 if self.ema:
                     self.ema.update(finite)
                 optimizer.zero_grad()
-                self.graphs.passed("train")
-                self.step, self.tokens = step + 1, self.tokens + batch.tokens_ABS.numel() * run.world
-                last = stop or self.step == cfg.steps
-                save = last or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0)
-                validate = not stop and (
-                    last or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0)
-                )
-                if unread is not None:  # the step before; the GPU has this one to work on meanwhile
-                    self.log(*unread)
-                router = model.balancer.read_log() if self.metrics.due(step) else None
-                unread = step, OnItsWay((loss, norm, finite, self.mean, router)), lr, self.tokens
-                if save or validate or run.device.type == "cpu":
-                    self.log(
-                        *unread
-                    )  # before the checkpoint: who resumes from it does not log this step again
-                    unread = None
-                    run.watch.pause()
-                if save and (
-                    last or not self.guard.in_a_row
-                ):  # a run of skipped steps must not push good ones out
-                    self.save()
-                if (
-                    last
-                ):  # whole before a validation that may be long: whoever ends a run does not wait for it
-                    self.checkpoints.finish()
-                if validate and (val_loss := self.validate()) is not None:
-                    self.metrics.validated(val_loss)
-                if profile:
-                    run.watch.pause()  # writing a trace takes its time
-                    profile.step()
-                self.checkpoints.poll()
-                if last:
+
+                self.step = step + 1
+                self.tokens += batch.tokens_ABS.numel() * run.world
+                self.after(step, stop, lr, (loss, norm, finite), profile)
+                if stop:
                     break
 
-    def forward_backward(self, batch: Batch, totals: Totals) -> torch.Tensor:
-        """Gradients of the step's loss, summed over ranks with the last micro-batch; returns the global batch's mean cross-entropy."""
-        model, loss, isolate = (
-            self.model,
-            torch.zeros((), device=self.run.device),
-            self.cfg.train.isolate_documents,
-        )
+    def after(
+        self,
+        step: int,
+        stop: bool,
+        lr: float,
+        numbers: tuple[Tensor, Tensor, Tensor],
+        profile: Profiler | None,
+    ) -> None:
+        """What follows a step: its line in the log, then checkpoint, validation and trace where they are due.
+
+        numbers: loss, gradient norm and whether both are finite, 0-dim on the device. While they travel
+        to the host the GPU works on the next step, so a step is logged one step late, unless more is due now.
+        """
+        cfg, run = self.cfg, self.run
+        self.graphs.passed("train")
+        last = stop or self.step == cfg.steps
+        save = last or self.every(cfg.checkpoint.every)
+        validate = not stop and (last or self.every(cfg.train.eval_every))
+
+        # Log the step before, then start this one's numbers on their way.
+        if self.unread is not None:
+            self.log(*self.unread)
+        router = self.model.balancer.read_log() if self.metrics.due(step) else None
+        self.unread = step, OnItsWay((*numbers, self.mean, router)), lr, self.tokens
+        if save or validate or run.device.type == "cpu":
+            # Before the checkpoint: a run that resumes from it does not log this step again.
+            self.log(*self.unread)
+            self.unread = None
+            run.watch.pause()
+
+        # Nothing but the last step is saved in a row of skipped ones, which would push good checkpoints out.
+        if save and (last or not self.guard.in_a_row):
+            self.save()
+        if last:  # whole on disk before the validation, which may be long: a run ended in it loses nothing
+            self.checkpoints.finish()
+        if validate and (val_loss := self.validate()) is not None:
+            self.metrics.validated(val_loss)
+        if profile:
+            run.watch.pause()  # writing a trace takes its time
+            profile.step()
+        self.checkpoints.poll()
+
+    def every(self, steps: int) -> bool:
+        """Whether what is done once in so many steps (0: never) is due after the step just done."""
+        return steps > 0 and self.step % steps == 0
+
+    def forward_backward(self, batch: Batch, totals: Totals) -> Tensor:
+        """Forward and backward of all micro-batches; returns the global batch's mean cross-entropy, 0-dim.
+
+        Gradients are left in the parameters, summed over ranks with the last micro-batch.
+        """
+        model, device = self.model, self.run.device
+        loss = torch.zeros((), device=device)
         model.balancer.start_step()
-        for i, (tokens_BS, targets_BS, documents_BS) in enumerate(batch.micros(self.run.device, isolate)):
+        micros = batch.micros(device, self.cfg.train.isolate_documents)
+        for i, (tokens_BS, targets_BS, documents_BS) in enumerate(micros):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
             model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
             loss += model.cross_entropy
-        self.mean = (
-            loss * totals.targets / max((batch.targets_ABS != IGNORE).sum().item(), 1)
-        )  # of this rank's own
+        own_targets = (batch.targets_ABS != IGNORE).sum().item()
+        self.mean = loss * totals.targets / max(own_targets, 1)  # over this rank's own targets
         return model.balancer.all_reduce(loss)
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
-        """What the whole step holds, and whether any rank was told to stop: one small exchange between CPUs."""
+        """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
         targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
         sequences = batch.tokens_ABS[..., 0].numel() * self.run.world
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
@@ -198,9 +244,13 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean cross-entropy over the first eval_batches validation batches, of averaged weights if there are any; None once told to stop."""
-        model, cfg, one = self.model, self.cfg, torch.ones((), device=self.run.device)
-        total, targets = torch.zeros((), device=self.run.device), 0
+        """Mean cross-entropy over the first eval_batches validation batches; None once told to stop.
+
+        Of the averaged weights, if the run keeps an average.
+        """
+        cfg, model, device = self.cfg, self.model, self.run.device
+        total, targets = torch.zeros((), device=device), 0
+        one = torch.ones((), device=device)  # sums are divided at the end
         model.eval()
         with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
             for i in range(cfg.train.eval_batches):
@@ -208,33 +258,41 @@ class Trainer:
                     break
                 batch = self.val_data.batch(i, **self.shape())
                 targets += (batch.targets_ABS != IGNORE).sum().item()
-                for tokens_BS, targets_BS, documents_BS in batch.micros(
-                    self.run.device, cfg.train.isolate_documents
-                ):
+                micros = batch.micros(device, cfg.train.isolate_documents)
+                for tokens_BS, targets_BS, documents_BS in micros:
                     model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
                     total += model.cross_entropy
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
         self.graphs.passed("validate")
-        return (
-            None if stopped else model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
-        )
+        if stopped:
+            return None
+        return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
-        """Guards and writes down a step, once its numbers are here."""
+        """Guards a step and writes it down. Waits until its numbers are on the host."""
         loss, norm, finite, mean, router = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
-            self.run.blame(
-                step, loss.item(), norm.item(), mean.item(), self.data.indices(step, **self.shape())
-            )
-        counts = dict(
-            tokens=tokens, skipped=self.guard.total, recompiles=self.graphs.recompiles, ended=numbers.ended
+            samples = self.data.indices(step, **self.shape())
+            self.run.blame(step, loss.item(), norm.item(), mean.item(), samples)
+        self.metrics.log(
+            step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=tokens,
+            router=router,
+            skipped=self.guard.total,
+            recompiles=self.graphs.recompiles,
+            ended=numbers.ended,
         )
-        self.metrics.log(step, loss=loss, grad_norm=norm, lr=lr, router=router, **counts)
         self.guard.give_up(step)
 
     def save(self) -> None:
-        """Everything that the next step depends on; the data's position is the step itself. Weights that hold NaN end the run instead."""
+        """Writes a checkpoint of everything that the next step depends on.
+
+        The position in the data is the step itself. Weights that hold NaN end the run instead.
+        """
         if self.cfg.checkpoint.mode == "off":
             return
         self.checkpoints.finish()
@@ -243,70 +301,79 @@ class Trainer:
         self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
 
     def restore(self) -> None:
+        """Goes on from the checkpoint that --resume finds, or else starts from the weights of --init.
+
+        Ends all ranks with code 2 if that does not work, or if the weights hold NaN.
+        """
         cfg, run = self.cfg, self.run
         with run.refusing():
             if path := self.checkpoints.find(cfg.resume):
-                self.changes = run.together(
-                    lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world)
-                )
-                state, rng = self.checkpoints.load(
-                    path, self.tensors(), ("model.", "ema.") if cfg.eval_only else None
-                )
-                self.step, self.tokens = state["step"], state["tokens"]
-                self.guard.load_state_dict(state["guard"])
-                self.checkpoints.info["config"]["init"] = resume.started_from(
-                    path
-                )  # whatever --init says now
-                self.data.go_on(self.step, self.tokens, **self.shape())
-                if rng is not None:  # another number of ranks draws other numbers
-                    runtime.set_rng_states(rng, run.device)
+                self.go_on_from(path)
             elif cfg.init:
                 load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
                 if self.ema:
                     self.ema.restart()
             elif cfg.eval_only:
-                found_nothing = (
-                    f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none"
+                require(
+                    cfg.resume != "auto",
+                    f"--eval-only: no checkpoint in --out={cfg.out}; name --init, or --resume none",
                 )
-                require(cfg.resume != "auto", found_nothing)
         run.together(lambda: require_finite(self.tensors(("model",))))
 
-    def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, torch.Tensor]:
-        """Name to tensor of what a checkpoint holds."""
-        model = dict(self.model.named_parameters())
-        ema = self.ema.tensors() if self.ema else {}
-        parts = dict(model=self.model.state_dict(), optim=optimizer_tensors(self.optimizer, model), ema=ema)
+    def go_on_from(self, path: Path) -> None:
+        """Loads a step folder: all that the next step depends on, or only weights for --eval-only."""
+        cfg, run = self.cfg, self.run
+        self.changes = run.together(lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world))
+        wanted = ("model.", "ema.") if cfg.eval_only else None
+        state, rng = self.checkpoints.load(path, self.tensors(), wanted)
+        self.step = state["step"]
+        self.tokens = state["tokens"]
+        self.guard.load_state_dict(state["guard"])
+        self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
+        self.data.go_on(self.step, self.tokens, **self.shape())
+        if rng is not None:  # None with another number of ranks, which draws other numbers
+            runtime.set_rng_states(rng, run.device)
+
+    def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:
+        """Name to tensor of what a checkpoint holds; names begin with the part, "model." for example."""
+        parameters = dict(self.model.named_parameters())
+        parts = dict(
+            model=self.model.state_dict(),
+            optim=optimizer_tensors(self.optimizer, parameters),
+            ema=self.ema.tensors() if self.ema else {},
+        )
         return {f"{part}.{name}": t for part in wanted for name, t in parts[part].items()}
 
     def announce(self) -> None:
-        cfg, note, mesh = self.cfg, self.metrics.note, self.mesh
+        """Notes at the start: the size of the model, the layout, the data, and where a resumed run stands."""
+        cfg, note = self.cfg, self.metrics.note
         counts = count_parameters(cfg.model)
-        note(
-            f"{counts.total:,} parameters, {counts.active:,} active; mesh dp {mesh.dp.size()} x ep {mesh.ep.size()}"
-        )
+        layout = f"dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}"
+        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {layout}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         for source, held in zip(self.data.sources, self.val_data.sources, strict=True):
-            note(
-                f"{source.name}: {source.taken}; {source.tokens:,} tokens to train on, {held.tokens:,} to validate with"
-            )
+            tokens = f"{source.tokens:,} tokens to train on, {held.tokens:,} to validate with"
+            note(f"{source.name}: {source.taken}; {tokens}")
         if cfg.init and not self.carried:
-            note(
-                f"--init={cfg.init}: its tokenizer is not known, so nothing tells whether the data are of it"
-            )
+            unknown = "its tokenizer is not known, so nothing tells whether the data are of it"
+            note(f"--init={cfg.init}: {unknown}")
         if self.entropy is not None:
-            note(
-                f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, a context-free model's best loss"
-            )
+            best = "a context-free model's best loss"
+            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, {best}")
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 
     def shape(self) -> dict[str, int]:
+        """What the data needs to know to cut this rank's part out of a step."""
         train = self.cfg.train
         return dict(batch=train.batch, accumulate=train.accumulate, rank=self.run.rank, world=self.run.world)
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
-    """Meta first, so that no rank ever holds the whole model; then its own shards, filled from the seed."""
+    """The model laid out over the mesh, its weights drawn from the seed.
+
+    It is made on the meta device, so no rank ever holds the whole model. Then each rank fills its shards.
+    """
     with torch.device("meta"):
         model = Transformer(cfg.model)
     parallelize(model, mesh, cfg, whole_forwards=True)

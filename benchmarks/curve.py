@@ -1,10 +1,11 @@
-"""A loss curve in bf16 with everything fast on, beside the same run by the plainest PyTorch: is the difference within noise?
+"""Compares the loss curve in bf16 with everything fast on with that of the plainest PyTorch.
 
     python -m benchmarks.curve --steps 300 --json curve.json
 
-The reference path: eager blocks, experts one by one (ops/reference.py), a dense document mask, logits whole, torch's AdamW. It runs in
-bf16 and in fp32; what rounding alone does to a curve is the difference between those two. Without a GPU it says so and compares what
-runs on the CPU: no kernel of tmoe's is in that.
+Is the difference within noise? The reference path: eager blocks, experts one by one (ops/reference.py), a
+dense document mask, logits whole, torch's AdamW. It runs in bf16 and in fp32; what rounding alone does to a
+curve is the difference between those two. Without a GPU it says so and compares what runs on the CPU: no
+kernel of tmoe's is in that.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import torch.nn.functional as F
 from benchmarks.train import running
 from tmoe.run.cli import parse
 
-MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128 --model.moe.experts 16
-    --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1 --checkpoint.mode off --resume none
-    --log.no-progress"""
+MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128
+    --model.moe.experts 16 --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1
+    --checkpoint.mode off --resume none --log.no-progress"""
 RUNS = {
     "fast bf16": ("fast", "bf16"),
     "reference bf16": ("reference", "bf16"),
@@ -56,22 +57,10 @@ def main() -> None:
     started = {}
     with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
         for name, (path, dtype) in RUNS.items():
-            words = [
-                *MODEL.split(),
-                "--steps",
-                str(args.steps),
-                "--train.dtype",
-                dtype,
-                "--out",
-                f"{out}/{name}",
-                *more,
-            ]
-            command = [
-                sys.executable,
-                "-c",
-                f"from benchmarks.curve import train; train({path!r}, {words!r})",
-            ]
-            started[name] = stack.enter_context(running(command))
+            words = [*MODEL.split(), "--steps", str(args.steps), "--train.dtype", dtype]
+            words += ["--out", f"{out}/{name}", *more]
+            code = f"from benchmarks.curve import train; train({path!r}, {words!r})"
+            started[name] = stack.enter_context(running([sys.executable, "-c", code]))
         for name, process in started.items():
             if process.wait():
                 raise SystemExit(f"{name}: train.py ended with code {process.returncode}")
@@ -89,10 +78,12 @@ def main() -> None:
 
 
 def read(path: Path) -> list[float]:
+    """The losses of a metrics.jsonl."""
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
 def train(path: str, words: list[str]) -> None:
+    """One run, in a process of its own. path: "fast" or "reference"."""
     import train as entry
 
     if path == "reference":
@@ -102,7 +93,7 @@ def train(path: str, words: list[str]) -> None:
 
 
 def become_plain() -> None:
-    """Every fast path of this process gives way to its definition."""
+    """Replaces every fast path of this process by its definition."""
     from tmoe.model import transformer as model
     from tmoe.model.attention_backend import document_mask
     from tmoe.moe import experts, router

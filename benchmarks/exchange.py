@@ -1,19 +1,24 @@
-"""Times the exchange of an expert group beside plain puts and NCCL, and whole MoE layers with ep=GPUs beside ep=1.
+"""Times the exchange of an expert group beside plain puts and NCCL, and MoE layers with ep=GPUs beside ep=1.
 
     torchrun --nproc-per-node 4 -m benchmarks.exchange --json exchange.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.exchange --sizes 8 --layers qwen3
     torchrun --nproc-per-node 4 -m benchmarks.exchange --programs 8 16 24 32 64 --sizes 64 --layers
 
-Exchange, for each size (MiB that a rank sends to its peers; rows of 2048 bf16, K=8 of 128 experts drawn at random):
-    put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each, and nobody waits for it
-    symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and added up
-    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL all-to-all; and back, the K
-            rows of a token weighted and added up. Not like for like: ours sorts and weights inside the experts' kernels, outside of this time
-    same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up (tmoe's nccl dispatcher)
-    nccl    of that the two all-to-all alone
+Exchange, for each size (MiB that a rank sends to its peers; rows of 2048 bf16, K=8 of 128 experts drawn at
+    random): put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each; no
+            rank waits for another
+    symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and
+    added up expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host
+            waits, NCCL all-to-all; and back, the K rows of a token weighted and added up. Not like for like:
+            ours sorts and weights inside the experts' kernels, outside of this time
+    same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up
+            (tmoe's nccl dispatcher)
+    nccl    of that, the two all-to-all alone
     fp8     symm with rows packed for the way (--fp8), and how far off tokens are that went and came back
-Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 a GPU, every expert here (ep=1) or 1/GPUs of them.
-Microseconds and milliseconds are medians over rounds in which all contestants take turns, of the slowest rank.
+Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 a GPU, with every expert here
+(ep=1) or 1/GPUs of them.
+Microseconds and milliseconds are medians over rounds in which all contestants take turns, of the slowest
+rank.
 """
 
 import argparse
@@ -42,7 +47,7 @@ from tmoe.warmup import local_arch
 
 E, K, D = 128, 8, 2048
 T = 16384
-LAYERS = {  # D, and the layer
+LAYERS = {  # name: (D, the layer)
     "qwen3": (2048, tmoe.MoEConfig(experts=128, top_k=8, ffn_dim=768)),
     "olmoe": (2048, tmoe.MoEConfig(experts=64, top_k=8, ffn_dim=1024, renormalize=False)),
     "mixtral": (4096, tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=14336, softmax="after")),
@@ -52,7 +57,7 @@ LAYERS = {  # D, and the layer
 
 @triton.jit(do_not_specialize=["n", "rank"])
 def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """n words of x to each peer, into a place of mine there."""
+    """Stores n words of x in each peer's memory, at this rank's place there."""
     pid = tl.program_id(0)
     for i in tl.static_range(1, WORLD):
         q = (rank + i) % WORLD
@@ -64,8 +69,11 @@ def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 
 @functools.cache
 def room():
-    """An exchange of this benchmark's own: in one that has had room for 512 MiB a rank, a layer goes over the slots of three times its
-    tokens, and keeps 60% where it keeps 78."""
+    """An exchange for this benchmark alone.
+
+    In one that has had room for 512 MiB a rank, a layer goes over the slots of three times its tokens, and
+    keeps 60% of its speed instead of 78%.
+    """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     return symm.Exchange(world)
@@ -75,7 +83,8 @@ class Sizes:
     """One size of the exchange, and what is timed at it."""
 
     def __init__(self, mib, programs, fp8):
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.L = E // self.world
         hit = 1 - (1 - 1 / self.world) ** K  # a token's chance to go to a given rank
         tokens = max(8, round(mib * 2**20 / (2 * D * hit * (self.world - 1))))
@@ -100,7 +109,8 @@ class Sizes:
 
     def put(self):
         n = self.bytes // (self.world - 1) // 16 * 4
-        words, to = self.x.view(torch.int32), self.ex.addresses["x"]
+        words = self.x.view(torch.int32)
+        to = self.ex.addresses["x"]
         launch(put_kernel, (self.programs or 264,), words, to, n, self.rank, self.world, 4096, num_warps=8)
 
     def dispatch(self, fp8=False):
@@ -130,12 +140,11 @@ class Sizes:
         dist.all_to_all_single(self.packed, self.arrived, self.send, self.receive)
 
     def expert_there(self):
-        """As torchtitan's and OLMo-core's standard dispatchers do, without their padding and their second sort at the receiver."""
+        """As the standard dispatchers of torchtitan and OLMo-core, without their padding and second sort."""
         flat = self.ids.flatten()
         self.slots = flat.argsort(stable=True)
-        counts = torch.histc(
-            flat.float(), E, 0, E - 1
-        ).long()  # as torchtitan's; bincount waits for the host once more
+        # histc as torchtitan has it: with bincount the host would wait once more
+        counts = torch.histc(flat.float(), E, 0, E - 1).long()
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
         both = torch.stack([counts.view(self.world, -1).sum(1), theirs.view(self.world, -1).sum(1)]).tolist()
@@ -151,7 +160,7 @@ class Sizes:
         return torch.bmm(self.weights[:, None].bfloat16(), back)
 
     def error(self, fp8):
-        """Every token goes to its ranks and comes back as often as it went: how far off the sum is, relatively."""
+        """Relative error of the sum when every token goes to its ranks and comes back from all of them."""
         self.dispatch(fp8)
         self.ex.rows("y", D, torch.bfloat16).copy_(self.ex.rows("x", D, torch.bfloat16))
         self.combine(fp8)
@@ -160,7 +169,10 @@ class Sizes:
 
 
 def slowest(fns, rounds, ex):
-    """Median milliseconds of each on the slowest rank; ranks start together, where they meet in `ex`, the host five milliseconds ahead."""
+    """Median milliseconds of each function on the slowest rank.
+
+    Ranks start together, where they meet in `ex`, with the host five milliseconds ahead.
+    """
 
     def begin():
         torch.cuda._sleep(10_000_000)
@@ -180,12 +192,20 @@ def time_size(mib, rounds, programs, fp8):
     names = "put", "dispatch", "combine", *(name for pair in pairs for name in pair)
     ms = slowest([getattr(s, name) for name in names], rounds, s.ex)
     us = {name: 1e3 * t for name, t in zip(names, ms, strict=True)}
+    ours = us["dispatch"] + us["combine"]
     return dict(
-        kind="exchange", mib=mib, world=s.world, tokens=s.x.shape[0], bytes=s.bytes, programs=programs, us=us, errors=errors,
+        kind="exchange",
+        mib=mib,
+        world=s.world,
+        tokens=s.x.shape[0],
+        bytes=s.bytes,
+        programs=programs,
+        us=us,
+        errors=errors,
         gb_s={name: s.bytes / us[name] / 1e3 for name in ("put", "dispatch", "combine")},
         of_put=[us["put"] / us["dispatch"], us["put"] / us["combine"]],
-        of={pair[0][:-6]: (us["dispatch"] + us["combine"]) / (us[pair[0]] + us[pair[1]]) for pair in pairs},
-    )  # fmt: skip
+        of={there.removesuffix("_there"): ours / (us[there] + us[back]) for there, back in pairs},
+    )
 
 
 def layer(name, mesh, ep, wire="same"):
@@ -210,32 +230,31 @@ def layer(name, mesh, ep, wire="same"):
 
 
 def time_layer(name, mesh, rounds, fp8):
-    torch.compiler.reset()  # or the layers of all shapes count as one function's recompilations
+    torch.compiler.reset()  # else the layers of all shapes count as recompilations of one function
     torch.cuda.empty_cache()
     world = dist.get_world_size()
     wires = ["same", "fp8"][: 1 + fp8]
     fns = [layer(name, mesh, 1), *(layer(name, mesh, world, wire) for wire in wires)]
     one, *many = slowest(fns, rounds, symm.exchange_of(dist.group.WORLD.group_name))
-    return dict(kind="layer", name=name, world=world, ms_ep1=one, ms=many, wires=wires,
-                kept=[one / m for m in many])  # fmt: skip
+    kept = [one / m for m in many]
+    return dict(kind="layer", name=name, world=world, ms_ep1=one, ms=many, wires=wires, kept=kept)
 
 
 def show(line):
     if line["kind"] == "layer":
-        many = "   ".join(
-            f"{n} {m:.2f} ms {k:.0%}" for n, m, k in zip(line["wires"], line["ms"], line["kept"], strict=True)
-        )
+        each = zip(line["wires"], line["ms"], line["kept"], strict=True)
+        many = "   ".join(f"{wire} {ms:.2f} ms {kept:.0%}" for wire, ms, kept in each)
         return f"{line['name']:9} ep=1 {line['ms_ep1']:7.2f} ms   ep={line['world']} {many}"
     us = line["us"]
+    put = f"put {us['put']:6.0f} us {line['gb_s']['put']:4.0f} GB/s"
+    there, back = line["of_put"]
+    ours = f"symm {us['dispatch']:6.0f} {us['combine']:6.0f} us {there:4.0%} {back:4.0%}"
     others = " | ".join(
         f"{name} {us[name + '_there']:6.0f} {us[name + '_back']:6.0f} x{of:.2f}"
         for name, of in line["of"].items()
     )
-    return (
-        f"{line['mib']:4} MiB  put {us['put']:6.0f} us {line['gb_s']['put']:4.0f} GB/s | symm {us['dispatch']:6.0f} {us['combine']:6.0f} us "
-        f"{line['of_put'][0]:4.0%} {line['of_put'][1]:4.0%} | {others}"
-        + "".join(f" off {e:.1e}" for e in line["errors"][1:])
-    )
+    off = "".join(f" off {e:.1e}" for e in line["errors"][1:])
+    return f"{line['mib']:4} MiB  {put} | {ours} | {others}{off}"
 
 
 def warm(names, world, fp8):
@@ -294,7 +313,7 @@ def main():
             if args.json:
                 write_line(args.json, line)
 
-    for mib in sorted(args.sizes):  # growing, as the buffers do: slots that nobody uses cost a little
+    for mib in sorted(args.sizes):  # growing, as the buffers do: unused slots cost a little
         for programs in args.programs:
             add(time_size(mib, args.rounds, programs, args.fp8))
     for name in args.layers:

@@ -3,9 +3,10 @@
     python -m benchmarks.faults                        every case on both, two ranks, about a minute
     python -m benchmarks.faults --json results.json    and keep the outcome
 
-A case takes a system and an empty folder and returns what went wrong, [] if nothing did. tests/faults/test_faults_checkpoint.py
-holds tmoe to []. Stock DCP is the shortest careful loop around torch.distributed.checkpoint: a folder a step, the newest
-folder with a .metadata is the one to resume from, an asynchronous save's future is asked after every step.
+A case takes a system and an empty folder and returns what went wrong, [] if nothing did. Of tmoe,
+tests/faults/test_faults_checkpoint.py requires []. Stock DCP is the shortest careful loop around
+torch.distributed.checkpoint: a folder a step, the newest folder with a .metadata is the one to resume from,
+an asynchronous save's future is asked after every step.
 
 next: inject.py
 """
@@ -82,9 +83,9 @@ def expect(found: list[tuple[str | None, list[float], str]], step: str, value: f
 def peers_end(ends: list[End]) -> list[str]:
     """Complaints unless rank 1 was killed and rank 0 ended by itself, with an error, soon after."""
     late = ends[0].at - ends[1].at
-    wrong = (
-        [] if ends[1].code == -signal.SIGKILL else [f"rank 1 was to be killed, and ended with {ends[1].code}"]
-    )
+    wrong = []
+    if ends[1].code != -signal.SIGKILL:
+        wrong.append(f"rank 1 was to be killed, and ended with {ends[1].code}")
     if ends[0].code in (None, 0) or late > EXIT_S:
         wrong.append(f"rank 0 ended with {ends[0].code} {late:.1f} s after its peer was killed")
     return wrong
@@ -104,16 +105,22 @@ def kill_in_second_save_of_a_step(system: System, folder: Path) -> list[str]:
 
 
 def crash_points(system: System, folder: Path, step: int = 20) -> list[str]:
-    """One process dies at its k-th write, sync, rename, mkdir or unlink, for every k: the old state or the new one."""
-    wrong, count, killed = [], 0, True
+    """One process dies at its k-th write, sync, rename, mkdir or unlink, for every k.
+
+    Found must be the old state or the new one.
+    """
+    wrong = []
+    count = 0
+    killed = True
+    old, new = torch.full((64, 8), 1.0), torch.full((64, 8), 2.0)
     while killed:
         count += 1
         place = folder / str(count)
-        system(place).save(10, {"model.w": torch.full((64, 8), 1.0)})
-        killed = die_at(
-            count, lambda at=place: system(at, keep=1).save(step, {"model.w": torch.full((64, 8), 2.0)})
-        )
-        store, found, error = system(place), {"model.w": torch.zeros(64, 8)}, ""
+        system(place).save(10, {"model.w": old})
+        killed = die_at(count, lambda at=place: system(at, keep=1).save(step, {"model.w": new}))
+        store = system(place)
+        found = {"model.w": torch.zeros(64, 8)}
+        error = ""
         try:
             store.load(store.latest() or place / "nothing", found)
         except BaseException as caught:
@@ -129,7 +136,7 @@ def crash_points_in_second_save(system: System, folder: Path) -> list[str]:
 
 
 def save_again_after_a_crash(system: System, folder: Path) -> list[str]:
-    """The resumed run passes the step at which the killed one died; nobody has cleaned up."""
+    """The resumed run passes the step at which the killed one died and left files behind."""
     run(save, system, folder, {10: 1.0})
     for step in (20, 10):
         launch(2, save_or_die, system, folder, {step: 2.0}, kill_in_writer, timeout=5, limit=20)
@@ -194,7 +201,8 @@ def commit_mark_garbage(system: System, folder: Path) -> list[str]:
 def bit_flips(system: System, folder: Path) -> list[str]:
     """Each file in turn: the error names it before any tensor changes, and an older step is found."""
     run(save, system, folder, {10: 1.0, 20: 2.0})
-    step, wrong = folder / "step-20", []
+    step = folder / "step-20"
+    wrong = []
     for file in sorted(step.iterdir()):
         at = file.stat().st_size // 2
         flip(file, at)
@@ -213,7 +221,8 @@ def damaged(system: System, folder: Path, file: Path) -> list[str]:
 
 def truncated_missing_extra(system: System, folder: Path) -> list[str]:
     run(save, system, folder, {10: 1.0, 20: 2.0})
-    step, wrong = folder / "step-20", []
+    step = folder / "step-20"
+    wrong = []
     shard = max(step.glob("*.distcp"), key=lambda p: p.stat().st_size)
     raw = shard.read_bytes()
     shutil.copy(shard, step / "__9_0.distcp")
@@ -233,12 +242,14 @@ class Hostile:
 
 
 def hostile_pickles(system: System, folder: Path) -> list[str]:
-    """Metadata, a tensor's payload: what is loaded must run nothing, even if the attacker knows the format."""
+    """In metadata or a tensor's payload: loading must run none, even if the attacker knows the format."""
     run(save, system, folder, {10: 1.0, 20: 2.0})
-    step, wrong = folder / "step-20", []
+    step = folder / "step-20"
+    wrong = []
     shard = max(step.glob("*.distcp"), key=lambda p: p.stat().st_size)
     for file, sentinel in ((shard, folder / "ran-payload"), (step / ".metadata", folder / "ran-metadata")):
-        raw, code = file.read_bytes(), pickle.dumps(Hostile(sentinel))
+        raw = file.read_bytes()
+        code = pickle.dumps(Hostile(sentinel))
         file.write_bytes(code + raw[len(code) :])
         system.reseal(step)
         load_path(0, 1, system, step)
@@ -263,9 +274,9 @@ def mismatches(system: System, folder: Path) -> list[str]:
         for name in ("model.w", "model.b", "model.new", "model.norm")
         if name not in error
     ]
-    return wrong + (
-        [f"tensors changed: {values({'b': found['model.b'].float()})}"] if found["model.b"].any() else []
-    )
+    if found["model.b"].any():
+        wrong.append(f"tensors changed: {values({'b': found['model.b'].float()})}")
+    return wrong
 
 
 def ranks_disagree(system: System, folder: Path) -> list[str]:
@@ -275,9 +286,10 @@ def ranks_disagree(system: System, folder: Path) -> list[str]:
 
 def other_worlds(system: System, folder: Path) -> list[str]:
     run(save, system, folder, {10: 1.0})
-    return [
-        line for world in (4, 1) for line in expect(run(load, system, folder, world=world), "step-10", 1.0)
-    ]
+    wrong = []
+    for world in (4, 1):
+        wrong += expect(run(load, system, folder, world=world), "step-10", 1.0)
+    return wrong
 
 
 CASES: dict[str, tuple[str, Callable[..., list[str]]]] = {
@@ -299,7 +311,7 @@ CASES: dict[str, tuple[str, Callable[..., list[str]]]] = {
     "18": ("saved by 2 ranks, loaded by 4 and 1", other_worlds),
 }
 NOT_OFFERED = {("stock DCP", "8"): "deletes nothing", ("stock DCP", "15"): "does not choose a step"}
-SILENT = {"2", "6", "11", "14"}  # wrong without an error
+SILENT = {"2", "6", "11", "14"}  # cases that are wrong without an error
 
 
 def outcome(system: System, case: str) -> dict[str, Any]:
@@ -324,15 +336,12 @@ def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
             word = {True: "[green]pass", False: "[red]FAIL", None: "[dim]–"}[one["pass"]]
             cells.append(word if one["pass"] else f"{word}[/] {one['why'][0][:100]}")
         table.add_row(case, title, *cells)
-    scores = [
-        f"{sum(r['pass'] is True for r in found.values())} of {len(CASES)}" for found in results.values()
-    ]
+
+    passed = [[case for case, one in found.items() if one["pass"] is True] for found in results.values()]
     table.add_section()
-    table.add_row("", "passed", *scores)
+    table.add_row("", "passed", *(f"{len(cases)} of {len(CASES)}" for cases in passed))
     weigh = {case: 3 if case in SILENT else 1 for case in CASES}
-    points = [
-        str(sum(weigh[case] for case, r in found.items() if r["pass"] is True)) for found in results.values()
-    ]
+    points = [str(sum(weigh[case] for case in cases)) for cases in passed]
     table.add_row("", f"points of {sum(weigh.values())}, silent wrongness counts three times", *points)
     Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
@@ -343,7 +352,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "faults.json")
     args = parser.parse_args()
-    # cases fork, and stock DCP would ask CUDA on both sides; no GPU has a part in them
+    # Cases fork, and stock DCP would call CUDA on both sides of the fork. No case needs a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)  # both systems describe at length what is about to be tabulated

@@ -1,4 +1,4 @@
-"""What the fault cases are made of: the two systems, what ranks do with them, and the injections, the same for both.
+"""Parts of the fault cases: the two systems, what ranks do with them, and the injections, the same for both.
 
 next: launch.py
 """
@@ -32,7 +32,7 @@ from tmoe.checkpoint import manifest
 from tmoe.checkpoint.checkpoints import Checkpoints, read_manifest
 
 Tensors = dict[str, torch.Tensor]
-FULL = 40_000  # bytes that fit on the full disk: less than a rank's shard
+FULL = 40_000  # bytes that still fit on the full disk: less than a rank's shard
 
 
 class Tmoe:
@@ -59,7 +59,7 @@ class Tmoe:
 
     @staticmethod
     def reseal(step: Path) -> None:
-        """What an attacker does after changing files: make the manifest agree with them."""
+        """Makes the manifest agree with changed files, as an attacker would."""
         old = read_manifest(step)
         for name in old.files:
             with disk.HashedFile(step / "copy") as copy:
@@ -76,7 +76,9 @@ class Stock:
     name = "stock DCP"
 
     def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1):
-        self.folder, self.background, self.threads = folder, background, threads
+        self.folder = folder
+        self.background = background
+        self.threads = threads
         self.pending: Future | None = None
 
     def save(self, step: int, tensors: Tensors) -> None:
@@ -106,7 +108,7 @@ class Stock:
 
     @staticmethod
     def reseal(step: Path) -> None:
-        """Nothing to forge: no file is under a hash."""
+        """Does nothing: no file has a hash to forge."""
 
     commit_mark = ".metadata"
 
@@ -141,8 +143,12 @@ def save(
     background: bool = False,
     threads: int = 1,
 ) -> tuple[str | None, int]:
-    """Saves {step: value}, the last one sabotaged; (what was raised, polls after the last save until then)."""
-    store, polls = system(folder, background=background, threads=threads), 0
+    """Saves {step: value}, the last one sabotaged.
+
+    Returns what was raised, if anything, and the number of polls after the last save until then.
+    """
+    store = system(folder, background=background, threads=threads)
+    polls = 0
     *before, last = steps.items()
     try:
         for step, value in before:
@@ -170,10 +176,15 @@ def save_or_die(rank: int, world: int, *args: Any) -> None:
 def load(
     rank: int, world: int, system: System, folder: Path, blind: str = ""
 ) -> tuple[str | None, list[float], str]:
-    """(step resumed from, distinct values found, error); rank 1 cannot open files whose path contains `blind`."""
+    """Resumes; returns (step, distinct values found, error).
+
+    Rank 1 cannot open files whose path contains `blind`.
+    """
     if blind and rank == 1:
         hide(blind)
-    store, found, path = system(folder), tensors(0.0), None
+    store = system(folder)
+    found = tensors(0.0)
+    path = None
     try:
         path = store.latest()
         if path is not None:
@@ -200,7 +211,7 @@ def say(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- injections, the same for every system: below both lie torch.save, open and os ----
+# ---- injections, the same for both systems, which both stand on torch.save, open and os ----
 
 
 def kill_in_writer(rank: int) -> None:
@@ -223,8 +234,12 @@ def fill_disk(rank: int) -> None:
 
 
 def fill_disk_of_helpers(rank: int) -> None:
-    """On rank 1 every thread but the main one finds no space; the main one is slow, so that helpers get work."""
-    real, main = torch.save, threading.main_thread()
+    """On rank 1 every thread but the main one finds no space.
+
+    The main one is slow, so that helper threads get work.
+    """
+    real = torch.save
+    main = threading.main_thread()
 
     def failing(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread() is not main:
@@ -237,7 +252,7 @@ def fill_disk_of_helpers(rank: int) -> None:
 
 
 def hide(text: str) -> None:
-    """Files whose path contains `text` are not there, for this process."""
+    """Hides files whose path contains `text` from this process."""
     real = builtins.open
 
     def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +264,7 @@ def hide(text: str) -> None:
 
 
 def flip(file: Path, position: int) -> None:
+    """Flips one bit of the byte at a position."""
     with open(file, "r+b") as stream:
         stream.seek(position)
         byte = stream.read(1)[0]
@@ -257,7 +273,10 @@ def flip(file: Path, position: int) -> None:
 
 
 def die_at(count: int, work: Callable[[], None]) -> bool:
-    """Runs `work` in a fork that is killed at its count-th write, sync, rename, mkdir, unlink or rmdir; whether it was."""
+    """Runs `work` in a fork that is killed at its count-th write, sync, rename, mkdir, unlink or rmdir.
+
+    Returns whether it was killed.
+    """
     if child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status > 0:

@@ -3,9 +3,9 @@
     def work(rank, world, factor): ...           # module level; the default gloo group is there
     ends = launch(2, work, 3.0, timeout=5)       # ends[1].code is -9 if rank 1 was killed
 
-Unlike tests/lib/gloo.py, which asks for results and ends its workers itself, ranks end as a process of train.py does: by
-returning, by an exception (traceback, exit code 1, threads joined) or by a signal. The rendezvous store lives in the
-caller, as torchrun keeps it in its agent, and survives every rank.
+tests/lib/gloo.py asks for results and ends its workers itself. Here ranks end as a process of train.py does:
+by returning, by an exception (traceback, exit code 1, threads joined) or by a signal. The rendezvous store
+lives in the caller, as torchrun keeps it in its agent, and survives every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-# Imported once, by the server that ranks are forked from: 0.1 s a rank instead of 3 s. None of them starts a thread.
+# Imported once, by the server that ranks are forked from: 0.1 s a rank instead of 3 s. None starts a thread.
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -46,13 +46,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: exit code (negative: the signal; None: it had to be stopped from outside), moment of
-    time.monotonic(), everything it printed, and what its function returned (None if it did not return)."""
+    """How a rank ended."""
 
-    code: int | None
-    at: float
-    said: str
-    result: Any
+    code: int | None  # exit code; negative: the signal; None: it had to be stopped from outside
+    at: float  # of time.monotonic()
+    said: str  # everything that it printed
+    result: Any  # what its function returned; None if it did not return
 
 
 def launch(
@@ -65,12 +64,12 @@ def launch(
 ) -> list[End]:
     """fn(rank, world, *args) on `world` processes; no process is left when this returns.
 
-    timeout: of collectives. limit: seconds after which whoever still runs is killed. waits: return as soon as so many
-    ranks have ended (default: all), for a rank that was stopped never ends by itself.
+    timeout: of collectives. limit: seconds after which ranks that still run are killed. waits: return as soon
+    as so many ranks have ended (default: all), as a rank that was stopped never ends by itself.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))  # of no effect if a server runs, as under pytest
-    # no GPU in sight: a forked process cannot use the driver that its parent has touched
+    # Without GPUs: a forked process cannot use the driver that its parent has touched.
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +93,8 @@ def _store() -> dist.TCPStore:
 
 def _await(workers: list, deadline: float, count: int) -> dict[int, float]:
     """The moments at which ranks ended, until `count` have or the deadline is over."""
-    running, moments = {worker.sentinel: rank for rank, worker in enumerate(workers)}, {}
+    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    moments: dict[int, float] = {}
     while len(moments) < count and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(running), left):
             moments[running.pop(sentinel)] = time.monotonic()
@@ -113,7 +113,7 @@ def _end(folder: Path, rank: int, worker: Any, moments: dict[int, float]) -> End
 
 
 def _kill(worker: Any) -> None:
-    """The rank and whatever it started: each leads a process group of its own."""
+    """Kills the rank and all that it started: each rank leads a process group of its own."""
     try:
         os.killpg(worker.pid, signal.SIGKILL)
     except ProcessLookupError:

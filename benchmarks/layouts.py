@@ -1,11 +1,12 @@
-"""Layout never changes the mathematics, on this machine's GPUs: a small model in fp32, kernels and compile on, on every layout.
+"""Checks that no layout changes the mathematics: a small model in fp32, with kernels and compile on.
 
-    python -m benchmarks.layouts --gpus 4                           with fewer GPUs: processes share them (benchmarks/shared.py)
-    python -m benchmarks.layouts --gpus 2 -- --no-compile           on a CPU: two processes
+    python -m benchmarks.layouts --gpus 4                   with fewer GPUs processes share them
+    (benchmarks/shared.py) python -m benchmarks.layouts --gpus 2 -- --no-compile   on a CPU: two processes
 
-Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1 beyond 1e-5.
-The processes of a world start once and train on one layout after another; on GPUs the worlds run side by side and share them, for most
-of their time goes into compiling. A world that fails is named, and the code is 1.
+Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1
+beyond 1e-5. The processes of a world start once and train on one layout after another. On GPUs the worlds run
+side by side and share them, as most of their time goes into compiling. A world that fails is named, and the
+code is 1.
 """
 
 import argparse
@@ -27,10 +28,13 @@ from benchmarks.train import at_least_one, running
 from tmoe import warmup
 from tmoe.run.cli import parse
 
-SEQUENCES, STEPS, LIMIT = 8, 20, 1e-5
-MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128 --model.moe.shared-dim 4096 --train.seq 64
-    --model.moe.balance-coeff 0.1 --optim.lr 3e-3 --optim.eps 1e-4 --optim.clip 0.5 --train.eval-every 0 --train.eval-batches 1
-    --log.no-progress --data.path stdlib --optim.warmup 0 --checkpoint.mode off --resume none"""
+SEQUENCES = 8  # of a step, on all processes together
+STEPS = 20
+LIMIT = 1e-5  # largest relative difference
+MODEL = """tiny --train.dtype fp32 --model.layers 3 --model.dense-layers 1 --model.dim 128
+    --model.moe.shared-dim 4096 --train.seq 64 --model.moe.balance-coeff 0.1 --optim.lr 3e-3 --optim.eps 1e-4
+    --optim.clip 0.5 --train.eval-every 0 --train.eval-batches 1 --log.no-progress
+    --data.path stdlib --optim.warmup 0 --checkpoint.mode off --resume none"""
 
 
 class Layout(NamedTuple):
@@ -59,11 +63,11 @@ def main() -> None:
         return inside(int(world), Path(out), more)
     if not torch.cuda.is_available():
         print("no GPU here: the layouts train on the CPU (`-- --no-compile` is quicker)", file=sys.stderr)
-    print(
-        "| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |\n|---|---|---|---|---|"
-    )
+    print("| processes | ep | micro-batches | dispatch | largest relative difference of losses, of norms |")
+    print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        right, want = True, None
+        right = True
+        want = None
         worlds = [n for n in (1, 2, 4, 8) if n <= args.gpus]
         for together in [worlds] if torch.cuda.is_available() else [[n] for n in worlds]:
             failures = start(together, Path(folder), more, args.timeout)
@@ -76,10 +80,8 @@ def main() -> None:
                     want = want or got  # the first layout's is what all others are held to
                     far = [distance(got[key], want[key]) for key in want] if got and want else []
                     right &= bool(far) and max(far) <= LIMIT
-                    print(
-                        f"| {' | '.join(map(str, layout))} | {', '.join(f'{x:.1e}' for x in far) or 'no curve'} |",
-                        flush=True,
-                    )
+                    apart = ", ".join(f"{x:.1e}" for x in far) or "no curve"
+                    print(f"| {' | '.join(map(str, layout))} | {apart} |", flush=True)
             if not want:
                 break
     sys.exit(not right)
@@ -87,11 +89,12 @@ def main() -> None:
 
 def distance(got: list[float], want: list[float]) -> float:
     """Largest relative difference, infinite where one is not a number."""
-    return max(abs(a - b) / abs(b) if a == a and b == b else math.inf for a, b in zip(got, want, strict=True))
+    pairs = zip(got, want, strict=True)
+    return max(abs(a - b) / abs(b) if a == a and b == b else math.inf for a, b in pairs)
 
 
 def layouts(world: int) -> list[Layout]:
-    """Those of so many processes of which the batch is a multiple; nccl with one micro-batch only."""
+    """The layouts of a world into which the batch can be divided; nccl with one micro-batch only."""
     found = [Layout(world, 1, micro, "auto") for micro in ((1, 2, 4) if world == 1 else (1,))]
     for ep in (e for e in (2, 4, 8) if e <= world):
         found += [Layout(world, ep, micro, "auto") for micro in (1, 2) if micro * world <= SEQUENCES]
@@ -100,19 +103,17 @@ def layouts(world: int) -> list[Layout]:
 
 
 def start(worlds: list[int], out: Path, more: list[str], timeout: float) -> dict[int, str]:
-    """Trains on all layouts of these worlds, side by side; of each what went wrong, if anything did."""
-    end, failures = time.monotonic() + timeout * max(len(layouts(world)) for world in worlds), {}
+    """Trains on all layouts of these worlds, side by side.
+
+    Returns what went wrong with each world, "" if nothing did.
+    """
+    end = time.monotonic() + timeout * max(len(layouts(world)) for world in worlds)
+    failures = {}
     with ExitStack() as stack:
         processes = []
         for world in worlds:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(world),
-            ]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(world)]
             if 0 < torch.cuda.device_count() < world:
                 print(f"{world} processes share {torch.cuda.device_count()} GPUs", file=sys.stderr)
                 command += ["-m", "benchmarks.shared"]
@@ -132,15 +133,19 @@ def words(layout: Layout) -> list[str]:
     """What train.py is given."""
     batch = SEQUENCES // layout.world // layout.micro
     return [
-        *MODEL.split(), "--parallel.ep", str(layout.ep), "--parallel.dispatch", layout.dispatch,
-        "--train.batch", str(batch), "--train.accumulate", str(layout.micro), "--steps", str(STEPS),
-    ]  # fmt: skip
+        *MODEL.split(),
+        *("--parallel.ep", str(layout.ep)),
+        *("--parallel.dispatch", layout.dispatch),
+        *("--train.batch", str(batch)),
+        *("--train.accumulate", str(layout.micro)),
+        *("--steps", str(STEPS)),
+    ]
 
 
 def inside(world: int, out: Path, more: list[str]) -> None:
     """One of the processes of a world."""
     rank = int(os.environ["RANK"])
-    # all at once: nothing may be forked once there are threads
+    # For all layouts at once: this process must not fork once it has threads.
     warmup.warm([parse([*words(layout), *more], "", rank=rank, world=world) for layout in layouts(world)])
     for layout in layouts(world):
         train.main([*words(layout), "--out", str(out / name(layout)), *more])
@@ -154,14 +159,17 @@ def name(layout: Layout) -> str:
 
 
 def steps(layout: Layout, out: Path) -> list[dict]:
-    """Its metrics, [] if it did not come to its end."""
+    """The lines of the run's metrics.jsonl, [] if it did not come to its end."""
     file = out / name(layout) / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return lines if len(lines) >= STEPS else []
 
 
 def curves(layout: Layout, out: Path) -> dict[str, list[float]]:
-    """Losses and norms, {} if the run did not come to its end or learnt nothing, so that there is no point in comparing it."""
+    """Losses and norms of the run.
+
+    {} if it did not come to its end, or if it learnt nothing and so shows nothing.
+    """
     lines = steps(layout, out)
     if not lines or not lines[-1]["loss"] < lines[0]["loss"] - 0.5:
         return {}

@@ -1,36 +1,42 @@
 """Predicts the time of a training step from counted FLOPs, bytes and measured constants: which layout to rent.
 
     python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b                     8 to 4096 GPUs, every dp x ep
-    python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout goes
-    python -m benchmarks.model --check                                          against shipped steps; code 1 beyond 10%
-    python -m benchmarks.model --fit glue_passes --check FILES                  the constants that fit these points best
+    python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout
+    goes python -m benchmarks.model --check                                          against shipped steps;
+    code 1 beyond 10% python -m benchmarks.model --fit glue_passes --check FILES                  the
+    constants that fit these points best
 
-Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether they were
-measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has become
-faster, measure again, `--fit` the constants that have moved, and write the values that it prints into the file.
---check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else `skew`; benchmarks/points.py
-says which lines it reads. A point counts as fitted if any run of its layout set a constant.
+Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether
+they were measured, fitted (and on which points) or assumed. They describe the code that took those points:
+when it has become faster, measure again, `--fit` the constants that have moved, and write the values that it
+prints into the file.
+
+--check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
+`skew`; benchmarks/points.py says which lines it reads. A point counts as fitted if any run of its layout set
+a constant.
+
 A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
-    projections           three products for every matrix of attention, shared experts, dense feed-forward, router
-    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at rates by heads' width
-    experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's rows
-    loss                  the head's three products, and each logit's traffic
-    exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for others;
-                          two movements fewer where a shared expert runs beside them
+    projections           three products for every matrix of attention, shared experts, dense feed-forward,
+    router attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at
+    rates by heads' width experts               six products over the T*K routed pairs of the busiest rank,
+    two sums over a token's rows loss                  the head's three products, and each logit's traffic
+    exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for
+                          others; two movements fewer where a shared expert runs beside them
     glue                  everything else in a block: passes over [T, D], and activations between a dense
                           feed-forward's or shared expert's products
     recomputed            forwards that activation checkpointing runs again
-    copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient norm
-    exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
-    slowed                what compute loses beside those that it does hide, by the time of their bytes on NVLink
+    copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient
+    norm exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
+    slowed                what compute loses beside those that it does hide, by the time of their bytes on
+    NVLink
 
-Across nodes a group's ring enters each node through the network cards of its members there: dense parameters through
-all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to share links, nor are
-failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of the gathers of dense parameters
-hides, was measured on four GPUs with dp 1; what compute loses beside them on two, with dp 2. A global batch grows with
-the GPUs: whether it still trains well is not in these numbers.
+Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
+through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to
+share links, nor are failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of
+the gathers of dense parameters hides, was measured on four GPUs with dp 1; what compute loses beside them on
+two, with dp 2. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
 """
 
 import argparse
@@ -69,9 +75,8 @@ RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.
     "moe": ("experts", "exchange"),
     "block": ("projections", "attention", "experts", "exchange", "glue"),
 }
-FLASH = (
-    7 / 6
-)  # FLOPs that flash attention does over those that MFU counts: five products in the backward, not four
+# FLOPs that flash attention does over those that MFU counts: five products in the backward, not four.
+FLASH = 7 / 6
 
 
 class Prediction(NamedTuple):
@@ -100,49 +105,63 @@ class Prediction(NamedTuple):
 
 
 def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | None = None) -> Prediction:
-    """One step of `cfg` on a (dp, ep) mesh. skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1."""
-    model, T, again = cfg.model, cfg.train.batch * cfg.train.seq, cfg.train.accumulate
+    """One step of `cfg` on a (dp, ep) mesh.
+
+    skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1.
+    """
+    model = cfg.model
+    T = cfg.train.batch * cfg.train.seq
+    again = cfg.train.accumulate
+    width = compute_bytes(cfg)
+
+    # Compute, and the collectives beside it.
     busiest = 1.0 if ep == 1 else m.skew if skew is None else skew
     forward, backward = passes(cfg, ep, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
     hiding_forward, hiding_backward = (sum(p.values()) - p["exchange"] for p in (forward, backward))
     hiding_backward += recomputed
     exposed, beside = collective_seconds(cfg, dp, ep, m, hiding_forward, hiding_backward)
+
+    # Bytes that are copied around the collectives.
     groups = parameter_groups(cfg, dp, ep)
     own = sum(elements / size for elements, size in groups)
     keeps = kept_whole(cfg, dp, ep)
-    width = compute_bytes(cfg)
-    # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into place; twice
-    shared = [
-        (elements, size) for elements, size in padded_groups(cfg, dp, ep)[: 1 if keeps else 2] if size > 1
-    ]
+    # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into
+    # place; twice
+    moved = padded_groups(cfg, dp, ep)[: 1 if keeps else 2]
+    shared = [(elements, size) for elements, size in moved if size > 1]
     copied = sum(
         again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared
     )
     if keeps:  # what arrives of the gradients is read, and a sum written
         copied += (width + FP32 / dp) * groups[1][0]
-    # gradients in the compute type add up in fp32 over micro-batches, if there are several, before any is reduced
+    # gradients in the compute type add up in fp32 over micro-batches, if there are several, before any is
+    # reduced
     added = sum(n for n, _ in groups) * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
+
     parts = {part: again * (forward[part] + backward[part]) for part in forward}
     parts["recomputed"] = again * recomputed
     parts["copies"] = (m.copy_factor * copied + added) / m.memory_rate
     parts["optimizer"] = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own / m.memory_rate
     if cfg.optim.offload:  # both moments, in and out at the same time
         parts["optimizer"] = max(parts["optimizer"], 2 * FP32 * own / m.host_rate)
-    parts["exposed all-gathers"], parts["slowed"] = exposed, m.slowed * beside
+    parts["exposed all-gathers"] = exposed
+    parts["slowed"] = m.slowed * beside
+
     tokens = dp * ep * T * again
     rate = T * again / sum(parts.values())
     used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
-    return Prediction(
-        parts, tokens, dp * ep, used, m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep))
-    )
+    memory = m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep))
+    return Prediction(parts, tokens, dp * ep, used, memory)
 
 
 def passes(
     cfg: Config, ep: int, m: SimpleNamespace, skew: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a micro-batch's forward and backward by part, without FSDP2."""
-    model, T, width = cfg.model, cfg.train.batch * cfg.train.seq, compute_bytes(cfg)
+    model = cfg.model
+    width = compute_bytes(cfg)
+    T = cfg.train.batch * cfg.train.seq
     moe_layers = sum(map(model.is_moe, range(model.layers)))
     matrices = [s for layer in range(model.layers) for s in block_shapes(model, layer)[0] if len(s) == 2]
     projections = sum(product(T, rows, columns, width, m) for rows, columns in matrices)
@@ -150,10 +169,10 @@ def passes(
     head = 3 * product(T, model.vocab, model.dim, width, m) + m.logit_bytes * T * model.vocab / m.memory_rate
     experts = expert_seconds(cfg, ep, m, skew)
     exchange = exchange_seconds(cfg, ep, m)
-    wide = sum(
-        model.moe.shared_dim if model.is_moe(layer) else model.ffn_dim for layer in range(model.layers)
-    )
-    # forward reads gate and up and writes their product; backward reads these and its gradient, makes it again and both gradients
+    layers = range(model.layers)
+    wide = sum(model.moe.shared_dim if model.is_moe(layer) else model.ffn_dim for layer in layers)
+    # The forward reads gate and up and writes their product. The backward reads these and the product's
+    # gradient, and makes the product again and both gradients.
     glue = (m.glue_passes * model.layers * model.dim + 9 * wide) * T * width / m.memory_rate
     forward = {
         "projections": projections,
@@ -175,16 +194,20 @@ def passes(
 
 
 def attention_seconds(cfg: Config, layer: int, m: SimpleNamespace) -> float:
-    """Forward and backward of one layer, by cuDNN's plain causal kernel or by flex attention's, each with a curve of rates over heads'
-    channels; a window costs flex attention what some tokens more would."""
-    model, S = cfg.model, cfg.train.seq
+    """Seconds of one layer's attention, forward and backward.
+
+    They are those of cuDNN's plain causal kernel or of flex attention's, each with a curve of rates over the
+    heads' channels. A window costs flex attention as much as some tokens more would.
+    """
+    model = cfg.model
+    S = cfg.train.seq
     window = model.window_of(layer)
     windowed = 0 < window < S
     plain = not (cfg.train.isolate_documents or windowed or model.sinks)
-    widths, seen = qk_width(model) + v_width(model), min(window + m.window_more, S) if windowed else S
-    rate = np.interp(
-        widths / 2, *zip(*(m.attention_rate if plain else m.isolated_attention_rate), strict=True)
-    )
+    widths = qk_width(model) + v_width(model)
+    seen = min(window + m.window_more, S) if windowed else S
+    curve = m.attention_rate if plain else m.isolated_attention_rate
+    rate = np.interp(widths / 2, *zip(*curve, strict=True))
     flops = FLASH * 6 * model.heads * widths * (seen - seen**2 / (2 * S)) * cfg.train.batch * S
     return float(flops / rate)
 
@@ -198,7 +221,8 @@ def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
 
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
     """Seconds of a kernel of so many FLOPs and bytes."""
-    arithmetic, traffic = flops / m.product_rate, moved / m.memory_rate
+    arithmetic = flops / m.product_rate
+    traffic = moved / m.memory_rate
     return max(arithmetic, traffic) + m.kernel_overlap * min(arithmetic, traffic)
 
 
@@ -208,25 +232,30 @@ def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace)
 
 
 def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[float, float]:
-    """(forward, backward) of one layer's experts on the busiest rank, kernel by kernel as in docs/kernels.md."""
-    moe, D, width, T = cfg.model.moe, cfg.model.dim, compute_bytes(cfg), cfg.train.batch * cfg.train.seq
-    F, rows = moe.ffn_dim, T if ep == 1 else rows_received(T, moe.top_k, ep)
+    """(forward, backward) seconds of one layer's experts on the busiest rank, by the kernels of docs/kernels.md."""
+    moe = cfg.model.moe
+    D, F, width = cfg.model.dim, moe.ffn_dim, compute_bytes(cfg)
+    T = cfg.train.batch * cfg.train.seq
+    rows = T if ep == 1 else rows_received(T, moe.top_k, ep)
     N = skew * T * moe.top_k  # routed pairs
     one = 2 * N * D * F  # FLOPs of a product with F columns
     # elements: rows, pre-activations, activations, weights
     x, h, a, w = N * D, 2 * N * F, N * F, moe.experts // ep * D * F
     sum_rows = kernel(0, width * (x + rows * D), m)
-    up, down = kernel(2 * one, width * (x + 2 * w + h + a), m), kernel(one, width * (a + w + x), m)
+    up = kernel(2 * one, width * (x + 2 * w + h + a), m)
+    down = kernel(one, width * (a + w + x), m)
     dh = kernel(one, width * (x + w + h + h + a), m)
     dx = kernel(2 * one, width * (h + 2 * w + x), m)
-    dw_down, dw_up = kernel(one, width * (a + x + w), m), kernel(2 * one, width * (h + x + 2 * w), m)
+    dw_down = kernel(one, width * (a + x + w), m)
+    dw_up = kernel(2 * one, width * (h + x + 2 * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, ep, m)["experts"]
-    forward, backward = up + down + sum_rows, dh + dx + dw_down + dw_up + sum_rows
+    forward = up + down + sum_rows
+    backward = dh + dx + dw_down + dw_up + sum_rows
     return slower * forward + m.layer_fixed / 3, slower * backward + m.layer_fixed * 2 / 3
 
 
 def exchange_of(cfg: Config, ep: int, m: SimpleNamespace) -> dict:
-    """The constants of the backend that --parallel.dispatch finds."""
+    """The constants of the backend that --parallel.dispatch comes to."""
     backend = cfg.parallel.dispatch
     if backend == "auto":
         backend = "nccl" if ep > m.node or cfg.model.moe.bias else m.exchange["auto"]
@@ -234,42 +263,45 @@ def exchange_of(cfg: Config, ep: int, m: SimpleNamespace) -> dict:
 
 
 def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
-    """Movements of one layer, forward and backward, each of the rows of (token, rank) that leave."""
+    """Seconds of one layer's movements, forward and backward: each moves a row for each (token, rank) that leaves."""
     if ep == 1:
         return 0.0
-    T, D, width, local = cfg.train.batch * cfg.train.seq, cfg.model.dim, compute_bytes(cfg), min(ep, m.node)
+    T = cfg.train.batch * cfg.train.seq
+    D, width = cfg.model.dim, compute_bytes(cfg)
+    local = min(ep, m.node)
     how = exchange_of(cfg, ep, m)
     rows = rows_received(T, cfg.model.moe.top_k, ep)
     wire = times(how["curve"], rows * (local - 1) / ep * D * width)
     if ep > local:
         away = rows * (ep - local) / ep * D * width
         wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
-    # rows are read and written before they leave; where they come home they are read, widened, added to the token's sum
+    # Rows are read and written before they leave. Where they come home they are read, widened and added to
+    # the token's sum.
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
     # beside a shared expert x of the forward and dy of the backward
     moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The page --------------------------------------------------------------------------------------------------
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
     """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
-    return [
-        ep
-        for ep in divisors(math.gcd(cfg.model.moe.experts, gpus))
-        if ep <= 2 * node and fits(ep, gpus, node)
-    ]
+    degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
+    return [ep for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
 
 
 def fits(ep: int, gpus: int, node: int) -> bool:
-    """Whether groups of ep neighbours lie in one node, or fill nodes: train.py refuses others, and no time here is theirs."""
+    """Whether groups of ep neighbours lie in one node, or fill nodes.
+
+    train.py refuses others, and this model is not for them.
+    """
     return gpus <= node or node % ep == 0 or ep % node == 0
 
 
 def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, parts: bool) -> str:
-    """What is asked for and not in the model, "" if nothing is."""
+    """Why what is asked for is not in this model; "" if it is."""
     p = cfg.parallel
     if not 0 < tokens < math.inf:
         return f"--tokens {tokens}: must be above 0 and finite"
@@ -278,40 +310,27 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
     if p.wire != "same":
         return f"--parallel.wire={p.wire}: not in this model; valid: same"
     if not parts:
-        return (
-            ""
-            if p.dispatch in ("auto", "nccl")
-            else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
-        )
+        known = p.dispatch in ("auto", "nccl")
+        return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
     if p.dispatch == "symm" and cfg.model.moe.bias:
         return "--parallel.dispatch=symm: experts have biases (--model.moe.bias); valid: auto, nccl"
     if p.dispatch == "symm" and p.ep > m.node:
         return f"--parallel.dispatch=symm: one node of {m.node} at most, not --parallel.ep={p.ep}"
     if bad := [n for n in gpus if not fits(p.ep, n, m.node)]:
-        return f"--parallel.ep={p.ep}: on {bad[0]} GPUs groups would straddle nodes of {m.node}; valid: what divides {m.node}, or multiples of it"
+        return (
+            f"--parallel.ep={p.ep}: on {bad[0]} GPUs groups would straddle nodes of {m.node}; "
+            f"valid: what divides {m.node}, or multiples of it"
+        )
     return ""
 
 
 def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
     """A line for every layout; the fastest that fits is bold, those that do not fit are dim."""
     train = cfg.train
-    table = Table(
-        title=f"{train.accumulate} x {train.batch} x {train.seq} tokens a GPU, recomputed: {cfg.parallel.checkpoint}"
-    )
-    days = f"days for {tokens:.3g} tokens"
-    heads = (
-        "GPUs",
-        "dp x ep",
-        "M tokens a step",
-        "ms",
-        "tokens/s/GPU",
-        "MFU",
-        "exposed",
-        "GiB",
-        days,
-        "GPU-hours",
-    )
-    for name in heads:
+    sizes = f"{train.accumulate} x {train.batch} x {train.seq}"
+    table = Table(title=f"{sizes} tokens a GPU, recomputed: {cfg.parallel.checkpoint}")
+    heads = ["GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB"]
+    for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
         table.add_column(name, justify="right")
     for world in gpus:
         found = {ep: predict(cfg, world // ep, ep, m) for ep in layouts(cfg, world, m.node)}
@@ -339,59 +358,71 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
 
 
 def parts_table(p: Prediction) -> Table:
+    """A line for every part of one step, the longest first."""
     table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
     for name, seconds in sorted(p.parts.items(), key=lambda part: -part[1]):
         table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / p.seconds:.1%}")
     return table
 
 
-# Measured points ------------------------------------------------------------------------------------------------------
+# Measured points -------------------------------------------------------------------------------------------
 
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
+    """Predicted seconds over measured ones."""
     return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
     """Predicted beside measured; whether all agree within TOLERANCE."""
-    m, used = values(constants), fitted_layouts(constants)
+    m = values(constants)
+    used = fitted_layouts(constants)
     table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
     worst = 0.0
     for p in points:
         off = ratio(p, m) - 1
         worst = max(worst, abs(off))
-        row = str(p.dp * p.ep), p.command, f"{p.seconds * 1e3:.1f}"
+        measured, predicted = p.seconds * 1e3, p.seconds * (1 + off) * 1e3
         role = "fitted" if p.layout in used else "predicted"
-        table.add_row(*row, f"{p.seconds * (1 + off) * 1e3:.1f}", f"{off:+.1%}", role)
+        numbers = f"{measured:.1f}", f"{predicted:.1f}", f"{off:+.1%}"
+        table.add_row(str(p.dp * p.ep), p.command, *numbers, role)
     return table, worst <= TOLERANCE
 
 
 def unheld(m: SimpleNamespace) -> list[str]:
-    """How far off the shipped steps are that --check leaves out."""
+    """How far off the shipped steps are that do not decide --check's code: a line a file."""
     errors = {name: [ratio(p, m) - 1 for p in read_points([RESULTS / name])] for name in UNHELD}
     return [f"left out: {n}, off by {min(e):+.1%} to {max(e):+.1%}: {UNHELD[n]}" for n, e in errors.items()]
 
 
 def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
-    """Values of the named constants that make the sum of squared log ratios of these points smallest (a search)."""
+    """Values of the named constants for which the sum of squared log ratios of these points is smallest.
+
+    It is a search: each constant in turn is multiplied or divided by a step, which shrinks.
+    """
 
     def loss(trial: dict[str, float]) -> float:
         return sum(math.log(ratio(p, SimpleNamespace(**{**vars(m), **trial}))) ** 2 for p in points)
 
     best = {name: getattr(m, name) for name in names}
-    lowest, step = loss(best), 2.0
+    lowest = loss(best)
+    step = 2.0
     while step > 1.001:
         tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
         found = min(tries, key=loss)
         if loss(found) < lowest:
-            best, lowest = found, loss(found)
+            best = found
+            lowest = loss(found)
         else:
             step = math.sqrt(step)
     return best
 
 
 def check_constant(name: str, value: Any, like: Any) -> None:
-    """ValueError unless it is of the shipped one's kind, a number not below 0 (what is divided by, above), a curve of two points or more."""
+    """Raises ValueError unless a constant is of the shipped one's kind and in its range.
+
+    A number must not be below 0, and above 0 if it is divided by; a curve must have two points or more.
+    """
     kinds = [(int, float) if isinstance(v, (int, float)) else type(v) for v in (value, like)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"{name}: {value} must be of the kind of {like}")
@@ -399,9 +430,8 @@ def check_constant(name: str, value: Any, like: Any) -> None:
         divides = name.endswith("_rate") or name in ("peak", "memory", "memory_factor", "node")
         least = 1 if name in ("node", "skew") else 0
         if not (math.isfinite(value) and value >= least and (value > 0 or not divides)):
-            raise ValueError(
-                f"{name}: {value} must be finite and {'above 0' if divides and not least else f'{least} or more'}"
-            )
+            range_ = "above 0" if divides and not least else f"{least} or more"
+            raise ValueError(f"{name}: {value} must be finite and {range_}")
     if isinstance(value, list) and not (len(value) > 1 and all(len(p) == 2 and min(p) >= 0 for p in value)):
         raise ValueError(f"{name}: {value} must be two points or more, of two numbers not below 0 each")
 
@@ -451,9 +481,8 @@ def main() -> None:
         points = read_points(args.check or held())
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
             console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            constants[name] |= dict(
-                value=value, points=[dict(gpus=p.dp * p.ep, command=p.command) for p in points]
-            )
+            runs = [dict(gpus=p.dp * p.ep, command=p.command) for p in points]
+            constants[name] |= dict(value=value, points=runs)
         table, good = check(points, constants)
         console.print(table)
         m = values(constants)
@@ -461,14 +490,12 @@ def main() -> None:
         console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
-    if not args.parts and (
-        taken := [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
-    ):
+    taken = [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
+    if taken and not args.parts:
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
-    if wrong := [
-        n for n in args.gpus if not 1 <= n <= MOST["world"]
-    ]:  # before the words are held to it as a world
+    # Before `parse`, which would complain of the number as a world.
+    if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
     for world in args.gpus if args.parts else (1,):
         if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):

@@ -1,18 +1,24 @@
-"""Times one MoE layer, router's softmax and top-k to combined output, beside its rivals and dense products of equal FLOPs.
+"""Times one MoE layer, from the router's softmax to combined output, beside its rivals and dense products.
 
-    python -m benchmarks.moe_layer                                  # all shapes, who is installed, the table last
-    python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
-    python -m benchmarks.moe_layer --only tmoe sonicmoe             # some contestants (benchmarks/rivals.py has them all)
-    python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8    # any shape: T,D,F,E,K
+    python -m benchmarks.moe_layer                                  # all shapes and contestants, the table
+    last python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
+    python -m benchmarks.moe_layer --only tmoe sonicmoe             # some contestants (benchmarks/rivals.py
+    has them all) python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8    # any shape: T,D,F,E,K
     python -m benchmarks.moe_layer --shapes qwen3 --breakdown       # each kernel beside its floor
 
-Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and all weights. Before
-it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py); who is not installed, fails or is wrong
-is named with the reason. GPU time is taken with CUDA events, with a cold L2 and a head start of 1.5 times the slowest contestant's host time (with
-a millisecond SonicMoE waited for its host, which takes four), in rounds over all contestants, each round in another order (one after another, whoever came first
-won by 12%: the clock sinks under load), and the median is printed; the host's own time until the calls return stands beside it. "kept" is what lives between forward and backward besides inputs and output. "weights
-once" is a copy in the same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
-what a forward of few rows is held to.
+Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and
+all weights. Before it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py). A
+contestant that is not installed, fails or is wrong is named with the reason. Dense products are those of
+equal FLOPs.
+
+GPU time is taken with CUDA events, with a cold L2 and a head start of 1.5 times the slowest contestant's host
+time (with a millisecond SonicMoE waited for its host, which takes four). Contestants take turns in rounds,
+each round in another order: one after another, the first won by 12%, as the clock sinks under load. The
+median is printed, and beside it the host's own time until the calls return.
+
+"kept" is what lives between forward and backward besides inputs and output. "weights once" is a copy in the
+same rounds that moves as many bytes, read plus written, as the weights of the experts that have tokens hold:
+a bound for a forward of few rows.
 
 next: rivals.py
 """
@@ -47,14 +53,20 @@ SHAPES = {  # name: (T, D, F, E, K)
     "qwen3-512": (512, 2048, 768, 128, 8),
     "olmoe-512": (512, 2048, 1024, 64, 8),
 }
-MORE = {  # widths of the tuned table at other lengths or numbers of experts; benchmarks/shapes.py has widths that it lacks
-    "gpt-oss-20b": (8192, 2880, 2880, 32, 4), "v3-slice": (4096, 7168, 2048, 64, 8), "small-64": (2048, 1024, 512, 64, 8),
-    "qwen3-65536": (65536, 2048, 768, 128, 8), "mixtral-1024": (1024, 4096, 14336, 8, 2),
-}  # fmt: skip
+# Widths of the tuned table at other lengths or numbers of experts. benchmarks/shapes.py has widths that it
+# lacks.
+MORE = {
+    "gpt-oss-20b": (8192, 2880, 2880, 32, 4),
+    "v3-slice": (4096, 7168, 2048, 64, 8),
+    "small-64": (2048, 1024, 512, 64, 8),
+    "qwen3-65536": (65536, 2048, 768, 128, 8),
+    "mixtral-1024": (1024, 4096, 14336, 8, 2),
+}
 ALL = {**SHAPES, **MORE}
-# measured on an H200: 8192^3 bf16 product in a short burst; copy, read plus write
-PEAK_FLOPS, PEAK_BYTES = 790e12, 4.3e12
 
+# Measured on an H200.
+PEAK_FLOPS = 790e12  # a second: 8192^3 bf16 product in a short burst
+PEAK_BYTES = 4.3e12  # a second: copy, read plus write
 CYCLES_PER_MS = 2_000_000  # of an H200's clock
 
 
@@ -78,11 +90,11 @@ class Bench:
         operands = self.gate_up, self.down
         self.layer = gpu.Layer(self.x, (E, D, F), K, route(self.ids, E), self.weights, operands)
         N = T * K
-        self.h, self.act, self.rows = (
-            torch.randn(N, w, device=device, dtype=self.x.dtype) for w in (2 * F, F, D)
-        )
-        # a gathered operand is timed without its copy: "gather" times that by itself
-        self.layer.gathered, self.gather = (lambda t_TD: self.rows), self.layer.gathered
+        widths = (2 * F, F, D)
+        self.h, self.act, self.rows = (torch.randn(N, w, device=device, dtype=self.x.dtype) for w in widths)
+        # A gathered operand is timed without its copy, which "gather" times by itself.
+        self.gather = self.layer.gathered
+        self.layer.gathered = lambda t_TD: self.rows
 
     def run(self, kernel, cfg):
         layer = self.layer
@@ -102,18 +114,22 @@ class Bench:
             layer.dw(kernel, self.h, x, "b" if cfg.gather else "")
 
     def products(self):
-        """up and down as forward runs them where experts have few rows: in one launch, its counters cleared before."""
+        """up and down as the forward runs them where experts have few rows: in one launch, its counters cleared."""
         for spent in (self.layer.meta.ready, self.layer.meta.counter):
             spent.zero_()
         self.layer.products(self.gate_up, None, self.h, self.down)
 
     def dense(self, kernel):
-        """One cuBLAS product of the same sizes on plain matrices: what the kernel is held to."""
+        """One cuBLAS product of the same sizes on plain matrices, to compare the kernel with."""
         w1, w2 = self.gate_up[0], self.down[0]
         pairs = {
-            "up": (self.rows, w1.T), "down": (self.act, w2.T), "dh": (self.rows, w2), "dx": (self.h, w1),
-            "dw_down": (self.rows.T, self.act), "dw_up": (self.h.T, self.rows),
-        }  # fmt: skip
+            "up": (self.rows, w1.T),
+            "down": (self.act, w2.T),
+            "dh": (self.rows, w2),
+            "dx": (self.h, w1),
+            "dw_down": (self.rows.T, self.act),
+            "dw_up": (self.h.T, self.rows),
+        }
         return torch.mm(*pairs[kernel])
 
     def flops(self, kernel):
@@ -123,11 +139,18 @@ class Bench:
     def bytes(self, kernel):
         """Fewest bytes through device memory: every operand once, gathered rows once a slot."""
         n = self.layer
-        x, h, f, w1, w2 = n.N * n.D, 2 * n.N * n.F, n.N * n.F, 2 * n.E * n.D * n.F, n.E * n.D * n.F
-        return 2 * {
-            "up": x + w1 + h + f, "down": f + w2 + x, "dh": x + w2 + 2 * h + f, "dx": h + w1 + x,
-            "dw_down": x + f + w2, "dw_up": h + x + w1, "combine": x + n.T * n.D,
-        }[kernel]  # fmt: skip
+        x, h, f = n.N * n.D, 2 * n.N * n.F, n.N * n.F
+        w1, w2 = 2 * n.E * n.D * n.F, n.E * n.D * n.F
+        elements = {
+            "up": x + w1 + h + f,
+            "down": f + w2 + x,
+            "dh": x + w2 + 2 * h + f,
+            "dx": h + w1 + x,
+            "dw_down": x + f + w2,
+            "dw_up": h + x + w1,
+            "combine": x + n.T * n.D,
+        }
+        return 2 * elements[kernel]
 
 
 _scratch = {}
@@ -142,14 +165,19 @@ def prepare(head_start=CYCLES_PER_MS):
 
 
 def in_turn(i, *lists):
-    """The lists' entries side by side, in round i's order: nobody always follows the same neighbour, and all ranks draw the same."""
+    """The lists' entries side by side, in the order of round i.
+
+    No entry always follows the same neighbour, and all ranks draw the same order.
+    """
     return random.Random(i).sample(list(zip(*lists, strict=True)), len(lists[0]))
 
 
 def time_all(fns, rounds=9, give_up=None, begin=prepare):
-    """Median GPU ms of each function, in rounds over all, `begin` before each; with give_up, who takes that many times the best drops out early.
+    """Median GPU ms of each function, in rounds over all, with `begin` before each.
 
     Before the first round each is called once, in the order given: some read what one before them has left.
+
+    give_up: a function that takes this many times as long as the best drops out early.
     """
     times = [[] for _ in fns]
     for fn in fns:
@@ -191,7 +219,8 @@ def weights_once(logits, K, gate_up, down):
 def measure(name, contestants):
     """One shape: {"shape", "dense", "weights_once", "results": {contestant: {...}}, "missing": {contestant: reason}}.
 
-    "dense" is all six products of forward and backward as cuBLAS does them on plain matrices, in the same rounds.
+    "dense" is all six products of forward and backward as cuBLAS does them on plain matrices, in the same
+    rounds.
     """
     shape = ALL[name]
     K = shape[-1]
@@ -216,17 +245,14 @@ def measure(name, contestants):
     once = weights_once(logits, K, gate_up, down)
     host = [host_ms(call) for call in calls]
     ahead = int(CYCLES_PER_MS * max(1, 1.5 * max(host, default=0)))
-    dense, read, *times = time_all(
-        [lambda: [bench.dense(k) for k in table.KERNELS], once, *calls],
-        begin=functools.partial(prepare, ahead),
-    )
+
+    def all_dense():
+        return [bench.dense(k) for k in table.KERNELS]
+
+    dense, read, *times = time_all([all_dense, once, *calls], begin=functools.partial(prepare, ahead))
     for i, result in enumerate(results.values()):
-        result |= {
-            "fwd": times[2 * i],
-            "both": times[2 * i + 1],
-            "host_fwd": host[2 * i],
-            "host_both": host[2 * i + 1],
-        }
+        result["fwd"], result["both"] = times[2 * i : 2 * i + 2]
+        result["host_fwd"], result["host_both"] = host[2 * i : 2 * i + 2]
     torch.compiler.reset()
     return {"shape": name, "dense": dense, "weights_once": read, "results": results, "missing": missing}
 
@@ -260,42 +286,45 @@ def breakdown(name):
     combine, routing, gather, *products = times[len(configs) :]
     lines = [f"{name}: kernel     ms  TFLOP/s   TB/s  of floor  of dense  configuration"]
     for kernel, ms, dense_ms in zip(configs, times[: len(configs)], dense, strict=True):
-        floor = 1e3 * max(bench.flops(kernel) / PEAK_FLOPS, bench.bytes(kernel) / PEAK_BYTES)
+        flops, moved = bench.flops(kernel), bench.bytes(kernel)
+        floor = 1e3 * max(flops / PEAK_FLOPS, moved / PEAK_BYTES)
         lines.append(
-            f"{kernel:>14} {ms:8.3f} {bench.flops(kernel) / ms / 1e9:8.0f} {bench.bytes(kernel) / ms / 1e9:6.2f} "
+            f"{kernel:>14} {ms:8.3f} {flops / ms / 1e9:8.0f} {moved / ms / 1e9:6.2f} "
             f"{floor / ms:8.0%} {dense_ms / ms:9.0%}  {tuple(configs[kernel])}"
         )
-    floor = 1e3 * bench.bytes("combine") / PEAK_BYTES
-    lines.append(
-        f"{'combine':>14} {combine:8.3f} {'':8} {bench.bytes('combine') / combine / 1e9:6.2f} {floor / combine:8.0%}"
-    )
+    moved = bench.bytes("combine")
+    floor = 1e3 * moved / PEAK_BYTES
+    rate = moved / combine / 1e9
+    lines.append(f"{'combine':>14} {combine:8.3f} {'':8} {rate:6.2f} {floor / combine:8.0%}")
     lines.append(f"{'routing':>14} {routing:8.3f}\n{'gather (alone)':>14} {gather:8.3f}")
     moved = bench.bytes("up") + bench.bytes("down")
-    for ms in products:  # what forward runs instead of up and down
-        lines.append(
-            f"{'both, at once':>14} {ms:8.3f} {'':8} {moved / ms / 1e9:6.2f} {1e3 * moved / PEAK_BYTES / ms:8.0%}"
-        )
+    for ms in products:  # what the forward runs instead of up and down
+        floor = 1e3 * moved / PEAK_BYTES
+        lines.append(f"{'both, at once':>14} {ms:8.3f} {'':8} {moved / ms / 1e9:6.2f} {floor / ms:8.0%}")
     return "\n".join(lines)
 
 
 def rows(r):
     """One shape's rows of the table."""
     T, D, F, _, K = ALL[r["shape"]]
-    ours, flops = r["results"].get("tmoe"), 18 * T * K * D * F
-    yield f"{r['shape']:>10} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
-    yield f"{r['shape']:>10} {'weights once':>20} {r['weights_once']:9.3f}"
+    ours = r["results"].get("tmoe")
+    flops = 18 * T * K * D * F
+    shape = f"{r['shape']:>10}"
+    yield f"{shape} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
+    yield f"{shape} {'weights once':>20} {r['weights_once']:9.3f}"
     for who, m in r["results"].items():
         ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
         yield (
-            f"{r['shape']:>10} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
-            f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} {m['kept_mib']:7.0f} "
-            f"{max(m['errors']):8.1e} {m['version']:>13}"
+            f"{shape} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
+            f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} "
+            f"{m['kept_mib']:7.0f} {max(m['errors']):8.1e} {m['version']:>13}"
         )
-    yield from (f"{r['shape']:>10} {who:>20} not timed: {why}" for who, why in r["missing"].items())
+    yield from (f"{shape} {who:>20} not timed: {why}" for who, why in r["missing"].items())
 
 
 HEADER = (
-    f"{'shape':>10} {'':>20} {'fwd ms':>9} {'f+b ms':>8} {'TF/s':>5} {'dense':>6} {'tmoe is':>7} {'host f':>6} {'f+b':>6} "
+    f"{'shape':>10} {'':>20} {'fwd ms':>9} {'f+b ms':>8} {'TF/s':>5} "
+    f"{'dense':>6} {'tmoe is':>7} {'host f':>6} {'f+b':>6} "
     f"{'keptMiB':>7} {'error':>8} {'version':>13}"
 )
 
@@ -308,16 +337,14 @@ def shape(text):
             if min(T, D, F, K) < 1 or K > E:
                 raise ValueError
         except ValueError:
-            names = ", ".join(ALL)
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither of {names} nor T,D,F,E,K with 1 <= K <= E"
-            ) from None
+            what = f"{text!r} is neither of {', '.join(ALL)} nor T,D,F,E,K with 1 <= K <= E"
+            raise argparse.ArgumentTypeError(what) from None
         ALL[text] = T, D, F, E, K
     return text
 
 
 def require_gpu(parser):
-    """Ends the program with one line where there is none."""
+    """Ends the program with one line where there is no GPU."""
     if not torch.cuda.is_available():
         parser.error("no GPU here, and this times one")
 
@@ -332,8 +359,10 @@ def main():
     )
     args = p.parse_args()
     require_gpu(p)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    about |= {
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
         "date": str(date.today()),
         "command": " ".join(["python -m benchmarks.moe_layer", *sys.argv[1:]]),
     }

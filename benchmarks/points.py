@@ -1,7 +1,8 @@
-"""The measured steps that results/ ships, told apart by layout, and those of them that the cost model is not held to.
+"""Reads the measured steps that results/ ships, told apart by layout, and names those that are not compared.
 
-A record is a line of `python -m benchmarks.train --json`. Every file below results/ that has one counts, wherever it
-lies: a file is left out by UNHELD alone, which says why.
+The cost model (benchmarks/model.py) is compared with them. A record is a line of `python -m benchmarks.train
+--json`. Every file below results/ that has one counts, wherever it lies: a file is left out by UNHELD alone,
+which says why.
 """
 
 import json
@@ -13,12 +14,19 @@ from tmoe.config.run import Config
 from tmoe.run.cli import parse
 
 RESULTS = Path(__file__).with_name("results")
-UNHELD = {  # --check shows their errors, and none of them decides its code
-    "olmoe-1b-7b-4xH200/bench.jsonl": "another code: before the symm exchange, working copies of parameters, flex "
-    "attention and the AdamW in one pass",
-    "steps-4xH200/pilot-behind.jsonl": "another code: the shared expert ran behind the exchange, not beside it",
-    "steps-4xH200/pilot-hosts.jsonl": "three hosts that could not keep up (GPU idle for up to 14% of a traced step), "
-    "before launches were replayed: the model has no host",
+# Files that --check shows the errors of, but that do not decide its code.
+UNHELD = {
+    "olmoe-1b-7b-4xH200/bench.jsonl": (
+        "another code: before the symm exchange, working copies of parameters, flex "
+        "attention and the AdamW in one pass"
+    ),
+    "steps-4xH200/pilot-behind.jsonl": (
+        "another code: the shared expert ran behind the exchange, not beside it"
+    ),
+    "steps-4xH200/pilot-hosts.jsonl": (
+        "three hosts that could not keep up (GPU idle for up to 14% of a traced step), "
+        "before launches were replayed: the model has no host"
+    ),
 }
 
 
@@ -39,8 +47,10 @@ class Point(NamedTuple):
 
 
 def layout(cfg: Config, dp: int, ep: int) -> tuple:
-    """What a step's time depends on: not how many steps there were, which were traced, nor what was validated."""
-    train, parallel, optim = cfg.train, cfg.parallel, cfg.optim
+    """What a step's time depends on; not the number of steps, nor what was traced or validated."""
+    train = cfg.train
+    parallel = cfg.parallel
+    optim = cfg.optim
     step = train.batch, train.seq, train.accumulate, train.dtype, train.isolate_documents
     spread = dp, ep, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
     return cfg.model, step, spread, optim.offload, optim.ema > 0
@@ -52,11 +62,12 @@ def step_files() -> list[Path]:
 
 
 def held() -> list[Path]:
-    """Those that the cost model is held to."""
+    """The files that the cost model is compared with."""
     return [path for path in step_files() if path.relative_to(RESULTS).as_posix() not in UNHELD]
 
 
 def read_points(paths: list[Path]) -> list[Point]:
+    """The measured steps of files; one that cannot be read ends the program with one line."""
     points = []
     try:
         lines = [(path, line) for path in paths for line in path.read_text().splitlines()]
@@ -68,7 +79,8 @@ def read_points(paths: list[Path]) -> list[Point]:
         try:
             record = json.loads(line)
             cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-            ep, train = cfg.parallel.ep, cfg.train
+            ep = cfg.parallel.ep
+            train = cfg.train
             seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
             skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
             points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
@@ -89,14 +101,15 @@ def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
 
 
 def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> str:
-    """How many points of how many layouts, how many of them set no constant, and how far off they are, worst and mean."""
+    """A line for each kind of point: how many there are, of how many layouts, and how far off they are."""
 
     def off(name: str, which: list[bool]) -> str:
         its = [error for error, inside in zip(errors, which, strict=True) if inside]
         layouts = len({p.layout for p, inside in zip(points, which, strict=True) if inside})
         if not its:
             return f"{name}: none"
-        return f"{name}: {len(its)} steps of {layouts} layouts, worst {max(its, key=abs):+.1%}, mean {sum(its) / len(its):+.1%}"
+        worst, mean = max(its, key=abs), sum(its) / len(its)
+        return f"{name}: {len(its)} steps of {layouts} layouts, worst {worst:+.1%}, mean {mean:+.1%}"
 
     kinds = {
         "all": [True for _ in points],

@@ -1,10 +1,11 @@
-"""What each checkpointing policy, and moments in the host's memory, cost and save: speed and peak memory of whole steps, in one table.
+"""Measures what each checkpointing policy, and moments in the host's memory, cost and save in whole steps.
 
     python -m benchmarks.policies --json policies.jsonl -- qwen3-30b-a3b --model.layers 4
     python -m benchmarks.policies --gpus 4 -- qwen3-30b-a3b --model.layers 24 --parallel.ep 4
 
-Each line is a run of benchmarks/train.py. Speed is given beside that of the first, which recomputes nothing; peak is torch's, the dry
-run's beside it. A run that fails is named in the table, the others go on, and the exit code is 1.
+One table shows speed and peak memory. Each line is a run of benchmarks/train.py. Speed is given beside that
+of the first line, which recomputes nothing; peak is torch's, with the dry run's beside it. A run that fails
+is named in the table, the others go on, and the exit code is 1.
 """
 
 import argparse
@@ -41,7 +42,8 @@ def main() -> None:
     require_gpu(parser)
     heads = "policy", "tokens/s/GPU", "of the first", "MFU", "peak GiB (dry run)"
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|", flush=True)
-    failed, first = False, None
+    failed = False
+    first = None
     for policy in POLICIES:
         name = " ".join(policy).removeprefix("--")
         try:

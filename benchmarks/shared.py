@@ -1,12 +1,12 @@
-"""A rank of a world that is larger than the machine: ranks share its GPUs, to see what they compute, not how fast.
+"""Runs a rank of a world that is larger than the machine: ranks share its GPUs. It shows results, not speed.
 
     torchrun --nproc-per-node 4 -m benchmarks.shared tests/moe/test_symm_gpu.py
     torchrun --nproc-per-node 4 -m benchmarks.shared -m benchmarks.layouts --inside ...
 
-The kernels, the exchange through symmetric memory, NCCL and FSDP2 are those of a machine with a GPU for each rank. What is not: NCCL
-takes every rank for a host of its own and goes through sockets on the loopback device, and the driver hands the GPU from rank to rank
-in slices of time, during which a kernel that waits for a peer waits in vain. train.py alone refuses to share a GPU, for nobody wants
-such speed by accident.
+The kernels, the exchange through symmetric memory, NCCL and FSDP2 are those of a machine with a GPU for each
+rank. Two things differ. NCCL takes every rank for a host of its own and goes through sockets on the loopback
+device. And the driver hands the GPU from rank to rank in slices of time, during which a kernel that waits for
+a peer waits in vain. train.py by itself refuses to share a GPU, as such speed is not wanted by accident.
 """
 
 import os
@@ -21,7 +21,8 @@ from tmoe.moe import symm
 def main() -> None:
     if "RANK" not in os.environ or sys.argv[1:] in ([], ["-m"]):
         sys.exit(
-            "error: torchrun starts this, with what a rank runs: -m benchmarks.shared FILE ..., or -m benchmarks.shared -m MODULE ..."
+            "error: torchrun starts this, with what a rank runs: -m benchmarks.shared FILE ..., "
+            "or -m benchmarks.shared -m MODULE ..."
         )
     if gpus := torch.cuda.device_count():
         os.environ |= environment(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), gpus)
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def environment(rank: int, local_rank: int, gpus: int) -> dict[str, str]:
-    """What lets ranks share GPUs. NVLink multicast stays off: tmoe has no use for it."""
+    """The variables that let ranks share GPUs. NVLink multicast stays off: tmoe does not use it."""
     return dict(
         LOCAL_RANK=str(local_rank % gpus),
         LOCAL_WORLD_SIZE=str(gpus),

@@ -1,4 +1,6 @@
-"""tmoe's layers in a model and a loop of your own: torchrun --nproc-per-node 2 examples/own_loop.py --ep 2 --save DIR.
+"""tmoe's layers in a model and a loop of your own.
+
+    torchrun --nproc-per-node 2 examples/own_loop.py --ep 2 --save DIR
 
 next: tmoe/moe/layer.py, tmoe/model/parallelize.py
 """
@@ -14,7 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tmoe
 
-VOCAB, SEQ, ROWS, MICROS = 64, 16, 8, 2  # a step: 8 rows in all, each rank's part in 2 micro-batches
+VOCAB = 64
+SEQ = 16
+ROWS = 8  # of a step, on all ranks together
+MICROS = 2  # micro-batches into which each rank cuts its rows
 
 
 class Model(nn.Module):
@@ -22,7 +27,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.head = nn.Linear(32, VOCAB)
         self.moe = tmoe.MoE(32, tmoe.MoEConfig(experts=8, top_k=2, ffn_dim=64, balance_coeff=0.01))
 
     def forward(self, x_BS: Tensor) -> Tensor:
@@ -38,7 +44,8 @@ parser.add_argument("--load", help="folder of a checkpoint to go on from, of any
 args = parser.parse_args()
 
 mesh = tmoe.parallel.build_mesh(ep=args.ep)  # joins the world that torchrun, mpiexec or srun announces
-rank, world, device = dist.get_rank(), dist.get_world_size(), mesh.world.device_type
+rank, world = dist.get_rank(), dist.get_world_size()
+device = mesh.world.device_type
 torch.manual_seed(0)  # every rank makes the same model; parallelize keeps this rank's part
 model = tmoe.parallel.parallelize(Model().to(device), mesh)
 model.compile()
@@ -46,21 +53,27 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def state_of(step: int) -> dict:
-    return {"step": step, **dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))}
+    """What a checkpoint after `step` steps holds."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"step": step, "model": model_state, "optimizer": optimizer_state}
 
 
 state = state_of(0)
 if args.load:
     dcp.load(state, checkpoint_id=args.load)  # in place
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
 for step in range(state["step"], args.steps):
     x_RS = torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(step))
     y_RS = (5 * x_RS + 3) % VOCAB  # what there is to learn; -100 would be no target
     micros = [m.to(device) for m in torch.stack([x_RS, y_RS])[:, rank::world].chunk(MICROS, 1)]
+
+    # Counts of the whole step, over all ranks and all micro-batches: losses are sums divided by them.
     counts_M3 = [[(y != -100).sum().item(), x.numel(), len(x)] for x, y in micros]
     counts_3 = torch.tensor(counts_M3, dtype=torch.float64, device=device).sum(0)
     dist.all_reduce(counts_3)
-    targets, tokens, sequences = counts_3  # of the whole step: all ranks, all micro-batches
+    targets, tokens, sequences = counts_3
+
     loss = torch.zeros((), device=device)
     for i, (x_BS, y_BS) in enumerate(micros):
         model.set_requires_gradient_sync(i + 1 == MICROS)
@@ -73,6 +86,7 @@ for step in range(state["step"], args.steps):
     optimizer.zero_grad()
     dist.all_reduce(loss)  # a sum, as gradients are: every part was divided by counts of the whole step
     print(f"rank {rank} step {step} loss {loss.item():.6f} norm {norm.item():.6f}", flush=True)
+
 if args.save:
     dcp.save(state_of(args.steps), checkpoint_id=args.save)
 dist.destroy_process_group()

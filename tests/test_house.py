@@ -114,17 +114,19 @@ def test_blocks_do_not_pad():
     assert not [path.name for path in (ROOT / "tmoe").rglob("*.py") if "F.pad(" in path.read_text()]
 
 
+def calls(*within: ast.AST) -> set[str]:
+    """Last names of what is called inside these nodes."""
+    nodes = [n for node in within for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return {ast.unparse(n.func).split(".")[-1] for n in nodes}
+
+
 def test_the_step_is_whole_in_train():
-    """Everything that a step does happens in one loop body."""
+    """Everything that a step does happens in one loop body, and everything that follows it in one method."""
     tree = ast.parse((ROOT / "train.py").read_text())
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and "range" in ast.unparse(n.iter)]
-    called = {
-        ast.unparse(n.func).split(".")[-1]
-        for loop in loops
-        for n in ast.walk(loop)
-        if isinstance(n, ast.Call)
-    }
-    assert {"next", "forward_backward", "clip_grad_norm_", "all_finite", "step", "log", "save"} <= called
+    assert {"next", "forward_backward", "clip_grad_norm_", "all_finite", "step", "after"} <= calls(*loops)
+    (after,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "after"]
+    assert {"log", "save", "validate"} <= calls(after)
 
 
 def test_no_test_imports_a_test():

@@ -1,4 +1,4 @@
-"""Keeps whatever only looks at a run (W&B, TensorBoard, bar, picture, trace, terminal) from ending it.
+"""Keeps what only looks at a run (W&B, TensorBoard, bar, picture, trace, terminal) from ending it.
 
 next: tmoe/run/progress.py
 """
@@ -16,17 +16,22 @@ LONGEST = 300  # characters of an error's own words in a line
 
 
 class Onlooker:
-    """One thing that only looks at the run: `onlooker(look)` returns what `look()` does. The first time that raises
-    anything it is told in one line; then and from then on the answer is None, and `look` is not called again.
+    """One thing that only looks at the run: `onlooker(look)` calls `look` and returns what it does.
+
+    The first time that `look` raises anything, one line tells. Then and from then on the answer is None, and
+    `look` is not called again. Only KeyboardInterrupt passes: the user's second Ctrl-C. SystemExit does not:
+    a library may raise it (rich does when the reader of its pipe is gone), and the other ranks would wait for
+    this one.
 
     fails: what the line says went wrong, "PATH: could not be written" for example. say: prints the line.
-    leave: called once, before the line, to put right what a failed one leaves behind (a hidden cursor); may fail too.
-    Only KeyboardInterrupt passes: the user's second Ctrl-C. SystemExit does not: a library may raise it (rich does
-    when nobody reads its pipe any more), and the other ranks would wait for this one.
+    leave: called once, before the line, to put right what a failed one leaves behind (a hidden cursor). It
+        may fail too.
     """
 
     def __init__(self, fails: str, say: Callable[[str], Any], leave: Callable[[], Any] | None = None) -> None:
-        self.fails, self.say, self.leave = fails, say, leave
+        self.fails = fails
+        self.say = say
+        self.leave = leave
         self.works = True
 
     def __call__(self, look: Callable[[], T]) -> T | None:
@@ -37,7 +42,7 @@ class Onlooker:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            if self.works:  # else something inside `look` has been told of
+            if self.works:  # else `look` has called this onlooker itself, and the line is out
                 self.works = False
                 if self.leave is not None:
                     Onlooker(self.fails, lambda _: None)(self.leave)
@@ -58,15 +63,20 @@ def reason(error: BaseException) -> str:
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Prints a line to stdout (or `to`) at once. What cannot be printed is lost: a full disk, a terminal that was
-    closed, a pipe that nobody reads, a name that is no text, a stream that W&B has wrapped."""
+    """Prints a line to stdout (or `to`) at once; what cannot be printed is lost.
+
+    It cannot be on a full disk, a closed terminal, a pipe without a reader, a stream that W&B has wrapped, or
+    if it holds a name that is no text.
+    """
     with suppress(Exception):
         print(text, file=to, flush=True)
 
 
 def settle_output() -> None:
-    """Before Python ends: what stdout and stderr cannot be given is thrown away. Else Python's own last flush would
-    fail, and change the exit code to 120."""
+    """Before Python ends: throws away what stdout and stderr cannot take.
+
+    Else Python's own last flush would fail, and change the exit code to 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

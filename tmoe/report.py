@@ -1,4 +1,4 @@
-"""python -m tmoe.report RUN: draws a run folder anew.
+"""Draws a run folder anew: python -m tmoe.report RUN.
 
 next: run/report.py
 """

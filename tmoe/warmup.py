@@ -1,11 +1,11 @@
-"""Compiles the kernels of a configuration before training, in parallel, so that no rank compiles while others wait for it.
+"""Compiles the kernels of a configuration before training, in parallel, so that no rank waits for a compiler.
 
     python -m tmoe.warmup qwen3-30b-a3b                  # for the GPU of this machine
     python -m tmoe.warmup qwen3-30b-a3b --arch cuda:90   # for a GPU that need not be here
     python -m tmoe.warmup                                # every preset
 
-Any number of processes may run it at once, on an empty or a half-written cache: each kernel is compiled once (ops/launch/precompile.py).
-Call it before the process group exists, and let no collective wait for it.
+Any number of processes may run it at once, on an empty or a half-written cache: each kernel is compiled once
+(ops/launch/precompile.py). Call it before the process group exists, and let no collective wait for it.
 
 next: ops/launch/precompile.py
 """
@@ -46,21 +46,27 @@ def traces(cfg: Config) -> list[tuple]:
 
     With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
-    m, experts, ep = cfg.model, cfg.model.moe, cfg.parallel.ep
+    m, moe = cfg.model, cfg.model.moe
+    ep = cfg.parallel.ep
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
-    T, E, K = cfg.train.batch * cfg.train.seq, experts.experts, experts.top_k
+    T = cfg.train.batch * cfg.train.seq
+    E, K = moe.experts, moe.top_k
     pairs = pairs_bound(T, K, ep, E // ep)
-    beside = [(swiglu.trace, T, experts.shared_dim, dtype), (exchange.trace_routes, T, K, ep, dtype)]
-    return [
-        (trace, T * ep, m.dim, experts.ffn_dim, E // ep, K, dtype, pairs, experts.activation, experts.bias),
-        (trace_router, T, E, K, experts.renormalize or experts.softmax == "after"),
-        *([(router_product.trace, T, m.dim, E, dtype)] if dtype == torch.bfloat16 else []),
-        *([(exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8")] if ep > 1 else []),
-        *(beside if runs_beside(cfg, ep) else []),
-        (cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype),
-        (adamw.trace, dtype),
-        (parts.trace, dtype),
+    found: list[tuple] = [
+        (trace, T * ep, m.dim, moe.ffn_dim, E // ep, K, dtype, pairs, moe.activation, moe.bias),
+        (trace_router, T, E, K, moe.renormalize or moe.softmax == "after"),
     ]
+    if dtype == torch.bfloat16:
+        found.append((router_product.trace, T, m.dim, E, dtype))
+    if ep > 1:
+        found.append((exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8"))
+    if runs_beside(cfg, ep):
+        found.append((swiglu.trace, T, moe.shared_dim, dtype))
+        found.append((exchange.trace_routes, T, K, ep, dtype))
+    found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
+    found.append((adamw.trace, dtype))
+    found.append((parts.trace, dtype))
+    return found
 
 
 def local_arch() -> str | None:
@@ -69,24 +75,32 @@ def local_arch() -> str | None:
 
 
 def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tuple[int, int]:
-    """Compiles what the configurations need for arch (default: this machine's GPU); returns (compiled here, needed).
+    """Compiles what the configurations need; returns (kernels compiled here, kernels needed).
 
-    What this process has asked for before counts as not needed: a second run in it may have threads, which no fork should meet.
+    What this process has asked for before counts as not needed: it may have threads by then, and it must not
+    fork while it has.
+
+    arch: the architecture to compile for; default: that of this machine's GPU. processes: 0: one a core, at
+    most 8.
     """
     if sys.platform == "linux" and any(cfg.compile for cfg in cfgs):
         drop_torn_objects()
     arch = arch or local_arch()
     if arch is None:
         return 0, 0
-    new = [t for t in dict.fromkeys(t for cfg in cfgs for t in traces(cfg)) if (arch, *t) not in _warm]
+    wanted = dict.fromkeys(t for cfg in cfgs for t in traces(cfg))  # each once
+    new = [t for t in wanted if (arch, *t) not in _warm]
     found = precompile(arch, new, processes or min(8, os.cpu_count() or 1)) if new else (0, 0)
     _warm.update((arch, *t) for t in new)
     return found
 
 
 def drop_torn_objects() -> None:
-    """Removes from torch.compile's cache the libraries that a killed linker or a full disk has cut short: torch takes what is there for
-    whole, and fails at each start. Under torch's own lock of each, so none that is just being written."""
+    """Removes from torch.compile's cache the libraries that a killed linker or a full disk has cut short.
+
+    torch takes a file that is there for a whole one, and fails at each start. Each file is looked at under
+    torch's own lock for it, so none that is just being written is removed.
+    """
     cache_dir = find("torch._inductor.codecache.cache_dir")
     get_lock_dir = find("torch._inductor.codecache.get_lock_dir")
     if cache_dir is None or get_lock_dir is None:
@@ -94,7 +108,8 @@ def drop_torn_objects() -> None:
     for path in Path(cache_dir()).rglob("*.main.so"):
         with suppress(OSError, Timeout):
             if not whole(path):
-                with FileLock(Path(get_lock_dir(), f"{path.name.partition('.')[0]}.lock"), timeout=0):
+                lock = Path(get_lock_dir(), f"{path.name.partition('.')[0]}.lock")
+                with FileLock(lock, timeout=0):
                     path.unlink()
 
 
@@ -120,7 +135,8 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     start = time.perf_counter()
-    compiled, needed = warm([presets()[name] for name in args.preset or presets()], args.arch, args.processes)
+    cfgs = [presets()[name] for name in args.preset or presets()]
+    compiled, needed = warm(cfgs, args.arch, args.processes)
     print(f"compiled {compiled} of {needed} kernels in {time.perf_counter() - start:.1f} s")
 
 

@@ -18,9 +18,10 @@ def require(ok: bool, message: str) -> None:
 
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
-# largest whole numbers by name: far above any model, and no product of them overflows 63 bits of bytes
+# The largest whole number of some settings: far above any model, and small enough that no product of them,
+# in bytes, overflows 63 bits.
 MOST = dict(layers=4096) | dict.fromkeys(("heads", "kv_heads", "experts", "world", "dp", "ep"), 2**16)
-FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32's least and most, and its last below 1
+FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32: least normal, largest, largest below 1
 
 
 def spell(kind: Any) -> str:
@@ -36,7 +37,10 @@ def spell(kind: Any) -> str:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of this type, lists for tuples: whole numbers are floats as well, true and false are no numbers, nor is NaN."""
+    """Whether a value is of this type.
+
+    A list is taken for a tuple, and a whole number for a float. True, false and NaN are no numbers.
+    """
     options = get_args(kind)
     if get_origin(kind) is Literal:
         return isinstance(value, type(options[0])) and value in options
@@ -46,24 +50,31 @@ def fits(value: Any, kind: Any) -> bool:
     if options:
         return any(fits(value, option) for option in options)
     if kind is float:
-        return (
-            value == value
-            if isinstance(value, float)
-            else fits(value, int) and abs(value) <= sys.float_info.max
-        )
+        if isinstance(value, float):
+            return value == value  # NaN is not
+        return fits(value, int) and abs(value) <= sys.float_info.max
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def check(
     cfg: Any, flags: str, *, one: str = "", zero: str = "", positive: str = "", share: str = ""
 ) -> None:
-    """Types of all settings (library users pass them past the command line), and ranges of those named in "batch seq": from 1 or
-    0 on to MOST, above 0 and finite, at least 0 and below 1. flags: what their flags start with. None is fine where the type says so."""
+    """Raises ConfigError for the first setting of a wrong type or out of its range.
+
+    Types are checked too, as library users pass settings past the command line. None is fine where the type
+    says so.
+
+    flags: what the settings' flags start with, "--train." for example.
+    one, zero, positive, share: names of settings ("batch seq") that must be from 1 to MOST, from 0 to MOST,
+    above 0 and finite in float32, at least 0 and below 1.
+    """
     for name, kind in get_type_hints(type(cfg)).items():
-        value, flag = getattr(cfg, name), flags + name.replace("_", "-")
+        value = getattr(cfg, name)
+        flag = flags + name.replace("_", "-")
         shown = value if get_origin(kind) is Literal else repr(value)
         require(fits(value, kind), f"{flag}={shown}: must be {spell(kind)}")
         require(value != "", f"{flag}='': must not be empty")
+
         most = MOST.get(name, 2**31 - 1) if isinstance(value, int) else FLOATS[1]
         end = f"at most {most}" if isinstance(value, int) else "finite in float32"
         for low, names in enumerate((zero, one)):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tmoe.config.check import check, divisors, require
 
-# settings of a model that every step of training reads, and nobody else
+# settings of a model that training alone reads, in every step
 STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
 
 
@@ -23,9 +23,10 @@ class RopeConfig:
     max_seq: int = 4096
     """longest sequence the model may see, after scaling"""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """how frequencies are stretched: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)"""
+    """how frequencies are stretched:
+    linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023)"""
     factor: float = 1.0
-    """stretch: max_seq over the range that was trained without scaling"""
+    """by how much: max_seq divided by the range that was trained without scaling"""
     original_max_seq: int = 4096
     """range trained without scaling (llama3, yarn)"""
     low_freq_factor: float = 1.0
@@ -37,13 +38,16 @@ class RopeConfig:
     beta_slow: float = 1.0
     """yarn: rotations below which a frequency is stretched in full"""
     attention_factor: float | None = None
-    """yarn: factor on cos and sin; None: from mscale and mscale_all_dim, without those 0.1 ln(factor) + 1"""
+    """yarn: factor on cos and sin;
+    None: from mscale and mscale_all_dim, or 0.1 ln(factor) + 1 without those"""
     mscale: float | None = None
-    """yarn: with mscale_all_dim, the factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) (DeepSeek)"""
+    """yarn: with mscale_all_dim, the factor on cos and sin is
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) (DeepSeek)"""
     mscale_all_dim: float | None = None
-    """yarn: latent attention's softmax takes the scale (0.1 mscale_all_dim ln(factor) + 1)^2 on top (DeepSeek)"""
+    """yarn: further factor on the logits of latent attention (DeepSeek):
+    (0.1 mscale_all_dim ln(factor) + 1)^2"""
     truncate: bool = True
-    """yarn: the ramp between the two begins and ends at whole pairs (False: gpt-oss)"""
+    """yarn: the ramp between beta_fast and beta_slow begins and ends at whole pairs (False: gpt-oss)"""
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
@@ -52,18 +56,18 @@ class RopeConfig:
         stretched = self.scaling != "none" or self.factor == 1
         require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
-            a, b, (flag, other) = (
-                getattr(self, low),
-                getattr(self, high),
-                (n.replace("_", "-") for n in (low, high)),
-            )
+            a, b = getattr(self, low), getattr(self, high)
+            flag, other = low.replace("_", "-"), high.replace("_", "-")
             valid = f"above 0 and below --model.rope.{other}={b}"
             require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): keys and values of all heads from one narrow latent."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1).
+
+    Keys and values of all heads come from one narrow latent.
+    """
 
     q_rank: int = 0
     """width of the queries' latent; 0: none, queries come straight from the input (DeepSeek-V2-Lite)"""
@@ -100,25 +104,29 @@ class MoEConfig:
     shared_gate: bool = False
     """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """what makes scores of the router's logits: softmax, or each expert's own sigmoid (DeepSeek-V3)"""
+    """how the router's logits become scores: softmax, or each expert's own sigmoid (DeepSeek-V3)"""
     softmax: Literal["before", "after"] = "before"
     """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
     renormalize: bool = True
-    """scores made before top-k: divide the K weights by their sum"""
+    """divide the K weights by their sum, where scores are made before the top-k choice"""
     groups: int = 1
-    """experts lie in this many groups of neighbours; a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
+    """experts lie in this many groups of neighbours;
+    a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
     top_groups: int = 1
     """groups a token may choose from"""
     group_score: Literal["max", "top2"] = "max"
     """a group is as good as its best expert (DeepSeek-V2) or as the sum of its two best (DeepSeek-V3)"""
     choice_bias: bool = False
-    """balance without a loss: a bias on each expert's score that decides the choice alone, never the weight (Wang et al. 2024)"""
+    """balance without a loss: a bias on each expert's score
+    that is added for the choice alone, never for the weight (Wang et al. 2024)"""
     bias_speed: float = 0.001
-    """choice bias: after a step, up by this for experts below the mean load of the global batch, down for those above"""
+    """choice bias: after a step it rises by this for experts below the mean load of the global batch
+    and falls by this for those above"""
     scaling: float = 1.0
     """factor on the K weights"""
     balance: Literal["none", "batch", "sequence", "global"] = "sequence"
-    """scope of the load-balancing loss: a rank's micro-batch, each sequence (no layout changes it), all of the step so far"""
+    """scope of the load-balancing loss: a rank's micro-batch (batch),
+    each sequence, which no layout changes (sequence), all of the step so far (global)"""
     balance_coeff: float = 0.01
     """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
     z_coeff: float = 0.001
@@ -130,12 +138,14 @@ class MoEConfig:
     bias: bool = False
     """learned biases on the routed experts' projections (gpt-oss)"""
     activation: Literal["swiglu", "clamped"] = "swiglu"
-    """routed experts: silu(gate) up, or with g = min(gate, 7), u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (gpt-oss)"""
+    """of the routed experts: silu(gate) up (swiglu);
+    or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 
     def __post_init__(self) -> None:
         zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
         check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
-        k, e, n, best = self.top_k, self.experts, self.groups, self.top_groups
+        k, e = self.top_k, self.experts
+        n, best = self.groups, self.top_groups
         require(1 <= k <= e, f"--model.moe.top-k={k}: must be 1 to --model.moe.experts={e}")
         valid = f"must divide --model.moe.experts={e}; valid: {divisors(e)}"
         require(e % n == 0, f"--model.moe.groups={n}: {valid}")
@@ -151,7 +161,8 @@ class MoEConfig:
         plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
         require(
             plain or self.softmax == "before",
-            "--model.moe.softmax=after: not with --model.moe.score=sigmoid, --model.moe.groups or --model.moe.choice-bias",
+            "--model.moe.softmax=after: not with --model.moe.score=sigmoid, "
+            "--model.moe.groups or --model.moe.choice-bias",
         )
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
@@ -160,7 +171,8 @@ class MoEConfig:
     def untrained(self) -> str:
         """Why the task's loss gives the router no gradient; "" where it does.
 
-        Published models may have been made so, and a config can say it: only who begins a new model must `require_trained`.
+        Published models may have been made so, and a config may say it. A run that begins a new model calls
+        `require_trained`.
         """
         if self.top_k > 1 or self.experts == 1 or not (self.renormalize or self.softmax == "after"):
             return ""
@@ -179,7 +191,7 @@ class MoEConfig:
         )
 
 
-# what grouped-query attention alone computes, and the value that switches it off
+# Settings that latent attention does not know, each with the value that switches it off.
 LATENT_LACKS = dict(
     qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None
 )
@@ -214,7 +226,8 @@ class ModelConfig:
     window: int = 0
     """sliding window: a token attends to itself and the window - 1 tokens before it; 0: to all before it"""
     windowed: tuple[int, ...] = (1,)
-    """which blocks have the window, 1 or 0 each, repeated over the depth; 1 0: every second, the first included (gpt-oss)"""
+    """which blocks have the window, 1 or 0 each, repeated over the depth;
+    1 0: every second block, the first included (gpt-oss)"""
     attention_multiplier: float | None = None
     """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
     embedding_multiplier: float = 1.0
@@ -238,7 +251,8 @@ class ModelConfig:
     dropout: float = 0.0
     """dropout on each residual branch in training"""
     init_std: float = 0.02
-    """standard deviation of the initial weights; projections into the residual stream get it over sqrt(2 layers)"""
+    """standard deviation of the initial weights;
+    of projections into the residual stream it is divided by sqrt(2 layers)"""
     rope: RopeConfig = field(default_factory=RopeConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -251,7 +265,8 @@ class ModelConfig:
         h, g = self.heads, self.kv_heads
         require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
         for name, off in LATENT_LACKS.items():
-            value, flag = getattr(self, name), name.replace("_", "-")
+            value = getattr(self, name)
+            flag = name.replace("_", "-")
             require(
                 self.attention == "gqa" or value == off,
                 f"--model.{flag}={value}: not with --model.attention=mla",
@@ -275,7 +290,7 @@ class ModelConfig:
         return regular and layer not in self.dense_blocks
 
     def window_of(self, layer: int) -> int:
-        """Tokens that one sees in this block, itself among them; 0: all before it."""
+        """How many tokens a token attends to in this block, itself included; 0: all before it."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
 

@@ -5,7 +5,10 @@ from tmoe.config.run import Config, DataConfig, OptimConfig, TrainConfig
 
 
 def presets() -> dict[str, Config]:
-    """Name to Config. The balancing loss is per sequence everywhere, so that no layout changes the mathematics."""
+    """Name to Config.
+
+    The balancing loss is per sequence in all of them, so that no layout changes the mathematics.
+    """
     return {
         "tiny": tiny(),
         "moe-pilot-14b": pretrain(moe_pilot_14b()),
@@ -149,7 +152,10 @@ def granite_3b_a800m() -> ModelConfig:
 
 
 def gpt_oss(layers: int, experts: int) -> ModelConfig:
-    """20.9B parameters, 3.6B active, and 116.8B, 5.1B (OpenAI 2025, which leaves the embedding out of the active ones)."""
+    """20.9B parameters, 3.6B active, or 116.8B, 5.1B active (OpenAI 2025).
+
+    The active ones are counted without the embedding there.
+    """
     return ModelConfig(
         vocab=201088,
         dim=2880,

@@ -1,9 +1,9 @@
 """Every setting of a run as frozen dataclasses, and the checks that need no process group.
 
 Letters, one legend for the whole package (shape suffixes in names, `x_TD`):
-B batch, S sequence, T tokens on this rank (B*S), D model width, H query heads, G key/value heads, C head width,
-E experts, L experts held by this rank, K experts per token, F expert hidden width, N = T*K routed rows,
-R rows received from the expert group, V vocabulary.
+B batch, S sequence, T tokens on this rank (B*S), D model width, H query heads, G key/value heads,
+C head width, E experts, L experts held by this rank, K experts per token, F expert hidden width,
+N = T*K routed rows, R rows received from the expert group, V vocabulary.
 
 next: train.py
 """
@@ -39,15 +39,19 @@ class TrainConfig:
     eval_batches: int = 8
     """batches in a validation, each of as many sequences as a step has"""
     timeout: float = 120.0
-    """several ranks: seconds, and what the step before took, for which a step may stand still before the run ends and says where; 0: however long"""
+    """several ranks: seconds, on top of the time of the step before,
+    that a step may stand still before the run ends and says where; 0: no limit"""
     also_stop_on: tuple[Literal["SIGUSR1", "SIGUSR2"], ...] = ()
-    """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120); else they kill it"""
+    """signals that save and end the run as SIGTERM does (Slurm sends one with --signal=USR1@120);
+    unnamed, they kill it"""
     collective_timeout: float = 600.0
-    """seconds that a collective, and the ranks' first meeting, wait for a rank that does not come: more for slow disks and large saves"""
+    """seconds that a collective, and the ranks' first meeting, wait for a rank that does not come;
+    set it higher for slow disks and large saves"""
 
     def __post_init__(self) -> None:
         check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")
-        wait, year = self.collective_timeout, 365 * 86400
+        wait = self.collective_timeout
+        year = 365 * 86400
         valid = f"must be from 1 to {year} (seconds; a year)"
         require(1 <= wait <= year, f"--train.collective-timeout={wait}: {valid}")
         tokens = self.batch * self.accumulate * self.seq
@@ -66,17 +70,24 @@ class ParallelConfig:
     ep_across_nodes: bool = False
     """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
-    """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU), symm (stores into the peers' memory; one NVLink node), auto: symm where it works"""
+    """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU),
+    symm (stores into the peers' memory; one NVLink node), auto: symm where it works"""
     wire: Literal["same", "fp8"] = "same"
-    """what rows travel as, with symm: their own type, or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
+    """what rows travel as, with symm: their own type,
+    or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
-    """part of each block whose activations are computed again in the backward: MoE (or dense feed-forward), attention, either with its norm, or all"""
+    """part of each block whose activations are computed again in the backward:
+    MoE (or dense feed-forward) with its norm, attention with its norm, or the whole block"""
     whole_gib: float = 16.0
-    """where dp divides a rank's experts: up to so many GiB of them (compute type) are gathered once a step and kept; above, FSDP2 gathers each layer's twice"""
+    """where dp divides a rank's experts:
+    up to so many GiB of them (in the compute type) are gathered once a step and kept;
+    above that, FSDP2 gathers each layer's twice"""
 
     def __post_init__(self) -> None:
         check(self, "--parallel.", one="ep dp", zero="whole_gib")
-        alone, dispatch, need = self.ep == 1, self.dispatch, "needs --parallel.ep"
+        alone = self.ep == 1
+        dispatch = self.dispatch
+        need = "needs --parallel.ep"
         require(
             dispatch != "local" or alone,
             f"--parallel.dispatch=local: {need}=1, not {self.ep}; use auto or nccl",
@@ -108,13 +119,15 @@ class OptimConfig:
     warmup: int = 0
     """steps of linear warm-up"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """decay after the warm-up; wsd holds the peak, then falls linearly over the last decay-fraction of the steps"""
+    """decay after the warm-up;
+    wsd holds the peak, then falls linearly over the last decay-fraction of the steps"""
     decay_fraction: float = 0.2
     """wsd: share of the steps spent falling"""
     min_lr: float = 0.1
     """learning rate at the end, as a share of the peak"""
     offload: bool = False
-    """keep AdamW's moments in the host's pinned memory and stream them through the GPU in each step (8 bytes a parameter less)"""
+    """keep AdamW's moments in the host's pinned memory and stream them through the GPU in each step:
+    8 bytes a parameter less on the GPU"""
     ema: float = 0.0
     """decay of an exponential moving average of the weights; 0: none is kept"""
     max_skips: int = 10
@@ -136,16 +149,20 @@ class DataConfig:
     """Where tokens come from; their order is a pure function of (seed, epoch, global sample)."""
 
     path: tuple[str, ...] = ("stdlib",)
-    """sources, each PATH or PATH:WEIGHT: 'stdlib' (the interpreter's own library), a file of text, JSON lines, a JSON array or parquet
-    (.gz, .zst, .bz2 and .xz as well), a folder of files of one such kind or of shards, or a pattern in quotes, 'set/*.jsonl'"""
+    """sources, each PATH or PATH:WEIGHT:
+    'stdlib' (the interpreter's own library),
+    a file of text, JSON lines, a JSON array or parquet (.gz, .zst, .bz2 and .xz as well),
+    a folder of files of one such kind or of shards, or a pattern in quotes, 'set/*.jsonl'"""
     text_field: str = "text"
     """name of the string field that holds a row's text, in JSON and parquet"""
     skip_malformed: int = 0
     """documents of a source that may be left out because they are malformed; the first are named"""
     tokenizer: str = "auto"
-    """'auto' (that of --init's model, else bytes), 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one"""
+    """'auto' (that of --init's model, else bytes), 'bytes',
+    or the path of a Hugging Face tokenizer.json or of a folder that holds one"""
     new_tokenizer: bool = False
-    """train --init's weights on ids of another tokenizer than theirs: a new vocabulary, or the same one in another file"""
+    """train --init's weights on ids of another tokenizer than theirs:
+    a new vocabulary, or the same one in another file"""
     seed: int = 0
     """seed of the sample order"""
     val_fraction: float = 0.05
@@ -167,7 +184,8 @@ class CheckpointConfig:
     keep: int = 3
     """verified checkpoints that stay; older ones are removed; 0: all stay"""
     mode: Literal["sync", "async", "off"] = "async"
-    """async: training goes on while a copy of the state is written; off: nothing is written, not even at the end"""
+    """async: training goes on while a copy of the state is written;
+    off: nothing is written, not even at the end"""
 
     def __post_init__(self) -> None:
         check(self, "--checkpoint.", zero="every keep")
@@ -201,11 +219,13 @@ class Config:
     seed: int = 0
     """seed of weights, dropout and jitter"""
     compile: bool = True
-    """compile every block (torch.compile, fullgraph); without a C++ compiler on CPU the run says so and is eager"""
+    """compile every block (torch.compile, fullgraph);
+    on a CPU without a C++ compiler the run says so and is eager"""
     resume: str = "auto"
     """'auto': newest whole checkpoint of the run folder, if any; 'none'; or the path of a step folder"""
     init: str | None = None
-    """start from the weights of this step folder or Hugging Face folder (optimizer, schedule and data start anew)"""
+    """start from the weights of this step folder or Hugging Face folder
+    (optimizer, schedule and data start anew)"""
     eval_only: bool = False
     """validate and exit"""
     dry_run: bool = False
@@ -231,11 +251,13 @@ class Config:
             else "a run without steps has none"
         )
         require(all(0 <= step < steps for step in self.profile), f"--profile={self.profile}: {valid}")
+
         seq, longest = self.train.seq, self.model.rope.max_seq
         require(
             seq <= longest,
             f"--train.seq={seq}: must be at most the RoPE range --model.rope.max-seq={longest}",
         )
+
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")

@@ -23,34 +23,34 @@ KINDS = get_type_hints(ModelConfig) | {
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """Every setting in which two models compute different things; equal mathematics under two names is no difference."""
+    """A line for every setting in which two models compute different things.
+
+    Equal mathematics under two names is no difference.
+    """
     a, b = facts(ours), facts(theirs)
     names = dict.fromkeys([*a, *b])
     return [f"model.{n}: {a.get(n)!r} here, {b.get(n)!r} there" for n in names if a.get(n) != b.get(n)]
 
 
 def facts(cfg: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what the model computes, in one spelling; what only training reads is left out."""
+    """The settings that decide what the model computes, in one spelling.
+
+    What only training reads is left out.
+    """
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
-    unread = (
-        TRAINING
-        | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
-        | ({"ffn_dim"} if len(sparse) == cfg.layers else set())
-    )
-    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread} | {
-        "MoE layers": sparse
-    }
-    found |= {
-        "windows": [cfg.window_of(i) for i in range(cfg.layers)],
-        "attention_multiplier": softmax_scale(cfg),
-    }
+    unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
+    if len(sparse) == cfg.layers:
+        unread = unread | {"ffn_dim"}
+    found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
+    found["MoE layers"] = sparse
+    found["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
+    found["attention_multiplier"] = softmax_scale(cfg)
     if cfg.attention == "mla":
         found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
         found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
     if sparse:
-        found |= {
-            f"moe.{f.name}": getattr(cfg.moe, f.name) for f in fields(cfg.moe) if f.name not in TRAINING
-        }
+        read = [f.name for f in fields(cfg.moe) if f.name not in TRAINING]
+        found |= {f"moe.{name}": getattr(cfg.moe, name) for name in read}
         if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
             found["moe.renormalize"] = True
         if cfg.moe.top_groups == cfg.moe.groups:
@@ -99,6 +99,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name as nested ones: the way back from `flattened`."""
     parts: dict[str, Any] = {part: {} for part in PARTS}
     for name, value in flat.items():
         part, _, key = name.rpartition(".")
@@ -109,17 +110,16 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 def build_config(settings: dict[str, Any]) -> ModelConfig:
     """ModelConfig from nested settings, as config.json of a run holds them; ConfigError for anything else."""
     try:
-        if problems := [
-            _mistyped(name, value, KINDS[name])
-            for name, value in _flat(settings).items()
-            if name in KINDS and not fits(value, KINDS[name])
-        ]:
+        known = {name: value for name, value in _flat(settings).items() if name in KINDS}
+        wrong = {name: value for name, value in known.items() if not fits(value, KINDS[name])}
+        if wrong:
+            problems = [_mistyped(name, value, KINDS[name]) for name, value in wrong.items()]
             raise ConfigError(listed("model settings are malformed", problems))
+
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
-        tuples = dict(windowed=(1,), dense_blocks=())
-        parts |= {
-            name: tuple(settings.get(name, default)) for name, default in tuples.items()
-        }  # JSON has lists
+        # JSON has lists for tuples.
+        parts["windowed"] = tuple(settings.get("windowed", (1,)))
+        parts["dense_blocks"] = tuple(settings.get("dense_blocks", ()))
         return ModelConfig(**settings | parts)
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"model settings are malformed: {error}") from error

@@ -1,4 +1,4 @@
-"""Command line to Config: `PRESET --section.field value`, one clear error for whatever cannot work.
+"""Makes a Config of a command line, `PRESET --section.field value`, or ends with one clear error.
 
 next: config/run.py
 """
@@ -27,14 +27,14 @@ from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
 from tmoe.run.memory import padding
 
-LAG_S = 10.0  # that rank 0 may start later than others
+LAG_S = 10.0  # s by which rank 0 may start later than others
 
 
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
     """Config of a command line; the first word may name a preset (default: tiny).
 
-    Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting that cannot
-    work, alone or with the others, or for a world of processes that is not dp x ep.
+    Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
+    that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
     """
     silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
     try:
@@ -45,14 +45,13 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
             cfg = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
-        # of a node: what is wrong on it alone, rank 0 does not see
+        # The first rank of each node speaks too: rank 0 does not see what is wrong on another node alone.
         launch = launcher_world()
         if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
             print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
         if rank and code and launch.launcher not in ("", "environment"):
-            time.sleep(
-                LAG_S
-            )  # a launcher ends all others when one has: rank 0, still importing, would never say why
+            # A launcher ends all ranks when one has ended: rank 0, still importing, would never say why.
+            time.sleep(LAG_S)
         raise SystemExit(code) from None
     for note in notes(cfg, world) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -60,22 +59,24 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:
-    """What can be meant, but hardly is."""
+    """Settings that work, but that are hardly meant: a line each."""
     if trains_routers(cfg) and (untrained := cfg.model.moe.untrained):
         yield f"{untrained}, as in the model that this run goes on with"
-    world, ep = planned_world(cfg, world), cfg.parallel.ep
-    if (times := padding(cfg, world // ep, ep)) > 1.5:
-        degrees = [
-            e for e in divisors(math.gcd(cfg.model.moe.experts, world)) if padding(cfg, world // e, e) <= 1.1
-        ]
+
+    world = planned_world(cfg, world)
+    experts, ep = cfg.model.moe.experts, cfg.parallel.ep
+    times = padding(cfg, world // ep, ep)
+    if times > 1.5:
+        degrees = [e for e in divisors(math.gcd(experts, world)) if padding(cfg, world // e, e) <= 1.1]
         yield (
-            f"--parallel.ep={ep}: FSDP2 cuts a rank's {cfg.model.moe.experts // ep} experts over dp {world // ep} unevenly and moves {times:.1f} times "
-            f"their bytes at each gather; --parallel.ep without that: {', '.join(map(str, degrees)) or 'none in this world'}"
+            f"--parallel.ep={ep}: FSDP2 cuts a rank's {experts // ep} experts over dp {world // ep} "
+            f"unevenly and moves {times:.1f} times their bytes at each gather; "
+            f"--parallel.ep without that: {', '.join(map(str, degrees)) or 'none in this world'}"
         )
 
 
 def planned_world(cfg: Config, world: int) -> int:
-    """Of the run, or with dry_run of the one that is asked about."""
+    """Number of ranks of the run, or with dry_run of the run that is planned."""
     return (cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep) if cfg.dry_run else world
 
 
@@ -85,7 +86,10 @@ def trains_routers(cfg: Config) -> bool:
 
 
 def begins_anew(cfg: Config) -> bool:
-    """Whether the run draws its weights, as far as the disk says now: neither --init nor a step to resume from gives them."""
+    """Whether the run draws its weights: neither --init nor a step to resume from gives them.
+
+    That is so as far as the disk says now.
+    """
     if cfg.init or cfg.resume not in ("auto", "none"):
         return False
     steps = (path for path in Path(cfg.out, "checkpoints").glob("step-*") if ".tmp-" not in path.name)
@@ -116,30 +120,36 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         require_a_group_per_node(world, cfg.parallel.ep)
     if trains_routers(cfg) and begins_anew(cfg):
         cfg.model.moe.require_trained()
-    if cfg.init:  # an export, made from anywhere, asks a step what it began from
+    if cfg.init:
+        # Absolute: an export, which may run in another folder, reads from a step what it began from.
         cfg = replace(cfg, init=str(Path(cfg.init).absolute()))
-    if not (cfg.dry_run or cfg.eval_only):  # which write nothing
-        out = Path(os.path.realpath(cfg.out))
-        if step := next((p for p in (out, *out.parents) if is_step(p)), None):
-            raise ConfigError(
-                f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
-            )
-        for place in (
-            cfg.out,
-            f"{cfg.out}/checkpoints",
-            *([f"{cfg.out}/tensorboard"] if cfg.log.tensorboard else []),
-        ):
-            require_writable(cfg.out, place)
-        for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
-            if wanted and importlib.util.find_spec(flag) is None:
-                raise ConfigError(
-                    f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here"
-                )
+    if not (cfg.dry_run or cfg.eval_only):  # those write nothing
+        require_places(cfg)
     return cfg
 
 
+def require_places(cfg: Config) -> None:
+    """Raise ConfigError unless all that this run is to write can be written."""
+    out = Path(os.path.realpath(cfg.out))
+    if step := next((p for p in (out, *out.parents) if is_step(p)), None):
+        raise ConfigError(
+            f"--out={cfg.out}: lies in the step folder {step}, and would go with it; name one beside it"
+        )
+    places = [cfg.out, f"{cfg.out}/checkpoints"]
+    if cfg.log.tensorboard:
+        places.append(f"{cfg.out}/tensorboard")
+    for place in places:
+        require_writable(cfg.out, place)
+    for flag, wanted in dict(wandb=cfg.log.wandb, tensorboard=cfg.log.tensorboard).items():
+        if wanted and importlib.util.find_spec(flag) is None:
+            raise ConfigError(f"--log.{flag}={wanted}: needs the package {flag}, which is not installed here")
+
+
 def flags_of(cfg: Config) -> dict[str, str]:
-    """--section.field to value: what all ranks have to agree on; not what may be another on another node, paths and compilers."""
+    """--section.field to value: settings that must be the same on all ranks.
+
+    Paths and the presence of a compiler are left out: they may differ between nodes.
+    """
     told: dict[str, Any] = asdict(cfg)
     told["data"]["path"] = told["out"] = told["compile"] = None
     told["init"] = bool(cfg.init)
@@ -157,12 +167,12 @@ def _flags(name: str, told: Any) -> Iterator[tuple[str, str]]:
 def require_writable(out: str, place: str) -> None:
     """Raise ConfigError unless the place in the run folder is a folder to be written, or can be made."""
     path = Path(place).absolute()
-    nearest = next(
-        p for p in (path, *path.parents) if os.path.lexists(p)
-    )  # Path.exists raises where it may not look
+    # os.path: Path.exists raises in a folder that may not be searched.
+    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if nearest.is_symlink() and not os.path.exists(nearest):
         raise ConfigError(
-            f"--out={out}: {nearest} is a link to nothing, {os.readlink(nearest)}; mount it, or remove the link"
+            f"--out={out}: {nearest} is a link to nothing, {os.readlink(nearest)}; "
+            "mount it, or remove the link"
         )
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"--out={out}: {nearest} must be a folder that can be written")
@@ -176,17 +186,26 @@ def require_cache_folder() -> None:
 
 
 def spell_booleans(argv: list[str]) -> list[str]:
-    """`--compile false` and `--compile=false` as tyro's own `--no-compile`; ConfigError for a flag that is set to another word."""
-    switches, out, words = set(switches_of(Config)), list[str](), argv[::-1]
+    """`--compile false` and `--compile=false` as tyro's own `--no-compile`.
+
+    Raises ConfigError for such a flag that is set to another word.
+    """
+    switches = set(switches_of(Config))
+    out: list[str] = []
+    words = argv[::-1]  # to be taken from the end
     while words:
         head, equals, value = words.pop().partition("=")
         flag = head.replace("_", "-")
+
+        # --no-compile takes no value.
         whole = re.sub(r"(--|\.)no-(?=[^.]*$)", r"\1", flag)  # without the no- of its last part
         if whole in switches - {flag} and (equals or (words and words[-1].lower() in ("true", "false"))):
             raise ConfigError(f"{flag}={value or words[-1]}: takes no value; {whole} does, true or false")
         if flag not in switches:
             out.append(head + equals + value)
             continue
+
+        # --compile may.
         if not equals:
             value = words.pop() if words and not words[-1].startswith("-") else "true"
         if value.lower() not in ("true", "false"):

@@ -22,10 +22,9 @@ from tmoe.stack import TESTED, find
 
 
 def dry_run(cfg: Config) -> None:
-    """Prints parameters, the placement of each group of parameters, and bytes on rank 0 of `cfg.world` ranks."""
-    FakeStore = find(
-        "torch.testing._internal.distributed.fake_pg.FakeStore"
-    )  # the only door to the "fake" backend
+    """Prints counts of parameters, where each group lies, and bytes on rank 0 of `cfg.world` ranks."""
+    # The "fake" backend can be had by this private name alone.
+    FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")
     if FakeStore is None:
         message = (
             f"--dry-run: torch {torch.__version__} has no fake process group; tmoe was tested with {TESTED}"
@@ -51,6 +50,7 @@ def dry_run(cfg: Config) -> None:
 
 
 def placements(model: Transformer) -> Table:
+    """A row for parameters of the same name (but for the block's number), shape and placement."""
     groups: dict[tuple, list] = defaultdict(list)
     for name, p in model.state_dict().items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
@@ -73,6 +73,7 @@ def placements(model: Transformer) -> Table:
 
 
 def memory(parts: dict[str, int]) -> Table:
+    """A row for each of `memory_per_rank`'s parts, in GiB, and what is held at most at one time."""
     table = Table("held by a rank", "GiB", title="memory", title_justify="left")
     for name, size in parts.items():
         table.add_row(name, f"{size / 2**30:.3f}")

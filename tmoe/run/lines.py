@@ -11,11 +11,14 @@ from typing import Any, BinaryIO
 
 from tmoe.disk import written_whole
 
-COMPACT = (",", ":")  # of json: a line holds layers x E counts
+COMPACT = (",", ":")  # json's separators without spaces: a line holds layers x E counts
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a metrics.jsonl one by one; None for one that cannot be read, as a kill may tear the last."""
+    """The lines of a metrics.jsonl one by one; None for one that cannot be read.
+
+    The last may be torn, where the run was killed.
+    """
     if not path.exists():
         return
     with open(path, errors="replace") as file:
@@ -28,8 +31,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def append(file: BinaryIO, line: str) -> None:
-    """The whole line or nothing of it: what a full disk cut short is taken back."""
-    rest, end = line.encode(), os.fstat(file.fileno()).st_size
+    """Writes the whole line or nothing of it: what a full disk cut short is taken back.
+
+    Raises OSError if the line could not be written.
+    """
+    rest = line.encode()
+    end = os.fstat(file.fileno()).st_size
     try:
         while rest:
             rest = rest[file.write(rest) :]
@@ -39,9 +46,14 @@ def append(file: BinaryIO, line: str) -> None:
 
 
 def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float, int]:
-    """Leaves only whole lines of steps before `start_step` in `path`, atomically; if any goes, `keep` gets a copy of all first. Returns
-    the last one's `seconds` (0 without any) and the number of lines dropped. Line by line: a long run's file may be larger than memory."""
-    seconds, dropped = 0.0, 0
+    """Leaves only whole lines of steps before `start_step` in `path`, atomically.
+
+    If any line goes, `keep` gets a copy of all of them first. Returns `seconds` of the last line that stays
+    (0 without any), and the number of lines dropped. Works line by line: a long run's file may be larger than
+    memory.
+    """
+    seconds = 0.0
+    dropped = 0
     if not path.exists():
         return seconds, dropped
     with written_whole(path) as file:

@@ -1,4 +1,4 @@
-"""Writes a run down: config.json, metrics.jsonl, the progress bar, TensorBoard and wandb; at the end report.png.
+"""Writes a run down: config.json, metrics.jsonl, progress, TensorBoard and W&B; at the end report.png.
 
 next: tmoe/run/report.py
 """
@@ -34,14 +34,13 @@ from tmoe.run.lines import COMPACT, append, rewind
 from tmoe.run.progress import Display
 
 GIB = 2**30
-BLANK = b"null".ljust(
-    24
-)  # a line's val_loss, its last number, before there is one; no float is written longer
+# A line's val_loss, its last number, before it is known. No float is written longer.
+BLANK = b"null".ljust(24)
 log = logging.getLogger(__name__)
 
 
 class RouterStats(Protocol):
-    """Load of the MoE layers, summed over all ranks; a row (L here) for each MoE layer, leading dense ones left out."""
+    """Load of the MoE layers, summed over all ranks. L here: the MoE layers, dense ones left out."""
 
     @property
     def counts_LE(self) -> Tensor: ...  # routed (token, expert) pairs
@@ -52,23 +51,33 @@ class RouterStats(Protocol):
 
 
 class Metrics:
-    """The log of a run, in the folder cfg.out. Made and called on every rank; rank 0 alone reads tensors and writes.
+    """The log of a run, in the folder cfg.out.
 
-    A line of metrics.jsonl holds `step` (from 0: the last before checkpoints/step-N is N - 1), `tokens` and `seconds`
-    since the beginning (restarts included, the time between them not), `loss`, `val_loss`, `grad_norm`, `lr`,
-    `tokens_per_s` (all ranks), `tflops` and `mfu` (of one GPU), `peak_gib` (most memory allocated on rank 0's GPU; on a CPU
-    rank 0's most resident memory), `skipped` and `recompiles` as given, and of each MoE layer `expert_counts`
-    [layers][E], `max_violation`, `entropy`, `dropped`. What is unknown or not finite is null.
+    It is made and called on every rank; rank 0 alone reads tensors and writes.
 
-    start_step: the first step of this process; lines of it and later ones are dropped, to be written again.
-    flops_per_token: of run/memory.py. peak: FLOP/s of one GPU in the compute type, or None. versions: of `versions()`.
+    A line of metrics.jsonl holds
+        step                    from 0: the last before checkpoints/step-N is N - 1
+        tokens, seconds         since the beginning, restarts included, but not the time between them
+        loss, val_loss, grad_norm, lr
+        tokens_per_s            of all ranks
+        tflops, mfu             of one GPU
+        peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's most resident memory
+        skipped, recompiles     as given
+        expert_counts           [layers][E], of the MoE layers
+        max_violation, entropy, dropped     [layers], of the MoE layers
+    What is unknown or not finite is null.
+
+    start_step: the first step of this process; lines of it and of later ones are dropped, to be written
+    again.
+    flops_per_token: of model/count.py. peak: FLOP/s of one GPU in the compute type, or None.
+    versions: of `versions()`. held: of Runtime.claim; closed with the log.
     facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
-    held: of Runtime.claim; closed with the log.
-    A file that cannot be written (a full disk) at the start ends the run; later it is a note, and training goes on without it.
-    So it does without whatever else fails here, see onlookers.py.
+
+    A file that cannot be written (a full disk) at the start ends the run. Later it is a note, and training
+    goes on without it, as it does without whatever else fails here (onlookers.py).
     With cfg.eval_only nothing is written: notes are printed.
-    Raises ConfigError, on every rank, if cfg.log.wandb is set and wandb is not installed; on rank 0, before any
-    file is touched, if it cannot be started.
+    Raises ConfigError if W&B is asked for: on every rank if it is not installed; on rank 0, before any file
+    is touched, if it cannot be started.
     """
 
     def __init__(
@@ -87,10 +96,16 @@ class Metrics:
     ) -> None:
         require(
             cfg.log.wandb is None or importlib.util.find_spec("wandb") is not None,
-            f"--log.wandb={cfg.log.wandb}: the package wandb is missing: pip install wandb, or leave the flag out",
+            f"--log.wandb={cfg.log.wandb}: the package wandb is missing: "
+            "pip install wandb, or leave the flag out",
         )
-        self.cfg, self.world, self.device, self.start_step = cfg, world, device, start_step
-        self.flops_per_token, self.peak, self.held = flops_per_token, peak, held
+        self.cfg = cfg
+        self.world = world
+        self.device = device
+        self.start_step = start_step
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.held = held
         self.clock = Clock()
         self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
         self.failing: set[Path] = set()  # files that could not be written when last tried
@@ -98,7 +113,7 @@ class Metrics:
         self.memory = Onlooker("peak_gib: could not be read", self.note)
         if rank == 0 and not cfg.eval_only:
             self.open_files(versions, facts or {})
-        if self.display is not None:  # now: an error before would leave the terminal to a bar
+        if self.display is not None:  # last: an error above must not leave a bar on the terminal
             self.display.begin()
 
     def open_files(self, versions: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -107,24 +122,29 @@ class Metrics:
         sinks = make_sinks(self.cfg, self.run, self.start_step, self.note)
         self.sinks = [(Onlooker(f"{sink.where}: could not be written", self.note), sink) for sink in sinks]
         write_config(self.run, self.cfg, self.world, self.start_step, versions, facts)
+
+        # A copy of all lines is kept where dropped ones may still be wanted. A run that was told to go back
+        # leaves the later checkpoints in place for now: one may be gone on from, and these lines are its
+        # record. A run that begins anew has no checkpoint that explains the lines it finds.
         self.path = self.run / "metrics.jsonl"
-        # steps that a run asked to go back does not remove yet may be gone on from, and these lines are theirs; a run that begins has no
-        # checkpoint that explains those it finds
         copies = (self.run / f"metrics.before-{n}.jsonl" for n in itertools.count(1))
         goes_on = self.cfg.resume == "auto" and self.start_step > 0
         keep = None if goes_on else next(path for path in copies if not path.exists())
         self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
-            self.note(
-                f"{self.path}: dropped {dropped} lines, torn or of steps from {self.start_step} on{kept}"
-            )
-        self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115 (stays open; each line goes out at once)
+            what = f"torn or of steps from {self.start_step} on"
+            self.note(f"{self.path}: dropped {dropped} lines, {what}{kept}")
+        # It stays open, and each line goes out at once.
+        self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def due(self, step: int) -> bool:
-        """Whether `step` deserves a line, the same on every rank: the first of this process (throughput counts from its
-        end), every cfg.log.every-th, those validated after, the last. What only the log needs, the routers' collective
-        say, can wait for it."""
+        """Whether `step` gets a line, the same on every rank.
+
+        It does if it is the first of this process (throughput counts from its end), every cfg.log.every-th,
+        one that is validated after, or the last. What only the log needs, such as the routers' collective, is
+        done for these.
+        """
         every, eval_every = self.cfg.log.every, self.cfg.train.eval_every
         validated = eval_every > 0 and (step + 1) % eval_every == 0
         return step in (self.start_step, self.cfg.steps - 1) or step % every == 0 or validated
@@ -144,45 +164,54 @@ class Metrics:
     ) -> None:
         """Called after every step; writes a line if the step is `due`, else only moves the progress bar.
 
-        Numbers hold for all ranks, as 0-dim tensors or floats; `tokens`: all ranks' since step 0. Tensors are read only for
-        a line, by one copy to the host, on rank 0. router: None if not due, or without MoE layers. ended: time.perf_counter()
-        when the device had finished the step; None: it has only just.
+        Numbers hold for all ranks, as 0-dim tensors or floats. Tensors are read only for a line, by one copy
+        to the host, on rank 0.
+
+        tokens: of all ranks since step 0. router: None if not due, or without MoE layers.
+        ended: time.perf_counter() when the device had finished the step; None: it has only just.
         """
         if self.lines is None or self.display is None:
             return
         if not self.due(step):
             return self.display.advance(step)
+
         values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm}
         if router is not None:
-            values |= {
-                "expert_counts": router.counts_LE,
-                "entropy": router.entropy_L,
-                "dropped": router.dropped_L,
-            }
+            values["expert_counts"] = router.counts_LE
+            values["entropy"] = router.entropy_L
+            values["dropped"] = router.dropped_L
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
+
+        # The line, its keys in the order in which they are written.
         seconds = self.seconds_before + self.clock.total()
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= values | self.speed(rate)
-        memory = self.memory(lambda: peak_gib(self.device))
-        line |= {"peak_gib": memory, "skipped": skipped, "recompiles": recompiles}
+        line["peak_gib"] = self.memory(lambda: peak_gib(self.device))
+        line["skipped"] = skipped
+        line["recompiles"] = recompiles
         if router is not None:
-            line["expert_counts"] = [
-                [round(count) for count in counts_E] for counts_E in line["expert_counts"]
-            ]
+            counts_LE = [[round(count) for count in counts_E] for counts_E in line["expert_counts"]]
+            line["expert_counts"] = counts_LE
             line["dropped"] = [round(count) for count in line["dropped"]]
-            line["max_violation"] = [max_violation(counts_E) for counts_E in line["expert_counts"]]
+            line["max_violation"] = [max_violation(counts_E) for counts_E in counts_LE]
         self.line = finite(line) | {"val_loss": None}
-        text, self.blank_at = json.dumps(self.line, allow_nan=False, separators=COMPACT), None
+
+        # Its last value stands in a blank of fixed width, for `validated` to fill.
+        text = json.dumps(self.line, allow_nan=False, separators=COMPACT)
+        self.blank_at = None
         with self.going_on(self.path):
             append(self.lines, text.removesuffix("null}") + BLANK.decode() + "}\n")
             self.blank_at = os.fstat(self.lines.fileno()).st_size - len(BLANK + b"}\n")
         self.show(scalars(self.line))
 
     def validated(self, val_loss: float) -> None:
-        """Adds the loss of a validation to the line that `log` wrote last, in place. That line does not wait for the validation,
-        nor for the checkpoint before it: a run killed in either and resumed would never have it."""
+        """Adds the loss of a validation to the line that `log` wrote last, in place.
+
+        That line does not wait for the validation, nor for the checkpoint before it: a run that is killed in
+        either and resumed would never have the line.
+        """
         if self.lines is None:
             return
         number = finite({"val_loss": val_loss})
@@ -190,17 +219,19 @@ class Metrics:
         with self.going_on(self.path), open(self.path, "r+b", buffering=0) as file:
             if self.blank_at is None or os.pread(file.fileno(), len(BLANK), self.blank_at) != BLANK:
                 raise ValueError(f"the line of step {self.line['step']} is not where it was written")
-            os.pwrite(file.fileno(), json.dumps(number["val_loss"]).encode().ljust(len(BLANK)), self.blank_at)
+            text = json.dumps(number["val_loss"]).encode().ljust(len(BLANK))
+            os.pwrite(file.fileno(), text, self.blank_at)
         self.show(scalars(number))
 
     def show(self, numbers: dict[str, float]) -> None:
-        """`numbers` of the line to the sinks, what a person watches to the display."""
+        """Gives `numbers` of the line to the sinks, and the line to the display."""
         for look, sink in self.sinks:
             look(lambda sink=sink: sink.write(numbers, self.line["step"]))
         if self.display is not None:
             self.display.show(self.line)
 
     def speed(self, tokens_per_s: float | None) -> dict[str, float | None]:
+        """A line's numbers of speed; all None while the throughput is not known."""
         if tokens_per_s is None:
             return {"tokens_per_s": None, "tflops": None, "mfu": None}
         own = tokens_per_s / self.world
@@ -216,6 +247,7 @@ class Metrics:
             self.synchronize()
 
     def synchronize(self) -> None:
+        """Rank 0 waits until the device has done all that it was given."""
         if self.lines is not None and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -226,7 +258,10 @@ class Metrics:
 
     @contextlib.contextmanager
     def going_on(self, path: Path) -> Iterator[None]:
-        """Around writing the run's record: a failure is told, once until it works again; training goes on."""
+        """Around writing the run's record: a failure is told, and training goes on.
+
+        It is told once, and again only after writing has worked in between.
+        """
         try:
             yield
         except (OSError, ValueError) as error:
@@ -238,7 +273,10 @@ class Metrics:
             self.failing.discard(path)
 
     def close(self, report: bool = True) -> None:
-        """Ends the bar, closes the files, draws report.png if any step was logged. A second call does nothing."""
+        """Ends the bar, closes the files, draws report.png if any step was logged.
+
+        A second call does nothing.
+        """
         if self.display is not None:
             self.display.close()
         if self.lines is None:
@@ -255,9 +293,8 @@ class Metrics:
 
     def draw(self) -> None:
         if self.path.exists() and self.path.stat().st_size:
-            from tmoe.run.report import (
-                draw,
-            )  # matplotlib takes a second to import; rank 0 alone needs it, at the end
+            # Late: matplotlib takes a second to import, and only rank 0 needs it, at the end.
+            from tmoe.run.report import draw
 
             draw(self.run)
 
@@ -266,12 +303,16 @@ class Metrics:
 
     def __exit__(self, error: type | None, *_: object) -> None:
         failed = error is not None and issubclass(error, Exception)
-        # other ranks wait for a failed one to end; `python -m tmoe.report` draws it later
+        # Without a picture after an error, as other ranks wait for this one to end: `python -m tmoe.report`
+        # draws it.
         self.close(report=not failed)
 
 
 class Clock:
-    """Tokens a second between laps, without the first lap (compilation) and without pauses. Monotonic."""
+    """Measures tokens a second between laps, without the first lap (compilation) and without pauses.
+
+    Its time never goes back.
+    """
 
     def __init__(self) -> None:
         self.start = self.mark = time.perf_counter()
@@ -282,11 +323,16 @@ class Clock:
         return time.perf_counter() - self.start
 
     def lap(self, tokens: int, now: float | None = None) -> float | None:
-        """`tokens`: cumulative; `now`: when the lap ended, on time.perf_counter(). None on the first lap."""
+        """Ends a lap and returns its tokens a second; None for the first lap.
+
+        tokens: in all so far. now: when the lap ended, as time.perf_counter() tells time; None: now.
+        """
         now = time.perf_counter() if now is None else now
         busy = now - self.mark - self.idle
         rate = None if self.tokens is None or busy <= 0 else (tokens - self.tokens) / busy
-        self.mark, self.tokens, self.idle = now, tokens, 0.0
+        self.mark = now
+        self.tokens = tokens
+        self.idle = 0.0
         return rate
 
     @contextlib.contextmanager
@@ -296,7 +342,7 @@ class Clock:
         self.idle += time.perf_counter() - begin
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
+# Numbers ---------------------------------------------------------------------------------------------------
 
 
 def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -306,17 +352,18 @@ def to_host(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return values
     if all(t.is_cpu for t in tensors.values()):
         device = torch.device("cpu")
-    # fp64: a step's counts may pass 2^24, where fp32 no longer counts
+    # fp64: a step's counts may pass 2^24, above which fp32 has no longer every whole number
     flat = torch.cat([t.reshape(-1).to(device, torch.float64) for t in tensors.values()]).cpu()
     parts = flat.split([t.numel() for t in tensors.values()])
-    return values | {
-        name: part.view(t.shape).tolist() for (name, t), part in zip(tensors.items(), parts, strict=True)
-    }
+    named = zip(tensors.items(), parts, strict=True)
+    return values | {name: part.view(t.shape).tolist() for (name, t), part in named}
 
 
 def max_violation(counts_E: list[float]) -> float | None:
-    """max_e count_e / mean count - 1: 0 when balanced, E - 1 when one expert has all (Wang et al. 2024, MaxVio).
-    None if nothing was routed."""
+    """max_e count_e / mean count - 1 (MaxVio, Wang et al. 2024); None if nothing was routed.
+
+    0 when experts are balanced, E - 1 when one expert has all.
+    """
     mean = sum(counts_E) / len(counts_E)
     return max(counts_E) / mean - 1.0 if mean else None
 
@@ -331,7 +378,7 @@ def finite(value: Any) -> Any:
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
-    """The known numbers of a line under TensorBoard's names; of lists over layers, the mean and the largest."""
+    """The known numbers of a line by TensorBoard's names; of lists over layers, the mean and the largest."""
     out = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
     for name in ("max_violation", "entropy", "dropped"):
         layers = [value for value in line.get(name) or [] if value is not None]
@@ -341,45 +388,56 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def peak_gib(device: torch.device) -> float:
+    """Most memory so far: allocated by torch on the GPU, or resident of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
+# Files -----------------------------------------------------------------------------------------------------
 
 
 def write_config(
     run: Path, cfg: Config, world: int, start_step: int, versions: dict[str, Any], facts: dict[str, Any]
 ) -> None:
-    """config.json: what runs now, and under `starts` every start of this run with its layout and versions."""
+    """Writes config.json: what runs now, and under `starts` every start of this run.
+
+    A start has its step, time, layout and versions. Raises ConfigError where another file of that name is
+    there.
+    """
     path = run / "config.json"
     mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
-    start = {"step": start_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "world": world, "mesh": mesh}
+    start = {
+        "step": start_step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "world": world,
+        "mesh": mesh,
+        "versions": versions,
+    }
     try:
-        starts = (
-            json.loads(path.read_text())["starts"] if path.exists() else []
-        )  # else somebody's, a model's say
-        starts = [*(old for old in starts if old["step"] < start_step), start | {"versions": versions}]
+        starts = json.loads(path.read_text())["starts"] if path.exists() else []
+        starts = [*(old for old in starts if old["step"] < start_step), start]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        # a config.json of something else, of a model for example
         raise ConfigError(
             f"{path}: no config.json of a run ({error}); move it away, or choose another --out"
         ) from error
     total, active, _ = count_parameters(cfg.model)
-    resolved = dataclasses.asdict(cfg)
     content = {
-        "config": resolved,
+        "config": dataclasses.asdict(cfg),
         "world": world,
         "mesh": mesh,
         "parameters": {"total": total, "active": active},
+        "versions": versions,
+        "facts": facts,
+        "starts": starts,
     }
-    content |= {"versions": versions, "facts": facts, "starts": starts}
     with written_whole(path) as file:
         file.write(json.dumps(content, indent=2) + "\n")
 
 
-# Where lines go besides the file --------------------------------------------------------------------------------------
+# Where lines go besides the file ---------------------------------------------------------------------------
 
 
 class TensorBoard:
@@ -402,15 +460,19 @@ class Wandb:
         import wandb  # pyrefly: ignore[missing-import] (an extra)
 
         self.where = run / "wandb"
-        name = run / "wandb_id"  # a resumed run goes on in the same place
+        name = run / "wandb_id"  # a resumed run goes on in the same place of W&B
         here = name.read_text() if start_step and name.exists() else uuid.uuid4().hex
-        config = dataclasses.asdict(cfg)
         self.session = wandb.init(
-            project=cfg.log.wandb, name=run.name, id=here, resume="allow", dir=str(run), config=config
+            project=cfg.log.wandb,
+            name=run.name,
+            id=here,
+            resume="allow",
+            dir=str(run),
+            config=dataclasses.asdict(cfg),
         )
-        # steps as a value: wandb refuses its own step to go back, which a resumed run's does
+        # Steps are a value of their own: W&B does not let its own step go back, as a resumed run's does.
         self.session.define_metric("*", step_metric="step")
-        name.write_text(here)  # not before: a start that failed leaves the old one's
+        name.write_text(here)  # not before: a start that fails leaves the old one's
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         self.session.log(numbers | {"step": step})
@@ -423,8 +485,11 @@ Sink = TensorBoard | Wandb
 
 
 def make_sinks(cfg: Config, run: Path, start_step: int, note: Callable[[str], Any]) -> list[Sink]:
-    """Those that were asked for. Without TensorBoard the run goes on, with a note. A W&B that cannot be started is a
-    ConfigError: who asked for it looks there and nowhere else."""
+    """The sinks that were asked for.
+
+    Where TensorBoard cannot be started the run goes on, with a note. Where W&B cannot, ConfigError is raised:
+    a user who asked for it looks there and nowhere else.
+    """
     sinks: list[Sink] = []
     if cfg.log.wandb is not None:
         sinks.append(start_wandb(cfg, run, start_step))

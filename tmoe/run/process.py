@@ -1,4 +1,4 @@
-"""The process around a run: process groups, device, seeds, signals, and what all ranks must decide together."""
+"""The process around a run: process groups, device, seeds, signals, and what ranks must decide together."""
 
 import atexit
 import fcntl
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
@@ -32,8 +33,8 @@ from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
 
 T = TypeVar("T")
-LINGERS = 10.0  # s that a run which was killed may take to be gone
-# By which terminals, launchers and schedulers end a job, and what each is set to in a process that never touched it.
+LINGERS = 10.0  # s that a killed run may take to be gone
+# Signals by which terminals, launchers and schedulers end a job, and what each is set to in a fresh process.
 ENDS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -47,15 +48,18 @@ counters = take("torch._dynamo.utils.counters", "recompiles are not counted")
 
 @dataclass
 class Runtime:
-    """One process of the run. `control` is a gloo group: small facts travel between CPUs and no GPU waits for them."""
+    """One process of the run.
+
+    control: a gloo group, through which small facts travel between CPUs: no GPU waits for them.
+    """
 
     rank: int
     world: int
     device: torch.device
     control: dist.ProcessGroup
     watch: Watch
-    stop: bool = field(default=False)  # a signal of ENDS, or another that was asked for, arrived here
-    handlers: dict[int, Any] = field(default_factory=dict)  # of the signals, before this run heard them
+    stop: bool = field(default=False)  # whether a signal that ends the run has arrived here
+    handlers: dict[int, Any] = field(default_factory=dict)  # what signals were set to before this run
 
     def sums(self, *values: float) -> list[float]:
         """Sum of each value over all ranks."""
@@ -64,12 +68,15 @@ class Runtime:
         return t.tolist()
 
     def put(self, t: torch.Tensor) -> torch.Tensor:
-        """On the device; through pinned memory, or the host would wait for all that the GPU has to do."""
+        """The tensor on the device.
+
+        It goes through pinned memory, or the host would wait for all that the GPU has to do.
+        """
         return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says why all end: one of each node, as each has a log of its own."""
+        """Whether this rank says why all end: one rank of each node, as each node has a log of its own."""
         return self.rank == 0 or launcher_world().local_rank == 0
 
     @property
@@ -84,9 +91,13 @@ class Runtime:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (launcher_world().local_size or 1)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Runs what needs no collective on every rank. If it raises ValueError or OSError anywhere, all ranks end with code 2 and the
-        first of each node prints each different message once, with the ranks that met it."""
-        result, error = None, None
+        """Runs `work`, which calls no collective, on every rank, and returns what it returns.
+
+        If it raises ValueError or OSError on any rank, all ranks end with code 2. The first rank of each node
+        prints each different message once, with the ranks that met it.
+        """
+        result = None
+        error = None
         try:
             result = work()
         except (ValueError, OSError) as caught:
@@ -94,35 +105,40 @@ class Runtime:
         errors: list[str | None] = [None] * self.world
         dist.all_gather_object(errors, error, group=self.control)
         if messages := sorted({e for e in errors if e}):
-            who = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
-            lines = (m if len(who[m]) == self.world else f"rank {who[m]}: {m}" for m in messages)
+            ranks = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
+            lines = (m if len(ranks[m]) == self.world else f"rank {ranks[m]}: {m}" for m in messages)
             if self.speaks:
                 say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
             raise SystemExit(2)
         return cast(T, result)
 
     def alike(self, facts: Mapping[str, Any]) -> None:
-        """Ends all ranks with code 2 where one has other facts than rank 0, which says which: ranks that train with other settings or data
-        sum what does not belong together, and nothing else would tell."""
+        """Ends all ranks with code 2 where a rank has other facts than rank 0, and says which.
+
+        Ranks that train with other settings or data add up what does not belong together, and nothing else
+        would tell.
+        """
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, dict(facts), group=self.control)
-        unlike = {
-            name: [r for r in range(self.world) if told[r].get(name) != value]
-            for name, value in told[0].items()
-        }
-        if lines := [
-            f"{name}: {told[ranks[0]].get(name)} on rank {ranks}, {told[0][name]} on rank 0; must be the same on all"
-            for name, ranks in unlike.items()
-            if ranks
-        ]:
+        lines = []
+        for name, value in told[0].items():
+            unlike = [r for r in range(self.world) if told[r].get(name) != value]
+            if unlike:
+                theirs = told[unlike[0]].get(name)
+                lines.append(f"{name}: {theirs} on rank {unlike}, {value} on rank 0; must be the same on all")
+        if lines:
             if self.speaks:
                 say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
             raise SystemExit(2)
 
     @contextmanager
     def refusing(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Around collective work whose errors of these kinds (CheckpointError and ValueError) all ranks raise alike: they end with
-        code 2, and the first of each node says why, once and without a traceback."""
+        """Around collective work that fails on all ranks alike: an error ends them with code 2.
+
+        The first rank of each node says why, once and without a traceback.
+
+        kinds: the errors that are meant; by default CheckpointError and ValueError.
+        """
         kinds = kinds or (CheckpointError, ValueError)
         try:
             yield
@@ -132,15 +148,19 @@ class Runtime:
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:
-        """Keeps other processes out of the run folder until rank 0 closes this or is gone, however it ends. Rank 0 of another run that is
-        still there may take LINGERS seconds to go: only then is known which checkpoint it leaves. ConfigError, as `together` has it, if it
-        stays. Where the file system knows no locks, nobody is kept out."""
+        """Keeps other processes out of the run folder until rank 0 closes the returned file or is gone.
+
+        Rank 0 of another run that is still there may take LINGERS seconds to go: only then it is known which
+        checkpoint it leaves. If it stays, ConfigError is raised as `together` has it. Where the file system
+        knows no locks, other processes are not kept out.
+        """
 
         def take() -> BinaryIO | None:
             if self.rank:
                 return None
             Path(out).mkdir(parents=True, exist_ok=True)
-            file, deadline = open(Path(out, ".lock"), "ab"), time.monotonic() + LINGERS  # noqa: SIM115 (stays open)
+            file = open(Path(out, ".lock"), "ab")  # noqa: SIM115 (stays open)
+            deadline = time.monotonic() + LINGERS
             while True:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,39 +168,52 @@ class Runtime:
                 except (BlockingIOError, PermissionError):
                     if time.monotonic() > deadline:
                         file.close()
-                        what = f"--out={out}: another process trains into it; end that one, or choose another"
-                        raise ConfigError(what) from None
+                        raise ConfigError(
+                            f"--out={out}: another process trains into it; end that one, or choose another"
+                        ) from None
                     time.sleep(0.1)
-                except OSError:
+                except OSError:  # no locks here
                     return file
 
         return self.together(take)
 
     def blame(self, step: int, loss: float, norm: float, mean: float, samples: list[int]) -> None:
-        """Says on rank 0 why a step is strange: the gradient norm alone is not finite; or the loss, and then which rank's tokens have the
-        highest mean loss, or one that is not finite, and in which samples they are."""
+        """Says on rank 0 why a step is strange. A collective of all ranks.
+
+        Either the gradient norm alone is not finite; or it is the loss, and then the rank whose tokens have
+        the highest mean loss, or one that is not finite, is named with its samples.
+
+        loss, norm: of all ranks. mean: of this rank's own targets. samples: those that this rank read.
+        """
         told: list[Any] = [None] * self.world
         dist.all_gather_object(told, (mean, samples), group=self.control)
         rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
         if self.rank == 0 and math.isfinite(loss) and not math.isfinite(norm):
             log.warning("step %d: gradient norm %g, with a loss of %.4g", step, norm, loss)
         elif self.rank == 0:
-            log.warning(
-                "step %d: loss %.4g, highest on rank %d with %.4g: samples %s", step, loss, rank, *told[rank]
-            )
+            words = "step %d: loss %.4g, highest on rank %d with %.4g: samples %s"
+            log.warning(words, step, loss, rank, *told[rank])
 
     def close(self) -> None:
-        (told,) = self.sums(self.stop)  # together: rank 0 holds the store, and nobody may still need it
-        if not told:  # who was told to end, or is to be, is not ended halfway
+        """Leaves the process group. A collective: rank 0 holds the store, which no rank may still need then.
+
+        Signals do again what they did before the run, unless the run was told to stop: a second signal must
+        not end a process halfway that is ending already.
+        """
+        (told,) = self.sums(self.stop)
+        if not told:
             for signum, handler in self.handlers.items():
                 signal.signal(signum, handler)
         dist.destroy_process_group()
 
 
 def launched() -> tuple[int, int]:
-    """(rank, world) as the launcher announces them, or of the process group there is; a plain `python train.py` is rank 0 of 1. What no
-    launcher sets ends the process with code 2: half of it, a rank that its world does not have, more ranks on a host than it has GPUs,
-    no place to meet at."""
+    """(rank, world) as the launcher announces them, or of the process group that is there.
+
+    A plain `python train.py` is rank 0 of 1. An announcement that cannot be right ends the process with code
+    2: half of it is missing, the world has no such rank, a host has more ranks than GPUs, there is no place
+    to meet at.
+    """
     with one_error():
         if missing := lacks():
             raise ValueError(missing)
@@ -194,7 +227,7 @@ def launched() -> tuple[int, int]:
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Around what comes before the process group: a ValueError ends this process with code 2 and one message."""
+    """Around what comes before the process group: a ValueError ends it with code 2 and one message."""
     try:
         yield
     except ValueError as error:
@@ -203,15 +236,17 @@ def one_error() -> Iterator[None]:
 
 
 def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: Iterable[str] = ()) -> Runtime:
-    """Joins the process group, takes the device, seeds every generator (rank-dependent: dropout, jitter), hears
-    signals: those of ENDS, and those named in `also_stop_on`.
+    """Joins the process group, takes the device, seeds every generator and begins to hear signals.
+
+    Seeds depend on the rank, for dropout and jitter.
 
     timeout: seconds that the ranks' meeting and each collective wait for a rank.
+    also_stop_on: names of signals that end the run besides those of ENDS.
     """
     rank, world = launched()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tmoe").setLevel(logging.INFO)
-    if not torch.cuda.is_available():  # a compiler would warn of it on each rank
+    if not torch.cuda.is_available():  # torch's compiler would warn of it on each rank
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     place = launcher_world()
     device = torch.device("cpu")
@@ -230,25 +265,27 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
 
     if threading.current_thread() is threading.main_thread():
         hear_signals(runtime, also_stop_on)
-    atexit.unregister(settle_output)  # once is enough
+    atexit.unregister(settle_output)  # of an earlier run in this process
     atexit.register(settle_output)
     return runtime
 
 
 def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
-    """From now on they set runtime.stop. One that is ignored stays so, and one that has a handler keeps it (nohup
-    makes a process ignore SIGHUP, a shell what it starts in the background Ctrl-C); but for SIGTERM and what was
-    asked for by name."""
-    launcher = bool(
-        launcher_world().launcher
-    )  # it hands on the Ctrl-C that the terminal gave each process already
+    """From now on the signals of ENDS, and those named in `also_stop_on`, set runtime.stop.
 
-    def hear(signum, frame):
+    A signal that is ignored stays so, and one that has a handler keeps it: nohup makes a process ignore
+    SIGHUP, and a shell makes what it starts in the background ignore Ctrl-C. SIGTERM and signals asked for by
+    name are always heard.
+    """
+    # A launcher hands on the Ctrl-C that the terminal has given each process already.
+    launcher = bool(launcher_world().launcher)
+
+    def hear(signum: int, frame: FrameType | None) -> None:
         runtime.stop = True
         if signum == signal.SIGINT and not launcher:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            with suppress(OSError):  # Ctrl-C ends `tee` first
-                # not print, which may be at work
+            with suppress(OSError):  # Ctrl-C ends a `tee` behind stderr first
+                # not print, in the middle of which the signal may have come
                 os.write(2, b"\nCtrl-C: this step is finished and saved; a second one ends without it\n")
 
     named = [signal.Signals[name] for name in also_stop_on]
@@ -258,7 +295,7 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
 
 
 def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """State of torch's generators, CPU and this device: what dropout and jitter draw from."""
+    """States of torch's generators, on the CPU and on this device: dropout and jitter draw from them."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -283,12 +320,15 @@ def has_compiler() -> bool:
 
 
 def all_finite(*values: torch.Tensor) -> torch.Tensor:
-    """1 or 0, and no host waits for it. The values are global, so every rank decides alike."""
+    """1 if all values are finite, else 0: a 0-dim fp32 tensor, for which no host waits.
+
+    The values are the same on all ranks, so every rank decides alike.
+    """
     return torch.stack([v.isfinite() for v in values]).all().float()
 
 
 def to_host(tree: Any) -> Any:
-    """The same tuples, named ones and lists too, with their tensors on their way to the CPU."""
+    """The same nest of tuples, named tuples and lists, with its tensors on their way to the CPU."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", non_blocking=True)
     if isinstance(tree, tuple | list):
@@ -298,9 +338,12 @@ def to_host(tree: Any) -> Any:
 
 
 class OnItsWay:
-    """Tensors (in any nest of tuples) whose copy to the host has begun; `read` waits for them alone, not for what the GPU was
-    given since. `ended`, once read: when the GPU had them, as time.perf_counter() tells time. (The host's own time of reading
-    would give a step's speed to its neighbour whenever the host is late: a step of 124% MFU was seen.)"""
+    """Tensors (in any nest of tuples) whose copy to the host has begun.
+
+    `read` waits for them alone, not for what the GPU was given since. `ended`, once read: when the GPU had
+    them, as time.perf_counter() tells time. The time at which the host reads them would not do: when the host
+    is late, a part of one step's time is counted in the next one's, and a step of 124% MFU was seen.
+    """
 
     last: "tuple[torch.cuda.Event, float] | None" = None  # the one read before, and when it ended
 
@@ -314,9 +357,10 @@ class OnItsWay:
     def read(self) -> T:
         if self.copied:
             self.copied.synchronize()
-            last = OnItsWay.last
-            self.ended = (
-                time.perf_counter() if last is None else last[1] + last[0].elapsed_time(self.copied) / 1e3
-            )
+            if OnItsWay.last is None:
+                self.ended = time.perf_counter()
+            else:
+                copied_before, ended_before = OnItsWay.last
+                self.ended = ended_before + copied_before.elapsed_time(self.copied) / 1e3
             OnItsWay.last = self.copied, self.ended
         return self.host

@@ -17,8 +17,9 @@ from tmoe.run.process import counters, log
 class Graphs:
     """Counts compiled graphs: new ones after a phase's first pass are recompiles, and a steady run has none.
 
-    What compilation leaves in memory is half a million Python objects that stay. Walking them takes Python's collector 0.2 to 0.5 s,
-    on each rank at another time while the others wait; so it is told to leave alone what a first pass left (see `collecting`).
+    Compilation leaves half a million Python objects that stay. Python's garbage collector takes 0.2 to 0.5 s
+    to walk them, on each rank at another time while the others wait. So after a phase's first pass it is told
+    to leave alone what is there; `collecting` takes that back.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Graphs:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Behind it Python's collector looks at everything again, what the caller had frozen included."""
+    """On leaving, Python's garbage collector is given back all objects, those that the caller froze too."""
     try:
         yield
     finally:
@@ -47,22 +48,27 @@ def collecting() -> Iterator[None]:
 
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
-    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`; `.step()` after each step, from `start`
-    on. Of a trace that cannot be made or written one line tells, the run goes on, and nothing more is traced."""
-    none, warm, record, save = (
-        getattr(ProfilerAction, a) for a in ("NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE")
-    )
+    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`.
+
+    Call `.step()` of what it gives after each step, from `start` on; it gives None if there is nothing to
+    trace. If a trace cannot be made or written, one line says so, the run goes on, and nothing more is
+    traced.
+    """
 
     def action(i: int) -> ProfilerAction:
-        step, follows = start + i, start + i + 1 in steps
-        # The tracer starts a step early: each rank takes its own time for that, and the others would wait for it in the traced step.
-        # Then the GPU ends what it has been given: the rest of the step before would be in the trace.
+        step = start + i
+        follows = step + 1 in steps
+        # Before the first of some steps the GPU ends what it has been given: that would be in the trace.
         if step in steps and step - 1 not in steps and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return (record if follows else save) if step in steps else warm if follows else none
+        if step in steps:
+            return ProfilerAction.RECORD if follows else ProfilerAction.RECORD_AND_SAVE
+        # The tracer starts a step early. Each rank takes its own time for that, which the others would spend
+        # waiting in the traced step.
+        return ProfilerAction.WARMUP if follows else ProfilerAction.NONE
 
     def write(p: torch.profiler.profile) -> None:
-        # raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops
+        # Raises nothing: torch's profiler, left halfway through a step, may crash the process when it stops.
         look(lambda: export(p))
 
     def export(p: torch.profiler.profile) -> None:
@@ -70,7 +76,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
         aside = path.with_name(f"part-of-{path.name}")
         try:
             p.export_chrome_trace(str(aside))
-            os.replace(aside, path)  # a trace that is cut short never takes the name
+            os.replace(aside, path)  # so a trace that is cut short never has the name
         finally:
             aside.unlink(missing_ok=True)
 
@@ -80,7 +86,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
 
 
 class Profiler(torch.profiler.profile):
-    """Of torch, as an onlooker: once anything of it has failed, writing included, it records nothing more."""
+    """torch's profiler as an onlooker: once anything in it has failed, writing too, it records no more."""
 
     def __init__(self, look: Onlooker, **settings: Any):
         super().__init__(**settings)

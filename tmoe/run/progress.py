@@ -21,15 +21,17 @@ PLAIN_SECONDS = 10.0  # without a terminal: seconds between lines
 
 
 class Bar:
-    """Progress on a terminal: step, loss, tokens/s, time left. Without rich's thread: its errors would reach nobody."""
+    """Progress on a terminal: step, loss, tokens/s, time left.
+
+    It does without rich's thread, whose errors could not be caught.
+    """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
-        texts = ("step {task.completed}/{task.total}", "{task.fields[numbers]}", "left")
         columns = (
-            TextColumn(texts[0]),
+            TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
-            TextColumn(texts[1]),
-            TextColumn(texts[2]),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("left"),
             TimeRemainingColumn(),
         )
         # the estimate starts at the first finished step, so compilation is not in it
@@ -63,12 +65,16 @@ class Bar:
 
 
 class Lines:
-    """Progress where no terminal is: the first and the last step, every validation, else a line each PLAIN_SECONDS."""
+    """Progress without a terminal: a line for the first and last step and every validation.
+
+    Between those, a line each PLAIN_SECONDS.
+    """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
         self.steps = cfg.steps
-        self.first, self.since = start_step, 0.0  # the first step and when it ended: compilation lies before
-        self.last = -math.inf
+        self.first = start_step
+        self.since = 0.0  # when the first step ended: compilation lies before
+        self.last = -math.inf  # when a line was last printed
 
     def begin(self) -> None:
         pass
@@ -77,7 +83,8 @@ class Lines:
         pass
 
     def show(self, line: dict[str, Any]) -> None:
-        now, step = time.perf_counter(), line["step"]
+        now = time.perf_counter()
+        step = line["step"]
         if now - self.last < PLAIN_SECONDS and step != self.steps - 1 and line["val_loss"] is None:
             return
         if step == self.first:
@@ -86,6 +93,7 @@ class Lines:
         self.note(f"step {step + 1}/{self.steps}  {summary(line)}{self.left(step, now)}")
 
     def left(self, step: int, now: float) -> str:
+        """The time left in words; nothing at the first and at the last step."""
         if step in (self.first, self.steps - 1):
             return ""
         seconds = (now - self.since) / (step - self.first) * (self.steps - 1 - step)
@@ -99,7 +107,7 @@ class Lines:
 
 
 class Silent(Lines):
-    """--log.no-progress and --eval-only: notes only."""
+    """With --log.no-progress and --eval-only: notes only."""
 
     def show(self, line: dict[str, Any]) -> None:
         pass
@@ -109,7 +117,8 @@ class Display:
     """What rank 0 shows, from `begin` to `close`. Once that has failed, notes alone are printed."""
 
     def __init__(self, cfg: Config, start_step: int) -> None:
-        self.cfg, self.start_step = cfg, start_step
+        self.cfg = cfg
+        self.start_step = start_step
         self.shown: Bar | Lines = Silent(cfg, start_step)
         # a bar that stays open keeps the cursor hidden and stdout behind itself
         self.look = Onlooker("progress could not be shown", say, leave=lambda: self.shown.close())
@@ -139,7 +148,10 @@ class Display:
 
 
 def summary(line: dict[str, Any]) -> str:
-    """What a person watches: loss, validation loss, tokens/s, MFU; a loss that is not a number is shown as one."""
+    """What a person watches: loss, validation loss, tokens/s, MFU.
+
+    What is not known is left out. A loss that is not finite is shown as that.
+    """
     parts = [f"loss {line['loss']:.4f}" if line["loss"] is not None else "loss not finite"]
     for name, text in (
         ("val_loss", "val {:.4f}"),

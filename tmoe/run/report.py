@@ -2,7 +2,8 @@
 
     python -m tmoe.report RUN
 
-Loss, gradient norm, learning rate, throughput, and how evenly the experts were used. Works on a run that is still going.
+It shows loss, gradient norm, learning rate, throughput, and how evenly the experts were used. A run that is
+still going can be drawn too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from tmoe.run.lines import read_lines
 
 @contextmanager
 def any_backend() -> Iterator[None]:
-    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is not here (that of a
-    notebook). The picture needs none; who imports pyplot later finds the one that was asked for, if it is here."""
+    """Around the first import of matplotlib, which fails where MPLBACKEND names a backend that is missing.
+
+    That happens in notebooks. The picture needs no backend. Code that imports pyplot later finds the one that
+    was asked for, if it is installed.
+    """
     asked = os.environ.pop("MPLBACKEND", None)
     first = "matplotlib" not in sys.modules
     try:
@@ -67,9 +71,17 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Raises ValueError naming the file if metrics.jsonl holds no line, or either file what no run writes."""
-    numbers, violation, counts = [], [], deque(maxlen=WINDOW)
-    file, described = path / "metrics.jsonl", path / "config.json"
+    """Reads a run folder.
+
+    Raises ValueError, which names the file, if metrics.jsonl holds no line or either file holds what no run
+    writes.
+    """
+    file = path / "metrics.jsonl"
+    described = path / "config.json"
+
+    numbers = []
+    violation = []
+    counts = deque(maxlen=WINDOW)  # those of all lines may not fit in memory
     for number, line in enumerate(read_lines(file), start=1):
         if line is None:
             continue
@@ -77,15 +89,13 @@ def load(path: Path) -> Run:
             numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
             violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
             if line.get("expert_counts"):
-                counts.append(
-                    np.array(line["expert_counts"], dtype=float)
-                )  # of all lines they may not fit in memory
+                counts.append(np.array(line["expert_counts"], dtype=float))
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{file}:{number}: no line of a run: {error}") from error
     if not numbers:
-        raise ValueError(
-            f"{file}: {'holds no line to draw' if file.exists() else 'missing; name a run folder'}"
-        )
+        why = "holds no line to draw" if file.exists() else "missing; name a run folder"
+        raise ValueError(f"{file}: {why}")
+
     table = np.array(numbers)
     layers = max(map(len, violation))
     try:
@@ -93,9 +103,8 @@ def load(path: Path) -> Run:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{described}: no config.json of a run: {error}") from error
     try:
-        filled = np.array([row or [None] * layers for row in violation], dtype=float).reshape(
-            len(table), layers
-        )
+        filled = np.array([row or [None] * layers for row in violation], dtype=float)
+        filled = filled.reshape(len(table), layers)
         summed = np.sum(counts, axis=0) if counts else np.zeros((0, 0))
     except ValueError as error:
         raise ValueError(f"{file}: lines of different models: {error}") from error
@@ -110,12 +119,15 @@ def load(path: Path) -> Run:
 
 
 def readable(name: str | Path) -> str:
-    """A name as it can be printed: the file system also takes bytes that are no text."""
+    """A name as it can be printed: in a file system it may also be bytes that are no text."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def draw(path: Path) -> Path:
-    """Draws RUN/metrics.jsonl as RUN/report.png and returns its path. ValueError as `load`; OSError names the picture."""
+    """Draws RUN/metrics.jsonl as RUN/report.png and returns its path.
+
+    Raises ValueError as `load` does; an OSError names the picture.
+    """
     path = Path(path)
     run = load(path)
     try:
@@ -123,26 +135,32 @@ def draw(path: Path) -> Path:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path / 'config.json'}: not of the run in metrics.jsonl: {why}") from error
-    out, aside = path / "report.png", path / "report.png.tmp"
+    out = path / "report.png"
+    aside = path / "report.png.tmp"
     try:
         with naming(out):
             figure.savefig(aside, format="png")
-            os.replace(aside, out)  # a picture that is cut short never takes the name
+            os.replace(aside, out)  # so a picture that is cut short never has the name
     finally:
         aside.unlink(missing_ok=True)
     return out
 
 
 def paint(run: Run) -> Figure:
+    """The picture: curves above, and below them, if the model has MoE layers, the load of the experts."""
     rows: list[Any] = [["loss", "loss", "norm"], ["speed", "rate", "violation"], ["load"] * 3]
     if not run.counts.size:
         rows = [rows[0], ["speed", "rate", "rate"]]
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
-    painters = dict(
-        loss=draw_loss, norm=draw_norm, speed=draw_speed, rate=draw_rate, violation=draw_violation
-    )
+    painters = {
+        "loss": draw_loss,
+        "norm": draw_norm,
+        "speed": draw_speed,
+        "rate": draw_rate,
+        "violation": draw_violation,
+    }
     for name, axis in figure.subplot_mosaic(rows).items():
         if name == "load":
             draw_load(axis, run)
@@ -158,14 +176,14 @@ def title(run: Run) -> str:
     if "parameters" in run.config:
         counts, mesh = run.config["parameters"], run.config["mesh"]
         parts.append(f"{short(counts['total'])} parameters, {short(counts['active'])} active")
-        parts.append(
-            f"{run.config['world']} rank{'s' * (run.config['world'] != 1)}: dp {mesh['dp']} × ep {mesh['ep']}"
-        )
+        world = run.config["world"]
+        parts.append(f"{world} rank{'s' * (world != 1)}: dp {mesh['dp']} × ep {mesh['ep']}")
         parts.append(run.config["versions"].get("gpu") or "CPU")
     return "  ·  ".join([*parts, "dotted: resumed"] if resumptions(run) else parts)
 
 
 def resumptions(run: Run) -> list[int]:
+    """Steps at which the run was resumed."""
     return [start["step"] for start in run.config.get("starts", []) if 0 < start["step"] < run.steps[-1]]
 
 
@@ -178,7 +196,7 @@ def short(number: float, _: object = None) -> str:
 
 
 def dress(axis: Axes, run: Run) -> None:
-    """Steps below, a light grid, a dotted line wherever the run was resumed."""
+    """Steps along the axis, a light grid, a dotted line wherever the run was resumed."""
     axis.set_xlabel("step")
     first, last = run.steps[0], run.steps[-1]
     margin = 0.03 * (last - first) or 1
@@ -192,7 +210,10 @@ def dress(axis: Axes, run: Run) -> None:
 
 
 def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Up to 400 points of the running median over a twentieth of the lines: one spike leaves it alone, a mean not."""
+    """Up to 400 points of the running median over a twentieth of the lines.
+
+    One spike does not move a median; it would move a mean.
+    """
     keep = np.isfinite(values)
     steps, values = steps[keep], values[keep]
     half = len(values) // 40
@@ -203,7 +224,7 @@ def smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def curve(
     axis: Axes, steps: np.ndarray, values: np.ndarray, color: str = BLUE, raw: bool = True, label: str = ""
 ) -> None:
-    """The smoothed course strong, under it every value thin; a dot where a line would need a second point."""
+    """The smoothed values as a strong line, under it every value as a thin one; a dot for a single value."""
     if raw:
         axis.plot(steps, values, color=PALE, linewidth=0.8)
     single = np.isfinite(values).sum() == 1
@@ -219,9 +240,8 @@ def draw_loss(axis: Axes, run: Run) -> None:
         axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
     entropy = run.config.get("facts", {}).get("unigram_entropy")
     if entropy is not None:
-        axis.axhline(
-            entropy, color=GREY, linewidth=1, linestyle="--", label=f"unigram entropy ({entropy:.2f})"
-        )
+        label = f"unigram entropy ({entropy:.2f})"
+        axis.axhline(entropy, color=GREY, linewidth=1, linestyle="--", label=label)
     axis.set_title("Loss, nats a token", loc="left")
     axis.legend(frameon=False, loc="upper right")
 
@@ -261,9 +281,8 @@ def draw_speed(axis: Axes, run: Run) -> None:
     both = np.isfinite(mfu) & (rate > 0)
     if both.any() and (share := np.median(mfu[both] / rate[both])) > 0:
         # MFU is throughput in other units, so it is a second scale instead of a second curve
-        other = axis.secondary_yaxis(
-            "right", functions=(partial(np.multiply, share), partial(np.multiply, 1 / share))
-        )
+        there, back = partial(np.multiply, share), partial(np.multiply, 1 / share)
+        other = axis.secondary_yaxis("right", functions=(there, back))
         other.yaxis.set_major_formatter(PercentFormatter(1.0))
         other.spines["right"].set_visible(False)
         heading += f"; right: MFU, {np.nanmedian(mfu):.1%}"
@@ -271,9 +290,8 @@ def draw_speed(axis: Axes, run: Run) -> None:
 
 
 def draw_rate(axis: Axes, run: Run) -> None:
-    axis.plot(
-        run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker="o" if len(run.steps) == 1 else None
-    )
+    marker = "o" if len(run.steps) == 1 else None
+    axis.plot(run.steps, run.series["lr"], color=BLUE, linewidth=1.6, marker=marker)
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter("{x:.1e}")
     axis.set_title("Learning rate", loc="left")
@@ -293,12 +311,11 @@ def draw_violation(axis: Axes, run: Run) -> None:
 def draw_load(axis: Axes, run: Run) -> None:
     """Layer x expert: an expert's share of its layer's routed pairs, 1 = uniform; blue idle, red crowded."""
     lines = min(WINDOW, len(run.steps))
-    axis.set_title(
-        f"Expert load over the last {f'{lines} lines' if lines > 1 else 'line'}, 1 = uniform share",
-        loc="left",
-    )
+    which = f"{lines} lines" if lines > 1 else "line"
+    axis.set_title(f"Expert load over the last {which}, 1 = uniform share", loc="left")
     share = run.counts / np.maximum(run.counts.mean(1, keepdims=True), 1e-9)
-    # 0 to 2, so that runs compare; further if the 99.5th percentile is: one runaway expert shall not turn all others white
+    # Colours go from 0 to 2, so that runs compare, or up to the 99.5th percentile if that is more: one
+    # runaway expert must not turn all others white.
     top = max(2.0, float(np.quantile(share, 0.995)))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=top)
     image = axis.imshow(share, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
@@ -314,7 +331,7 @@ def draw_load(axis: Axes, run: Run) -> None:
 
 
 def moe_layers(run: Run, layers: int) -> list[int]:
-    """Block numbers of the rows: dense blocks have none."""
+    """The number of each MoE layer's block; dense blocks have no row."""
     model = run.config.get("config", {}).get("model", {})
     numbers = count(model.get("dense_layers", 0), model.get("moe_every", 1))
     return list(islice((i for i in numbers if i not in model.get("dense_blocks", ())), layers))

@@ -1,17 +1,19 @@
-"""Watches the ranks of a run: when one stops, dies, raises or leaves the others' path, every rank says which, and where.
+"""Watches the ranks of a run: if one stops, dies, raises or takes another path, all say which and where.
 
-    heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls silent
-    standstill  a step in which nothing moves for --train.timeout ends the process, wherever its main thread waits
-    journal     each collective's name, size, type and call site, chained into one checksum a step
-    vote        once a step, before the weights change: count and checksum are equal on all ranks, or all ranks raise
-    note        an exception that ends the run gets a note: who failed first, who is silent, where the paths parted
+    heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls
+    silent standstill  a step in which nothing moves for --train.timeout ends the process, wherever its main
+    thread waits journal     each collective's name, size, type and call site, chained into one checksum a
+    step vote        once a step, before the weights change: count and checksum are equal on all ranks, or all
+    ranks raise note        an exception that ends the run gets a note: who failed first, who is silent, where
+    the paths parted
 
-Gloo and NCCL name none of it: a peer that hangs reads as a timeout on whoever waits, a collective that one rank skips pairs
-with its next one and returns a wrong sum, and gloo aborts the process that receives more than it asked for, which is why
-the store hears of a collective of CPU tensors before it runs. The journal stands at the process group's own methods, below
-every function of torch.distributed and whatever was wrapped around one. (torch's flight recorder works on gloo too, but dumping
-its records costs 9 us each and its stacks a second; the journal costs about 15 us a collective, the vote 0.3 ms a step on two
-gloo ranks.)
+Gloo and NCCL name none of these. A peer that hangs reads as a timeout on the rank that waits. A collective
+that one rank skips pairs with its next one and returns a wrong sum. Gloo aborts the process that receives
+more than it asked for, so the store hears of a collective of CPU tensors before it runs.
+
+The journal stands at the process group's own methods, below every function of torch.distributed and whatever
+was wrapped around one. It costs about 15 us a collective, the vote 0.3 ms a step on two gloo ranks. (torch's
+flight recorder works on gloo too, but dumping its records costs 9 us each and its stacks a second.)
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ from tmoe.parallel.mesh import patience
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
 HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
-# Of all watches of this process, counted alike on all ranks: each has the store's keys for itself.
+# Numbers the watches of this process, alike on all ranks: each has keys of its own in the store.
 ENTRIES = itertools.count()
-LEAVES = "_tmoe_leaves"  # an exception's mark: uncaught, it ends the process at once
+LEAVES = "_tmoe_leaves"  # marks an exception that, if nothing catches it, ends the process at once
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
 # What faulthandler raises for a notebook's stderr, a closed one, none.
 NO_FILE = (OSError, AttributeError, RuntimeError, ValueError)
-METHODS = dict(  # of a process group, under the names by which people call them
+# Methods of a process group, and the names by which people call them.
+METHODS = dict(
     allreduce="all_reduce",
     allreduce_coalesced="all_reduce_coalesced",
     allgather="all_gather",
@@ -74,37 +77,39 @@ METHODS = dict(  # of a process group, under the names by which people call them
 )
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
-INSIDE = {distributed_c10d.__file__, c10d_logger.__file__}  # frames between a call site and the process group
+# Files whose frames lie between a call site and the process group.
+INSIDE = {distributed_c10d.__file__, c10d_logger.__file__}
 
 
 class DivergenceError(RuntimeError):
-    """Ranks did not call the same collectives in one step: its sums are worth nothing. Raised on every rank."""
+    """Ranks did not call the same collectives in one step, so its sums are wrong. Raised on every rank."""
 
 
 class Watch:
-    """Inside `with watch:` the collectives of the thread that entered are journalled, the heart beats, and what escapes carries a note. One
-    rank watches nothing.
+    """Inside `with watch:` collectives are journalled, the heart beats, and what escapes gets a note.
 
-    store: reachable by all ranks. control: group of the votes, of which no member's call is journalled.
+    Journalled are the collectives of the thread that entered. A world of one rank watches nothing.
+
+    store: reachable by all ranks. control: the group of the votes; calls on it are not journalled.
     """
 
     def __init__(self, rank: int, world: int, store: dist.Store, control: dist.ProcessGroup):
-        self.rank, self.world, self.control = rank, world, control
-        self.connection = store.clone() if world > 1 else store  # of its own
+        self.rank = rank
+        self.world = world
+        self.control = control
+        self.connection = store.clone() if world > 1 else store  # a connection of its own
         self.step = 0
         self.votes = 0
         self.sites: list[str] = []  # since the last vote
         self.checksum = 0
         self.timeout = 0.0
-        # Whether a save is under way, for which a step may wait as long as collectives.
+        # Whether a save is under way. For one a step may wait as long as a collective may.
         self.saving: Callable[[], bool] = lambda: False
-        self._moved: float | None = None  # when anything last did in this step
+        self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
-        self._guarding, self._armed = (
-            threading.Lock(),
-            False,
-        )  # faulthandler has one timer, which may be the user's
+        self._guarding = threading.Lock()
+        self._armed = False  # whether faulthandler's only timer is ours: it may be the user's
         self._thread = threading.current_thread()
         self._heart: threading.Thread | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -112,12 +117,16 @@ class Watch:
         self._telling = threading.Lock()
 
     def over(self, steps: Iterable[int], timeout: float = 0.0) -> Iterator[int]:
-        """The steps, one by one, each noted as the one under way. timeout: seconds for which a step may stand still, and what the step
-        before took on top (a host may have all of it to wait for), before this process ends. The first, which compiles, may always."""
+        """The steps, one by one, each noted as the one under way.
+
+        timeout: seconds for which a step may stand still before this process ends, on top of the time that
+        the step before took (a host may have all of that to wait for). 0: no limit. The first step, which
+        compiles, has none.
+        """
         began = None
         for self.step in steps:
             if timeout and began and self._originals and self._moved is None:
-                # others may still be at what this rank did not have to do
+                # After a pause: other ranks may still be at work that this rank did not have.
                 dist.barrier(group=self.control)
             now = time.monotonic()
             self.timeout = timeout + now - began if timeout and began else 0.0
@@ -128,13 +137,16 @@ class Watch:
             yield self.step
 
     def pause(self) -> None:
-        """Until the next step begins nothing needs to move: a save or a validation takes as long as it takes."""
+        """Stops the clock until the next step begins: a save or a validation takes as long as it takes."""
         with self._guarding:
             self._moved = None
             self._disarm()
 
     def vote(self) -> None:
-        """A collective of all ranks. Raises DivergenceError on all of them unless they agree on this step's collectives so far."""
+        """Raises DivergenceError on all ranks unless they agree on this step's collectives so far.
+
+        It is a collective of all ranks itself.
+        """
         if not self._originals:
             return
         mine = torch.tensor([len(self.sites), self.checksum])
@@ -152,7 +164,8 @@ class Watch:
     def _journalled(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            # Background threads (Python's own, a checkpoint's) keep their own pace; autograd's threads are no Python threads.
+            # Background threads (Python's own, a checkpoint's) keep their own pace and are left out.
+            # Autograd's threads are not Python's: Python calls them "Dummy-N".
             thread = threading.current_thread()
             if group is not self.control and (thread is self._thread or thread.name.startswith("Dummy")):
                 self._note(name, args, sys._getframe(1))
@@ -161,25 +174,27 @@ class Watch:
         return collective
 
     def _note(self, name: str, args: tuple, frame: Any) -> None:
-        tensors, options = _first_tensors(args), args[-1] if args else None
+        tensors = _first_tensors(args)
+        options = args[-1] if args else None
         words = f"{name} {_operands(name, tensors, options)}at {_call_site(frame)}"
         self.sites.append(words)
         self.checksum = zlib.crc32(words.encode(), self.checksum)
         if self._moved is not None:
             self._moved = time.monotonic()
-        if (
-            not tensors or tensors[0].is_cpu
-        ):  # gloo may abort this process; NCCL hangs, and the heartbeat tells
+        if not tensors or tensors[0].is_cpu:
+            # At once, as gloo may abort this process. Where NCCL hangs, the heartbeat tells later.
             self._tell()
 
     def _begin_journal(self) -> None:
         with self._telling:
-            self.sites, self.checksum, self._told = [], 0, 0
+            self.sites = []
+            self.checksum = 0
+            self._told = 0
             self.store.set(f"{self.rank}.journal", f"{self.votes}\n")
 
     def _tell(self) -> None:
-        """Hand the store what it has not heard of the journal; sent, not answered, so nobody waits."""
-        with self._telling, suppress(*GONE):  # that the store is gone, the collectives will say
+        """Sends the store what it has not heard of the journal; there is no answer to wait for."""
+        with self._telling, suppress(*GONE):  # if the store is gone, collectives will say so
             new = self.sites[self._told :]
             self._told += len(new)
             if new:
@@ -191,22 +206,20 @@ class Watch:
         if self.world > 1:
             if not faulthandler.is_enabled():
                 with suppress(*NO_FILE):
-                    faulthandler.enable()  # what aborts says where, at least on its own stderr
+                    faulthandler.enable()  # so a process that aborts says where, at least on its own stderr
             self.store = dist.PrefixStore(f"watch {next(ENTRIES)}", self.connection)
-            self._thread, self._ended, self._moved = threading.current_thread(), threading.Event(), None
+            self._thread = threading.current_thread()
+            self._ended = threading.Event()
+            self._moved = None
             self._begin_journal()
             self._publish()
             for method in METHODS.keys() & vars(dist.ProcessGroup).keys():
-                # as it lies there; getattr's would not bind again
+                # To be put back, the method as the class holds it: what getattr gives would not bind again.
                 self._originals[method] = vars(dist.ProcessGroup)[method]
-                setattr(
-                    dist.ProcessGroup,
-                    method,
-                    self._journalled(METHODS[method], getattr(dist.ProcessGroup, method)),
-                )
-            self._heart = threading.Thread(
-                target=self._beat, args=(self._ended,), name="heartbeat", daemon=True
-            )
+                journalled = self._journalled(METHODS[method], getattr(dist.ProcessGroup, method))
+                setattr(dist.ProcessGroup, method, journalled)
+            ended = self._ended
+            self._heart = threading.Thread(target=self._beat, args=(ended,), name="heartbeat", daemon=True)
             self._heart.start()
         return self
 
@@ -225,38 +238,45 @@ class Watch:
         self.pause()
         for method, original in self._originals.items():
             setattr(dist.ProcessGroup, method, original)
-        if self._originals and isinstance(error, Exception):  # SystemExit: said already, by all ranks
+        # Not SystemExit, of which all ranks have said why.
+        if self._originals and isinstance(error, Exception):
             error.add_note(self._words(error))
             if torch.cuda.is_initialized():
                 _leave_behind(error)
-        if self._heart:  # a thread that comes back from the store while Python ends takes the process with it: std::terminate, code -6
+        if self._heart:
+            # A thread that comes back from the store while Python ends would end the process by
+            # std::terminate, with code -6.
             self._heart.join(BEAT_S if error else HEARS_S)
-        self._originals, self._heart = {}, None
+        self._originals = {}
+        self._heart = None
 
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT_S):
-            with suppress(*GONE):  # the collectives will say so
+            with suppress(*GONE):  # if the store is gone, collectives will say so
                 self._publish()
             self._guard()
 
     def _guard(self) -> None:
-        """Ends this process if its step stands still, or sees to it that it ends. Where the GPU waits for a peer and its queue is full,
-        inductor's launches wait with Python's lock held and no thread of Python runs: faulthandler's, which needs no lock, ends it then."""
+        """Ends this process if its step stands still; faulthandler's timer does so if this thread cannot.
+
+        Where the GPU waits for a peer and its queue is full, inductor's launches wait with Python's lock
+        held, and no thread of Python runs. faulthandler's thread needs no lock and ends the process then.
+        """
         with self._guarding:
             if self._ended.is_set():
                 return
             saves = self.saving()
-            if (
-                self._saved and not saves and self._moved is not None
-            ):  # what waited for its disk may go on now
+            if self._saved and not saves and self._moved is not None:
+                # A save has ended: what waited for its disk may go on now.
                 self._moved = time.monotonic()
             self._saved = saves
+
             moved = self._moved if self.timeout else None
             limit = max(self.timeout, patience().total_seconds()) if saves else self.timeout
             stood = 0.0 if moved is None else time.monotonic() - moved
             self._disarm()
             if moved is not None and stood <= limit:
-                with suppress(OverflowError, *NO_FILE):  # a timeout of centuries
+                with suppress(OverflowError, *NO_FILE):  # OverflowError: a timeout of centuries
                     faulthandler.dump_traceback_later(limit, exit=True)
                     self._armed = True
         if stood > limit:
@@ -268,10 +288,14 @@ class Watch:
         self._armed = False
 
     def _give_up(self, stood: float) -> None:
-        """Says where the watched thread is, and with which exception if it ends already, then what is known of the others, and ends the
-        process: no exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels do."""
+        """Says where the watched thread is and what is known of the other ranks, then ends the process.
+
+        If the thread is already ending by an exception, that is said too. The process has to be ended: no
+        exception reaches a thread that waits for a peer in gloo, or for a GPU whose kernels wait for one.
+        """
         with open(os.devnull, "w") as nowhere:
-            # what is said reads files and writes into pipes, which may be what hangs
+            # A timer for the end, as to say all this reads files and writes into pipes, which may be what
+            # hangs.
             faulthandler.dump_traceback_later(2 * HEARS_S, exit=True, file=nowhere)
             main = self._thread.ident or 0
             error: Any = sys._current_exceptions().get(main)
@@ -286,7 +310,7 @@ class Watch:
                 _leave()
 
     def _words(self, error: BaseException | None) -> str:
-        """_last_words, if they come: a stopped host of the store does not answer, and waits for nobody."""
+        """`_last_words`, if they come within HEARS_S: a stopped host of the store does not answer."""
         heard: list[str] = []
         hearing = threading.Thread(target=lambda: heard.append(self._last_words(error)), daemon=True)
         hearing.start()
@@ -304,7 +328,7 @@ class Watch:
         self.store.set(str(self.rank), json.dumps(words))
 
     def _last_words(self, error: BaseException | None) -> str:
-        """What this rank knows of the others, after having told of its own end: an error, or that it stands still."""
+        """Tells of this rank's end, an error or a standstill; returns what is known of the other ranks."""
         lines = [self._own_end()]
         try:
             self._publish(_cause(error) if error else None, stands=not error)
@@ -328,9 +352,13 @@ class Watch:
 
 
 def _leave_behind(error: BaseException) -> None:
-    """Ends the process if nobody catches the error, behind its traceback and what threads have to end: CUDA's own end waits for kernels,
-    and those for a peer that does not come. Four ranks that shared an H200 had said all after 21 s and were still there after 106."""
-    setattr(error, LEAVES, True)  # a mark: who holds the error holds its frames, and the model in them
+    """Ends the process if nothing catches the error, after its traceback and what threads have to end.
+
+    CUDA's own end waits for kernels, and those for a peer that does not come: four ranks that shared an H200
+    had said all after 21 s and were still there after 106.
+    """
+    # A mark on the error, not a reference to it: that would keep its frames, and the model in them.
+    setattr(error, LEAVES, True)
     hook = sys.excepthook
     if hasattr(hook, LEAVES):
         return
@@ -345,7 +373,7 @@ def _leave_behind(error: BaseException) -> None:
 
 
 def _all_of(error: BaseException) -> list[BaseException]:
-    """The error, what it was raised from or behind, and what a group holds."""
+    """The error, the errors that it was raised from or while handling, and those that a group holds."""
     found: list[BaseException] = []
     more: list[Any] = [error]
     while more:
@@ -357,7 +385,10 @@ def _all_of(error: BaseException) -> list[BaseException]:
 
 
 def _cause(error: BaseException | None) -> str:
-    """What was raised, behind what was being handled then: the end of a run may fail too, and is not why it ends."""
+    """What was raised, after what was being handled at that time.
+
+    The end of a run may fail too, and that is not why it ends.
+    """
     said: list[str] = []
     while error:
         said.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -369,12 +400,12 @@ def _leave() -> None:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # a full disk must not keep it
+    finally:  # a full disk must not keep the process
         os._exit(1)
 
 
 def _first_tensors(args: tuple) -> list[Tensor]:
-    """The tensors of the first argument: outputs, or what is reduced in place."""
+    """The tensors of a collective's first argument: outputs, or what is reduced in place."""
     found = args[0] if args else []
     while isinstance(found, list) and found and isinstance(found[0], list):
         found = found[0]
@@ -382,7 +413,7 @@ def _first_tensors(args: tuple) -> list[Tensor]:
 
 
 def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
-    """What has to be equal on all ranks: elements and type, the operation, the root."""
+    """In words, what must be equal on all ranks: number of elements, type, operation, root."""
     words = ""
     if tensors and name not in UNEVEN:
         words = f"of {sum([t.numel() for t in tensors])} {DTYPES[tensors[0].dtype]} "
@@ -394,7 +425,7 @@ def _operands(name: str, tensors: list[Tensor], options: Any) -> str:
 
 
 def _call_site(frame: Any) -> str:
-    """The function of torch.distributed that was called, and from where."""
+    """From where torch.distributed was called: file, line and function."""
     while frame.f_code.co_filename in INSIDE:
         frame = frame.f_back
     return _place(frame.f_code, frame.f_lineno)
@@ -410,11 +441,11 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
     ended = {r: words for r, words in now.items() if words["failure"]}
     if ended:
         first = min(ended, key=lambda r: ended[r]["at"])
-        before_it = [
-            str(r) for r, words in now.items() if words["stands"] and words["at"] < ended[first]["at"]
-        ]
-        behind = f", behind the standstill of rank {', '.join(before_it)}" if before_it else ""
-        yield f"the first to fail was rank {first} in step {ended[first]['step']}: {ended[first]['failure']}{behind}"
+        its = ended[first]
+        stood = [str(r) for r, words in now.items() if words["stands"] and words["at"] < its["at"]]
+        behind = f", behind the standstill of rank {', '.join(stood)}" if stood else ""
+        yield f"the first to fail was rank {first} in step {its['step']}: {its['failure']}{behind}"
+
     for other, words in now.items():
         if other != rank and words["stands"]:
             yield f"rank {other} stood still, in step {words['step']}, {_after(words['sites'])}"
@@ -426,6 +457,7 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
             )
         elif other != rank and not words["failure"]:
             yield f"rank {other} lives, in step {words['step']}, {_after(words['sites'])}"
+
     same_vote = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
     if len(set(map(tuple, same_vote.values()))) > 1:
         yield _parting(same_vote)
@@ -439,11 +471,10 @@ def _parting(journals: dict[int, list[str]]) -> str:
     """Where the ranks' collectives begin to differ."""
     longest = max(map(len, journals.values()))
     padded = {rank: [*sites, *["nothing yet"] * (longest - len(sites))] for rank, sites in journals.items()}
-    at = next(
-        (i for i, calls in enumerate(zip(*padded.values(), strict=True)) if len(set(calls)) > 1), longest
-    )
+    numbered = enumerate(zip(*padded.values(), strict=True))
+    at = next((i for i, together in numbered if len(set(together)) > 1), longest)
     calls: dict[str, list[str]] = {}
     for rank, sites in padded.items():
         calls.setdefault(sites[at] if at < longest else "nothing yet", []).append(str(rank))
-    who = "; ".join(f"rank {', '.join(ranks)}: {site}" for site, ranks in calls.items())
-    return f"the ranks' collectives part at number {at + 1}: {who}"
+    which = "; ".join(f"rank {', '.join(ranks)}: {site}" for site, ranks in calls.items())
+    return f"the ranks' collectives part at number {at + 1}: {which}"
