@@ -1,8 +1,8 @@
 """Keeps experts evenly used: what each router measures per sequence, and the losses made of it.
 
-Every MoE layer returns sums per sequence only; the loss is taken once, for all layers together, outside the compiled
-blocks. So the global-batch loss costs one all-reduce a micro-batch however deep the model, and activation
-checkpointing cannot count a token twice.
+Every MoE layer returns only sums per sequence. The loss is computed once, for all layers together, outside
+the compiled blocks. So the global-batch loss costs one all-reduce per micro-batch, however deep the model is,
+and activation checkpointing cannot count a token twice.
 
 next: moe/dispatch.py
 """
@@ -20,17 +20,20 @@ from tmoe.moe.router import Router, Routing
 
 
 class Load(NamedTuple):
-    """Sums over the tokens (padding left out) of each of B sequences; stacked over Y MoE layers in front by `stack`."""
+    """One layer's sums over the tokens of each of B sequences, without padding.
 
-    probs_BE: Tensor  # sum_t of the scores, divided by their sum over experts, differentiable
+    `stack` puts the loads of Y MoE layers together, with Y as the first dimension.
+    """
+
+    probs_BE: Tensor  # sum over tokens of each expert's share of a token's scores, differentiable
     counts_BE: Tensor  # (token, expert) pairs routed, fp32
     tokens_B: Tensor  # fp32
-    z_B: Tensor  # sum_t logsumexp(logits_t)^2, differentiable
-    entropy_B: Tensor  # sum_t entropy of those shares, nats, no gradient
+    z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
+    entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
 
 
 class Totals(NamedTuple):
-    """What a whole step holds, over all ranks and micro-batches: losses are sums divided by these (0-dim fp32)."""
+    """Counts of a whole step, over all ranks and micro-batches (0-dim fp32): the divisors of the losses."""
 
     targets: Tensor
     tokens: Tensor
@@ -38,25 +41,34 @@ class Totals(NamedTuple):
 
 
 def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
-    """Sums for the losses. T tokens are `sequences` rows of equal length. score: MoEConfig's; sigmoids are divided by their sum
-    (DeepSeek-V3, 2024, eq. 19) as a softmax of their logarithms, which stays one where they all are nearly 0."""
+    """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
+
+    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Sigmoid scores are divided by
+    their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose shares
+    still add up to one where all scores are nearly 0.
+    """
     logits_TE = routing.logits_TE
     z_T = lse_T = logits_TE.logsumexp(-1)
     if score == "sigmoid":
         logits_TE = F.logsigmoid(logits_TE)
         lse_T = logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
-    # a comparison for each of the K choices: one_hot and scatter_add allocate [T, K, E] or add in random order
+
+    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
     experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
     chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
-    logs_TE, shares_TE = logits_TE.detach(), probs_TE.detach()
-    entropy_T = lse_T.detach() - (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(
-        -1
-    )  # -inf: an expert switched off
+
+    # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
+    logs_TE = logits_TE.detach()
+    shares_TE = probs_TE.detach()
+    mean_log_T = (shares_TE * logs_TE.where(shares_TE > 0, 0)).sum(-1)
+    entropy_T = lse_T.detach() - mean_log_T
+
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
 
     def per_sequence(v_T: Tensor) -> Tensor:
-        return v_T.unflatten(0, (sequences, v_T.shape[0] // max(sequences, 1))).sum(1)  # -1 fails for B = 0
+        length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
+        return v_T.unflatten(0, (sequences, length)).sum(1)
 
     return Load(
         per_sequence(probs_TE * keep_T[:, None]),
@@ -68,22 +80,29 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
 
 
 def stack(loads: list[Load]) -> Load:
+    """The loads of all MoE layers as one, with the layers as the first dimension."""
     return Load(*(torch.stack(field) for field in zip(*loads, strict=True)))
 
 
 def alone(t: Tensor) -> Tensor:
-    """The sum over one rank. RuntimeError where there are more: each would steer by its own counts, and their models drift apart."""
+    """The sum over one rank: the tensor itself.
+
+    RuntimeError where there are more ranks: each would steer by its own counts, and their models drift apart.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it, and under another wrapper "
+            f"balancer.all_reduce: not set in a world of {dist.get_world_size()} ranks; parallelize sets it, "
+            "and under another wrapper "
             "a function that returns the sum of a tensor over the ranks that train together does"
         )
     return t
 
 
 class Balancer:
-    """Turns the layers' loads into the balancing loss or into steps of the routers' choice bias, and remembers counts: of the step,
-    and for the log."""
+    """Turns the layers' loads into the balancing loss, or into steps of the routers' choice bias.
+
+    It keeps two kinds of counts: those of the step, and those for the log.
+    """
 
     def __init__(self, cfg: MoEConfig):
         self.cfg = cfg
@@ -92,17 +111,21 @@ class Balancer:
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the counts of the step before (the global-batch loss averages over a step's micro-batches)."""
+        """Forgets the last step's counts (the global-batch loss averages over one step's micro-batches)."""
         self.seen_YE: Tensor | None = None
         self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
-        """This rank's share of the balancing and z-loss of one micro-batch, summed over layers: shares add up over
-        ranks and micro-batches to the loss of the step. load: stacked over layers; totals None: this call is all.
-        A load made where gradients were off, as in a checkpoint with use_reentrant=True, gives a loss without any, and no error: its
-        tensors look like those of a frozen router, whose loss rightly has none."""
+        """This rank's share of the balancing loss and z-loss of one micro-batch, summed over layers.
+
+        The shares of all ranks and micro-batches add up to the loss of the step.
+        load: stacked over layers. totals: those of the step; None: this call is the whole step.
+        A load made with gradients off, as in a checkpoint with use_reentrant=True, gives a loss without
+        gradients,
+        and no error: its tensors look like those of a frozen router, whose loss rightly has none.
+        """
         cfg = self.cfg
-        # an evaluation between two micro-batches is none
+        # an evaluation between two micro-batches is not part of the step
         part = totals is not None and torch.is_grad_enabled()
         if totals is None:
             totals = Totals(
@@ -116,7 +139,11 @@ class Balancer:
         return loss
 
     def _overlap(self, load: Load, totals: Totals, part: bool) -> Tensor:
-        """sum_e f_e P_e, f_e the share of routed pairs in the scope, P_e the mean probability. part: of a step, whose counts add up."""
+        """The sum over experts of f_e P_e, which is least where the experts are evenly used.
+
+        f_e: the expert's share of the routed pairs in the scope; P_e: its mean probability.
+        part: this micro-batch is part of a step, whose counts add up.
+        """
         if self.cfg.balance == "sequence":
             share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
             mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
@@ -132,24 +159,26 @@ class Balancer:
 
     @torch.no_grad()
     def record(self, load: Load) -> None:
-        """Adds a micro-batch to what the next log line shows, and to what update_bias sums."""
+        """Adds a micro-batch to what the next log line shows, and to the counts that update_bias uses."""
         tokens_Y = load.tokens_B.sum(1)
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
-        new = RouterLog(
-            counts_LE, load.entropy_B.sum(1), tokens_Y * self.cfg.top_k - counts_LE.sum(-1), tokens_Y
-        )
-        new = RouterLog(
-            *(v.double() for v in new)
-        )  # a step's counts may pass 2^24, where fp32 no longer counts
-        self.log = (
-            new if self.log is None else RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
-        )
+        dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
+        sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)
+        # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
+        new = RouterLog(*(v.double() for v in sums))
+        if self.log is None:
+            self.log = new
+        else:
+            self.log = RouterLog(*(a + b for a, b in zip(self.log, new, strict=True)))
 
     def update_bias(self, routers: Iterable[Router], taken: Tensor | None = None) -> None:
-        """After an optimizer step (a collective, one for all layers): each router's choice bias follows the loads recorded since
-        the step began. Nothing recorded, no choice bias, or a step that was not taken (0): nothing happens."""
+        """Moves each router's choice bias, after an optimizer step, by the loads recorded since it began.
+
+        A collective, one for all layers. taken: 0 if the step was skipped. Nothing changes if it was skipped,
+        if nothing was recorded, or without a choice bias.
+        """
         if self.routed_YE is None:
             return
         if taken is not None:
@@ -159,17 +188,21 @@ class Balancer:
         self.routed_YE = None
 
     def read_log(self) -> "RouterStats | None":
-        """What was recorded since the last call, over all ranks (a collective: every rank calls it, or none)."""
+        """What was recorded since the last call, over all ranks; None if nothing was.
+
+        A collective: every rank calls it, or none.
+        """
         if self.log is None:
             return None
         flat = self.all_reduce(torch.cat([v.reshape(v.shape[0], -1) for v in self.log], 1))
         self.log = None
         counts_LE, entropy_L, dropped_L, tokens_L = flat.split([self.cfg.experts, 1, 1, 1], 1)
-        return RouterStats(counts_LE, (entropy_L / tokens_L.clamp(min=1))[:, 0], dropped_L[:, 0])
+        mean_entropy_L = entropy_L / tokens_L.clamp(min=1)
+        return RouterStats(counts_LE, mean_entropy_L[:, 0], dropped_L[:, 0])
 
 
 class RouterLog(NamedTuple):
-    """Sums since the last log line, a row for each MoE layer."""
+    """Sums since the last log line, one row for each MoE layer."""
 
     counts_LE: Tensor
     entropy_L: Tensor
@@ -178,8 +211,10 @@ class RouterLog(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """A log line's view of the routers, L MoE layers."""
+    """What a log line says of the routers of L MoE layers."""
 
     counts_LE: Tensor  # routed pairs per expert
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
-    dropped_L: Tensor  # K choices a token less the counts: those that a router left open (-1), which tmoe's never does; dispatch drops none
+    # K choices per token less the counts: choices that a router left open (-1). tmoe's router leaves
+    # none open, and dispatch drops none
+    dropped_L: Tensor

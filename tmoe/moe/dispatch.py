@@ -1,12 +1,12 @@
-"""Takes tokens to the ranks that hold their experts and brings the sums back; one interface for every backend.
+"""Takes tokens to the ranks that hold their experts and brings the sums back, by one of several backends.
 
-`dispatch` sends a token at most once to each rank, with its K (local expert id or -1, weight) pairs, so a rank receives
-at most T rows from each peer however skewed the routing is, and nothing is dropped. `combine` needs the plan and
-nothing else: no state crosses the pair.
+`dispatch` sends a token at most once to each rank, with its K pairs (local expert id or -1, weight). So a
+rank receives at most T rows from each peer, however skewed the routing is, and nothing is dropped.
+`combine` needs only the plan: the two calls share no other state.
 
     LocalDispatcher         ep=1
     AllToAllDispatcher      torch.distributed, any backend; the host waits once a layer for the counts
-    SymmDispatcher          one NVLink node; all three steps are one op, and the host never waits
+    SymmDispatcher          one NVLink node; dispatch, experts and combine are one op; the host never waits
 
 next: moe/experts.py
 """
@@ -28,12 +28,12 @@ class Rows(NamedTuple):
 
     x_RD: Tensor
     weights_RK: Tensor  # fp32
-    ids_RK: Tensor  # int32, local to this rank, -1: another rank's
+    ids_RK: Tensor  # int32, local to this rank; -1: an expert of another rank
     pairs: int | None = None  # how many routed pairs to allocate for at once, see moe_mlp
 
 
 class Plan(NamedTuple):
-    """How the rows came; frozen, and all that combine needs."""
+    """How the rows came: all that combine needs. Frozen."""
 
     ids_RK: Tensor
     order_S: Tensor
@@ -42,18 +42,26 @@ class Plan(NamedTuple):
 
 
 def pairs_bound(tokens: int, top_k: int, ep: int, local_experts: int) -> int | None:
-    """Routed pairs to allocate for at once: half as many again as arrive under balance, at most all that can arrive.
+    """How many routed pairs to allocate for at once; None for ep=1.
 
-    Memory follows this, not the worst case; what exceeds it costs time (further rounds), never correctness: on a rank with few tokens of
-    its own, whose peers have many, much time. None: ep=1.
+    It is 1.5 times what arrives when experts are evenly used, at most all that can arrive, in whole tiles of
+    128. Memory follows this number, not the worst case. Pairs beyond it cost time (further rounds), never
+    correctness. They cost much time on a rank that has few tokens of its own while its peers have many.
     """
+    if ep == 1:
+        return None
     most = tokens * ep * min(top_k, local_experts)
-    return None if ep == 1 else 128 * max(1, -(-min(tokens * top_k * 3 // 2, most) // 128))  # whole tiles
+    wanted = min(tokens * top_k * 3 // 2, most)
+    tiles = -(-wanted // 128)  # rounded up
+    return 128 * max(1, tiles)
 
 
 class Shared(Protocol):
-    """A shared expert, as moe/layer.py's SwiGLU is one: an op may multiply by its matrices in its place where it is plain and they are not
-    None. Ranks that do not decide alike wait for each other for ever: all of them agree on `plain` beforehand."""
+    """A shared expert, such as SwiGLU of moe/layer.py.
+
+    An op may multiply by its matrices instead of calling it, where it is `plain` and `matrices` is not None.
+    All ranks must agree on `plain` beforehand: ranks that decide differently wait for each other forever.
+    """
 
     def __call__(self, x_TD: Tensor, /) -> Tensor: ...
 
@@ -64,7 +72,7 @@ class Shared(Protocol):
 
 
 class Dispatcher:
-    """`dispatcher(x_TD, routing, experts)` is y_TD: the experts of all ranks, applied to this rank's tokens."""
+    """Applies the experts of all ranks to this rank's tokens: y_TD = dispatcher(x_TD, routing, experts)."""
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)
@@ -73,7 +81,7 @@ class Dispatcher:
     def beside(
         self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor], shared: Shared
     ) -> tuple[Tensor, Tensor]:
-        """y_TD, and shared(x_TD), which tokens may travel beside."""
+        """y_TD, and shared(x_TD), which may run while tokens travel."""
         return self(x_TD, routing, experts), shared(x_TD)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan | None]:
@@ -94,17 +102,20 @@ class LocalDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """`torch.distributed` all-to-all with split sizes (gloo, NCCL, RCCL): the portable reference. One host sync a layer."""
+    """The portable reference: `torch.distributed` all-to-all with split sizes, on gloo, NCCL or RCCL.
+
+    The host waits for the device once per layer.
+    """
 
     def __init__(self, group: dist.ProcessGroup, local_experts: int):
-        self.group, self.ranks = collectives.name_of(group), group.size()
+        self.group = collectives.name_of(group)
+        self.ranks = group.size()
         self.local_experts = local_experts
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Plan]:
         ids_RK, order_S, splits_2P = collectives.plan(routing.ids_TK, self.local_experts, self.group)
-        x_RD, weights_RK = (
-            collectives.push(t, ids_RK, order_S, splits_2P, self.group) for t in (x_TD, routing.weights_TK)
-        )
+        x_RD = collectives.push(x_TD, ids_RK, order_S, splits_2P, self.group)
+        weights_RK = collectives.push(routing.weights_TK, ids_RK, order_S, splits_2P, self.group)
         T, K = routing.ids_TK.shape
         pairs = pairs_bound(T, K, self.ranks, self.local_experts)
         return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, T)
@@ -115,33 +126,44 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class SymmDispatcher(Dispatcher):
-    """Kernels that store into the peers' memory; see symm.py. `experts` are LocalExperts, whose weights its op takes, and those of
-    `shared` too where tokens can travel while it runs and it is no more than its matrices.
+    """Exchanges tokens by kernels that store into the peers' memory; see symm.py.
 
-    tokens: the most that any rank has in a call, 0 if not known. The first call makes room for the most that a rank brings, and
-    `tokens`; later room grows only where all ranks bring more in the same call. Where some do, they raise ValueError.
-    Room once grown costs each later call of the group: kernels, and copies of dX, go over all slots there are, used or not.
-    fp8: rows travel as float8 e4m3, half the bytes, 2.6% of rounding each way.
+    `experts` are LocalExperts, whose weights its op takes. The op also takes the weights of `shared`, where
+    tokens can travel while the shared expert runs and it is nothing but its two matrices.
+
+    tokens: the most that any rank has in a call, 0 if not known. The first call makes room for `tokens`, and
+        for the most that any rank brings. Later the room grows only if all ranks bring more in the same call;
+        if only some do, those raise ValueError. More room makes each later call of the group slower: kernels,
+        and copies of dX, go over all slots, used or not.
+    fp8: rows travel as float8 e4m3: half the bytes, 2.6% of rounding each way.
     width: that of a shared expert which is plain on every rank of the group, 0 without one.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, local_experts: int, tokens: int = 0, fp8: bool = False, width: int = 0
     ):
-        self.group, self.ranks = collectives.name_of(group), group.size()
+        self.group = collectives.name_of(group)
+        self.ranks = group.size()
         self.local_experts = local_experts
-        self.tokens, self.fp8, self.width = tokens, fp8, 0 if fp8 else width
+        self.tokens = tokens
+        self.fp8 = fp8
+        self.width = 0 if fp8 else width
 
-    def __call__(self, x_TD: Tensor, routing: Routing, experts) -> Tensor:
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: Any) -> Tensor:
         return self.layer(x_TD, routing, experts)[0]
 
-    def beside(self, x_TD: Tensor, routing: Routing, experts, shared: Shared) -> tuple[Tensor, Tensor]:
-        """ValueError where the shared expert has become more than its matrices: on one rank alone that would be a wait for ever."""
+    def beside(self, x_TD: Tensor, routing: Routing, experts: Any, shared: Shared) -> tuple[Tensor, Tensor]:
+        """y_TD and shared(x_TD), in one op where tokens can travel while the shared expert runs.
+
+        ValueError where the shared expert has become more than its matrices: if that happened on one rank
+        alone, ranks would wait for each other forever.
+        """
         if not (self.width and symm.hides(self.ranks, x_TD.element_size(), self.width)):
             return super().beside(x_TD, routing, experts, shared)
         if not getattr(shared, "plain", False):
             raise ValueError(
-                "moe.shared: has got hooks, adapters or other layers since parallelize, which an exchange beside it would pass by; "
+                "moe.shared: has got hooks, adapters or other layers since parallelize, "
+                "which an exchange beside it would pass by; "
                 "change it before, on all ranks, or use --parallel.dispatch nccl"
             )
         matrices = shared.matrices(x_TD)
@@ -149,12 +171,12 @@ class SymmDispatcher(Dispatcher):
             return super().beside(x_TD, routing, experts, shared)
         return self.layer(x_TD, routing, experts, *matrices)
 
-    def layer(self, x_TD: Tensor, routing: Routing, experts, *shared: Tensor) -> tuple[Tensor, Any]:
-        """symm.moe's y_TD, and that of a SwiGLU of the two matrices `shared`, None without them."""
+    def layer(self, x_TD: Tensor, routing: Routing, experts: Any, *shared: Tensor) -> tuple[Tensor, Any]:
+        """The y_TD of symm.moe, and that of a SwiGLU of the two matrices `shared` (None without them)."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
         pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
-        local = experts.gate_up, experts.down, experts.gate_up_bias, experts.activation
-        how = tokens, pairs, self.fp8, self.group
+        local = (experts.gate_up, experts.down, experts.gate_up_bias, experts.activation)
+        how = (tokens, pairs, self.fp8, self.group)
         return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *shared)
 
 
@@ -167,11 +189,13 @@ def dispatcher_for(
     biased: bool,
     width: int = 0,
 ) -> AllToAllDispatcher | SymmDispatcher:
-    """The dispatcher of an expert group, by `--parallel.dispatch` auto, nccl or symm. A collective, with one answer on all ranks.
+    """The dispatcher of an expert group, by `--parallel.dispatch`: auto, nccl or symm.
 
-    auto: symm where the peers' memory can be reached, else nccl. biased: the experts' down projection has a bias. width:
-    that of the shared expert if it is plain here, else 0.
-    Raises ValueError where symm is asked for, or fp8 on the wire, which only symm has, and it cannot work.
+    A collective, with the same answer on all ranks.
+    auto: symm where the peers' memory can be reached, else nccl. tokens, fp8: see SymmDispatcher.
+    biased: the experts' down projection has a bias.
+    width: that of the shared expert if it is plain on this rank, else 0.
+    Raises ValueError where symm cannot work, but symm or fp8 on the wire, which only symm has, is asked for.
     """
     if dist.get_backend(group) == "fake":  # a dry run moves nothing
         return AllToAllDispatcher(group, local_experts)

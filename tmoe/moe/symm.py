@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer's way through an expert group on one NVLink node: kernels store into the peers' memory.
+"""Exchanges a layer's tokens inside one NVLink node by kernels that store into the peers' memory, as one op.
 
     forward     push x ─ meet ─ experts ─ meet, pull y
     backward    push dy ─ meet ─ dH, dX ─ meet ─ weight gradients ─ meet ─ sum dx
@@ -9,30 +9,39 @@
     backward    its gradients ─ meet ─ dH, dX, then as above
                 └ copy dy, x ───┘
 
-One opaque op spans the three steps, so that nobody else ever holds a view of the buffers, which all layers share. No size in
-it depends on the routing and nothing in it needs the host: it compiles into one graph, and a CUDA graph captures it.
+One opaque op does dispatch, experts and combine, so no other code ever holds a view of the buffers, which all
+layers share. No size in the op depends on the routing, and nothing in it needs the host: it compiles into one
+graph, and a CUDA graph can capture it.
 
-**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows, but the copy
-engines need none: they carry x, again, and the partial dX while the products run, 3 to 8% slower for it
-(docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md). They copy every
-row to every rank, since only the device knows who needs which; that is what most layers need anyway (at K=8 on 4 ranks 90%),
-and nobody waits for the rest where products take longer (`hides`). Elsewhere kernels move those rows too, in the open. x and dy
-must come before the experts can begin: they hide where a shared expert, which needs no rows of others, gives its products.
+**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows.
+The copy engines need none: while the products run, they carry x (a second time) and the partial dX. The products
+are 3 to 8% slower for it (docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md).
+The copy engines copy every row to every rank, because only the device knows which rank needs which row. Most
+layers need most of these copies anyway (90% at K=8 on 4 ranks), and the rest costs no time where the products take
+longer than the copies (`hides`). Where they do not, kernels move those rows too, and nothing runs beside them.
+x and dy must arrive before the experts can begin. They travel beside products only where there is a shared
+expert, which needs no rows of other ranks.
 
-**What is kept for backward.** The received rows are not: backward moves x again. Kept, they would be T * ranks rows a layer
-(the static bound), or a copy out of the buffer of those that came; at 24 layers of Qwen3-30B-A3B, 16384 tokens a GPU and ep=4 that is
-5.5 GiB. So a layer keeps its inputs and the pre-activations H of `pairs` routed pairs, and the buffers, four times T * ranks rows
-for all layers together, do not grow with their number.
+**What is kept for backward.** The received rows are not kept: backward moves x again. Keeping them would take
+T * ranks rows per layer (the static bound), or a copy of those that came, out of the buffer. At 24 layers of
+Qwen3-30B-A3B, 16384 tokens per GPU and ep=4 that is 5.5 GiB. So a layer keeps its inputs, and the pre-activations
+H of `pairs` routed pairs. The buffers hold four times T * ranks rows for all layers together: they do not grow
+with the number of layers.
 
-**Who may write when.** A rank writes into a peer's x, dy, ids or weights only in a push or a copy behind one, and reads a peer's y
-only in a pull. A rank that pushes has left the pull before, where it met everyone after their experts had read x, ids and weights:
-the rows may go, and no meeting need come before them. A rank whose experts write y has met everyone after that (in the push, or where
-it waited for the copies beside a shared expert), and they came there after their pull of the last y. That chain breaks in backward
-alone, where weight gradients read x and dy, and sums are read, after the last meeting; so backward ends with one of its own. All
-calls of one group must come on one stream, in the same order on every rank. A rank without tokens calls as well.
+**Which rank may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, or in a copy that
+follows one. It reads a peer's y only in a pull.
+A rank that pushes has left the pull before. In that pull it met all ranks, after their experts had read x, ids and
+weights. So its rows may go, and no meeting is needed before them.
+A rank whose experts write y has met all ranks after that: in the push, or where it waited for the copies beside a
+shared expert. The others came to that meeting after their pull of the last y.
+Only in backward is this not enough: there weight gradients read x and dy, and sums are read, after the last
+meeting. So backward ends with a meeting of its own.
+All calls of one group must be made on one stream, and in the same order on every rank. A rank without tokens makes
+the call as well.
 
-**fp8** on the wire: rows are packed to float8 e4m3 with a scale each before they leave, and unpacked where they arrive, so that
-experts and sums see the type of x. Half the bytes; each movement adds about 2.6% of a row's norm in rounding, forward and backward.
+**fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they leave. They are unpacked
+where they arrive, so experts and sums see the dtype of x. That halves the bytes; each movement adds rounding of
+about 2.6% of a row's norm, forward and backward.
 
 next: moe/dispatch.py
 """
@@ -41,6 +50,8 @@ import functools
 import logging
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +68,8 @@ log = logging.getLogger(__name__)
 symmetric = find("torch.distributed._symmetric_memory")
 _detect_dma_connectivity = find("torch._C._distributed_c10d._detect_dma_connectivity")
 
-LINK = 370e9  # bytes a second that one GPU's copy engines send to its peers, on an H200
-PRODUCT = 600e12  # operations a second of a product
+LINK = 370e9  # bytes per second that one GPU's copy engines send to its peers, on an H200
+PRODUCT = 600e12  # operations per second of a matrix product
 
 _exchanges: dict[str, "Exchange"] = {}
 
@@ -67,19 +78,24 @@ class Exchange:
     """The buffers of one expert group, mapped on all its ranks, and the four movements between them."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.world = group, group.rank(), group.size()
-        self.capacity = self.width = self.K = (
-            0  # tokens a rank, bytes a row, experts a token that there is room for
-        )
-        self.side = torch.cuda.Stream(priority=-1)  # what announces copies goes before the next product
+        self.group = group
+        self.rank = group.rank()
+        self.world = group.size()
+        # there is room for so many
+        self.capacity = 0  # tokens per rank
+        self.width = 0  # bytes per row
+        self.K = 0  # experts per token
+        # copies run here; the high priority lets the kernel that announces them go before the next product
+        self.side = torch.cuda.Stream(priority=-1)
         self.captured = False  # a CUDA graph holds the addresses
         self.packs = False  # there is room for packed rows
 
     @torch.inference_mode(False)  # the buffers outlive the caller's mode, and backward copies into them
     def reserve(self, tokens: int, width: int, K: int, fp8: bool = False) -> None:
-        """Room for rows of `width` bytes of `tokens` tokens a rank, fp8: also packed. A collective when there is less.
+        """Makes room for `tokens` rows of `width` bytes per rank; fp8: for packed rows too.
 
-        ValueError where a rank finds less and another does not, which goes on into the exchange and there waits for this one.
+        A collective where the room is not enough yet. ValueError on a rank that needs more room while another rank
+        does not: that other rank has gone on into the exchange, and waits there for this one.
         """
         capturing = torch.cuda.is_current_stream_capturing()
         if tokens <= self.capacity and width <= self.width and K <= self.K and fp8 <= self.packs:
@@ -87,78 +103,92 @@ class Exchange:
             return
         if capturing or self.captured:
             raise RuntimeError(
-                f"symm: no room for {tokens} tokens of {width} bytes; run the largest batch once before capturing a CUDA graph"
+                f"symm: no room for {tokens} tokens of {width} bytes; "
+                "run the largest batch once before capturing a CUDA graph"
             )
         asks = together(self.group, "room", (tokens, width, K, fp8), self.ahead)
         if asks is None:
+            first = dist.get_global_rank(self.group, self.ahead()[0])
             raise ValueError(
-                f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than that on rank "
-                f"{dist.get_global_rank(self.group, self.ahead()[0])} of this expert group: room grows only where all its ranks ask for "
-                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or more: train.batch * train.seq "
-                "of parallelize's cfg, or tokens of apply_ep"
+                f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than that "
+                f"on rank {first} of this expert group: room grows only where all its ranks ask for "
+                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or more: "
+                "train.batch * train.seq of parallelize's cfg, or tokens of apply_ep"
             )
         if len({tuple(ask[1:]) for ask in asks}) > 1:
             raise ValueError(
                 f"symm: ranks of one expert group call different layers: (tokens, bytes a row, K, fp8) is {asks}"
             )
         self.capacity = max(self.capacity, *(ask[0] for ask in asks))
-        self.width, self.K, self.packs = max(self.width, width), max(self.K, K), self.packs or fp8
+        self.width = max(self.width, width)
+        self.K = max(self.K, K)
+        self.packs = self.packs or fp8
+
+        # bytes of each section
         rows = self.world * self.capacity
-        pair, row = _up(rows * self.K * 4), _up(rows * self.width)
+        pair = _up(rows * self.K * 4)
+        row = _up(rows * self.width)
         sizes = dict(
             main=256, side=256, ids=pair, weights=pair, d_weights=pair, x=row, dy=row, y=row, sums=row
         )
         if self.packs:
             sizes |= {f"{name} packed": _up(row // 2) for name in ("x", "dy", "y", "sums")}
             sizes |= {f"{name} scales": _up(rows * 4) for name in ("x", "dy", "y", "sums")}
-        torch.cuda.synchronize()  # nobody frees what a peer still uses
+
+        # the old buffers are given up, so no peer may still be using them
+        torch.cuda.synchronize()
         dist.barrier(self.group)
-        # tmoe never multicasts, and on some hosts mapping multicast memory is what fails
+        # tmoe never uses multicast, and on some hosts mapping multicast memory fails
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self.memory = symmetric.empty(
-            sum(sizes.values()), dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
-        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = symmetric.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(self.memory, self.group)
         self.peers = [handle.get_buffer(q, self.memory.shape, torch.uint8) for q in range(self.world)]
-        start, self.sections, self.starts, self.addresses, self.tables = 0, {}, {}, {}, {}
+
+        self.sections: dict[str, Tensor] = {}  # views of this rank's memory
+        self.starts: dict[str, int] = {}  # bytes from the beginning of the memory
+        self.addresses: dict[str, Tensor] = {}  # of the section on each rank, [world] int64
+        self.tables: dict[tuple[str, int], Tensor] = {}  # see `table`
+        start = 0
         for name, size in sizes.items():
-            self.sections[name], self.starts[name] = self.memory[start : start + size], start
-            self.addresses[name] = torch.tensor(
-                [p + start for p in handle.buffer_ptrs], device=self.memory.device
-            )
+            self.sections[name] = self.memory[start : start + size]
+            self.starts[name] = start
+            addresses = [p + start for p in handle.buffer_ptrs]
+            self.addresses[name] = torch.tensor(addresses, device=self.memory.device)
             start += size
-        self.memory[:512].zero_()
+
+        self.memory[:512].zero_()  # the states of `main` and `side`
         torch.cuda.synchronize()
         dist.barrier(self.group)
 
     def ahead(self) -> list[int]:
-        """Ranks of the group that have arrived at a meeting to which this one has not come. Waits for this rank's own work."""
+        """Ranks of the group that have arrived at a meeting to which this rank has not come.
+
+        Waits for this rank's own work on the device.
+        """
         if not self.capacity:
             return []
         states = torch.stack([self.sections[name].view(torch.int32) for name in ("main", "side")]).cpu()
         met = states[:, exchange.MET.value, None]
-        return [
-            q
-            for q in (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist()
-            if q != self.rank
-        ]
+        waiting = (states[:, : self.world] - met > 0).any(0).nonzero().flatten().tolist()
+        return [q for q in waiting if q != self.rank]
 
     def rows(self, name: str, D: int, dtype: torch.dtype) -> Tensor:
-        """My section of rows, [world * capacity, D]."""
+        """This rank's section of rows, [world * capacity, D]."""
         size = self.world * self.capacity * D * dtype.itemsize
         return self.sections[name][:size].view(dtype).view(-1, D)
 
     def routes(self, name: str, K: int, dtype: torch.dtype) -> Tensor:
-        """My section of ids or weights, [world * capacity, K]."""
+        """This rank's section of ids or weights, [world * capacity, K]."""
         return self.sections[name][: self.world * self.capacity * K * 4].view(dtype).view(-1, K)
 
     def packed(self, name: str, D: int) -> tuple[Tensor, Tensor]:
-        """My packed rows [world * capacity, D] and their scales."""
+        """This rank's packed rows [world * capacity, D] and their scales [world * capacity]."""
         scales = self.sections[f"{name} scales"][: self.world * self.capacity * 4].view(torch.float32)
         return self.rows(f"{name} packed", D, torch.float8_e4m3fn), scales
 
-    def wire_x(self, name, x_TD, fp8) -> dict[str, Tensor]:
-        """What travels for my tokens' rows, by the section it goes to: themselves, or packed rows and scales."""
+    def wire_x(self, name: str, x_TD: Tensor, fp8: bool) -> dict[str, Tensor]:
+        """What travels for this rank's tokens, by the section it goes to: x_TD, or packed rows and scales."""
         if not fp8:
             return {name: x_TD}
         packed = torch.empty_like(x_TD, dtype=torch.float8_e4m3fn)
@@ -166,8 +196,8 @@ class Exchange:
         exchange.pack(x_TD, None, packed, scales)
         return {f"{name} packed": packed, f"{name} scales": scales}
 
-    def wire_y(self, D, dtype, K, fp8) -> dict[str, Tensor]:
-        """The same for all slots of my y; what is packed lies in sections of its own."""
+    def wire_y(self, D: int, dtype: torch.dtype, K: int, fp8: bool) -> dict[str, Tensor]:
+        """The same for all slots of this rank's y; packed rows and scales lie in sections of their own."""
         y = self.rows("y", D, dtype)
         if not fp8:
             return {"y": y}
@@ -175,58 +205,94 @@ class Exchange:
         exchange.pack(y, self.routes("ids", K, torch.int32), packed, scales)
         return {"y packed": packed, "y scales": scales}
 
-    def push(self, name, x_TD, ids_TK, weights_TK, L, fp8, meet=True, programs=None) -> None:
-        """x_TD into section `name` of the ranks that hold its experts, with weights_TK also ids and weights."""
-        to, (rows, *scales) = self.addresses, self.wire_x(name, x_TD, fp8).items()
+    def push(
+        self,
+        name: str,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor | None,
+        L: int,
+        fp8: bool,
+        meet: bool = True,
+        programs: int | None = None,
+    ) -> None:
+        """Sends x_TD into section `name` of the ranks that hold its experts; with weights_TK also ids and weights."""
+        to = self.addresses
+        (section, rows), *packed = self.wire_x(name, x_TD, fp8).items()
+        scales = ()
+        if fp8:
+            scales_section, scales_T = packed[0]
+            scales = (scales_T, to[scales_section])
         exchange.push(
-            rows[1], ids_TK, weights_TK, to[rows[0]], to["ids"], to["weights"], to["main"], self.rank, self.capacity, L,
-            programs or _all(x_TD), meet, *((scales[0][1], to[scales[0][0]]) if fp8 else ()),
+            rows, ids_TK, weights_TK,
+            to[section], to["ids"], to["weights"], to["main"],
+            self.rank, self.capacity, L, programs or _all(x_TD), meet, *scales,
         )  # fmt: skip
 
-    def unpack(self, name, D, dtype, K) -> None:
-        """Section `name` from the packed rows that have arrived there."""
+    def unpack(self, name: str, D: int, dtype: torch.dtype, K: int) -> None:
+        """Fills section `name` from the packed rows that have arrived for it."""
         exchange.unpack(self.rows(name, D, dtype), self.routes("ids", K, torch.int32), *self.packed(name, D))
 
-    def pull(self, y_TD, d_weights_TK, ids_TK, L, fp8, programs=None) -> None:
-        """y_TD: my tokens' sums over all ranks' y; d_weights_TK, unless None, from their d_weights."""
+    def pull(
+        self,
+        y_TD: Tensor,
+        d_weights_TK: Tensor | None,
+        ids_TK: Tensor,
+        L: int,
+        fp8: bool,
+        programs: int | None = None,
+    ) -> None:
+        """Writes y_TD, the sums over all ranks' y for this rank's tokens, and d_weights_TK, unless it is None."""
         of = self.addresses
-        rows, *scales = (of[name] for name in self.wire_y(y_TD.shape[1], y_TD.dtype, ids_TK.shape[1], fp8))
+        wire = self.wire_y(y_TD.shape[1], y_TD.dtype, ids_TK.shape[1], fp8)
+        rows, *scales = (of[name] for name in wire)
         exchange.pull(
-            y_TD, d_weights_TK, ids_TK, rows, of["d_weights"], of["main"], self.rank, self.capacity, L,
-            programs or _all(y_TD), True, *scales,
+            y_TD, d_weights_TK, ids_TK,
+            rows, of["d_weights"], of["main"],
+            self.rank, self.capacity, L, programs or _all(y_TD), True, *scales,
         )  # fmt: skip
 
-    def copy(self, q, name, slot, rows) -> None:
-        """Contiguous rows to those of rank q's section from `slot` on; without a kernel where the rank is another."""
+    def copy(self, q: int, name: str, slot: int, rows: Tensor) -> None:
+        """Copies contiguous rows into section `name` of rank q, from `slot` on; to another rank without a kernel."""
         if n := len(rows):
             whole = rows.view(-1).view(torch.uint8)
             start = self.starts[name] + slot * (whole.numel() // n)
             self.peers[q][start : start + whole.numel()].copy_(whole, non_blocking=True)
 
-    def copy_x(self, wire) -> None:
-        """All my tokens' rows to their slots on every rank."""
+    def copy_x(self, wire: dict[str, Tensor]) -> None:
+        """Copies the rows of all this rank's tokens to their slots on every rank."""
         for q in _others_first(self.rank, self.world):
             for name, rows in wire.items():
                 self.copy(q, name, self.rank * self.capacity, rows)
 
-    def copy_y(self, wire) -> None:
-        """The slots of every other rank's tokens in my y, to my part of its sums."""
+    def copy_y(self, wire: dict[str, Tensor]) -> None:
+        """Copies the slots of every other rank's tokens in this rank's y to this rank's part of that rank's sums."""
         for q in _others_first(self.rank, self.world)[:-1]:
             for name, rows in wire.items():
                 slots = rows[q * self.capacity : (q + 1) * self.capacity]
                 self.copy(q, name.replace("y", "sums", 1), self.rank * self.capacity, slots)
 
-    def sum(self, y_TD, d_weights_TK, ids_TK, L, wire) -> None:
-        """y_TD: my tokens' sums over all ranks' y that were copied here; d_weights_TK from their d_weights."""
+    def sum(
+        self, y_TD: Tensor, d_weights_TK: Tensor, ids_TK: Tensor, L: int, wire: dict[str, Tensor]
+    ) -> None:
+        """Writes y_TD, the sums for this rank's tokens over all ranks' y that were copied here.
+
+        d_weights_TK comes from the peers' d_weights.
+        """
+        of = self.addresses
         rows, *scales = (self.table(name, y) for name, y in wire.items())
         exchange.pull(
-            y_TD, d_weights_TK, ids_TK, rows, self.addresses["d_weights"], self.addresses["side"], self.rank,
-            self.capacity, L, _all(y_TD), False, *scales,
+            y_TD, d_weights_TK, ids_TK,
+            rows, of["d_weights"], of["side"],
+            self.rank, self.capacity, L, _all(y_TD), False, *scales,
         )  # fmt: skip
 
-    def table(self, name, y) -> Tensor:
-        """Addresses at which a pull finds my tokens' slots in my own memory: those of y for this rank, of another rank's part of
-        the sums for that one, each as if it began with rank 0's tokens."""
+    def table(self, name: str, y: Tensor) -> Tensor:
+        """Addresses [world] at which a pull finds the slots of this rank's tokens in this rank's own memory.
+
+        For this rank they are in y, for another rank in that rank's part of the sums. Each address is given as if
+        the section began with rank 0's tokens.
+        """
         width = y[0].numel() * y.itemsize
         if (name, width) in self.tables:
             return self.tables[name, width]
@@ -234,18 +300,21 @@ class Exchange:
         sums = self.sections[name.replace("y", "sums", 1)].data_ptr()
         parts = sums + (q - self.rank) * (self.capacity * width)
         table = torch.where(q == self.rank, self.sections[name].data_ptr(), parts)
-        if not (
-            y.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):  # a graph's is empty until it is replayed
+        # a table made while a CUDA graph is captured is empty until the graph is replayed
+        if not (y.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.tables[name, width] = table
         return table
 
     def meet(self) -> None:
+        """The stream waits until all ranks' streams have come here."""
         exchange.meet(self.addresses["main"], self.rank)
 
-    def beside(self, copy, wire):
-        """copy(wire) on the side, while the caller's stream goes on, then the word to all ranks that it has come; returns wire,
-        whose memory must live until `arrived`. The copies start after all that the caller's stream was given before."""
+    def beside(self, copy: Callable[[Any], None], wire: Any) -> Any:
+        """Runs copy(wire) on the side stream while the caller's stream goes on, then tells all ranks that it is done.
+
+        The copies start after all work that the caller's stream was given before. Returns wire, whose memory must
+        live until `arrived`.
+        """
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             copy(wire)
@@ -253,54 +322,71 @@ class Exchange:
         return wire
 
     def arrived(self) -> None:
-        """The caller's stream goes on when the copies of all ranks, of one `beside` each, have arrived everywhere."""
-        # first for its own, or a CUDA graph might wait for peers before it runs the branch that they wait for
+        """The caller's stream waits until the copies of all ranks, one `beside` on each, have arrived everywhere."""
+        # First wait for this rank's own copies. Otherwise a CUDA graph might wait for peers before it runs the
+        # branch that they wait for.
         torch.cuda.current_stream().wait_stream(self.side)
         exchange.meet(self.addresses["side"], self.rank, arrive=False)
 
 
 def _others_first(rank: int, world: int) -> list[int]:
-    """All ranks, this one last, and no rank everybody's first."""
+    """All ranks, this rank last; each rank begins with another one."""
     return [(rank + i) % world for i in range(1, world + 1)]
 
 
 def _up(n: int) -> int:
+    """n bytes, rounded up to a multiple of 256."""
     return cdiv(n, 256) * 256
 
 
 def _all(t: Tensor) -> int:
-    """Programs that fill the GPU."""
+    """The number of programs that fill the GPU."""
     return 2 * device_facts(t.device)[1]
 
 
 def exchange_of(group: str) -> Exchange:
-    """The one Exchange of a group; its memory comes with the first `reserve`."""
+    """The Exchange of a group, made at first use; its memory is made by the first `reserve`."""
     ranks = group_of(group)
     ex = _exchanges.get(group)
-    if ex is None or ex.group is not ranks:  # a world begun anew may use a name again
+    if ex is None or ex.group is not ranks:  # a new world may use a name again
         ex = _exchanges[group] = Exchange(ranks)
     return ex
 
 
 def moe(
-    x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, activation, tokens, pairs, fp8, group,
-    shared_gate_up=None, shared_down=None,
-):  # fmt: skip
-    """A whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    gate_up_L2FD: Tensor,
+    down_LDF: Tensor,
+    bias_L2F: Tensor | None,
+    activation: str,
+    tokens: int,
+    pairs: int | None,
+    fp8: bool,
+    group: str,
+    shared_gate_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes a whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
 
     Args:
-        x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and differ between ranks.
-        weights_TK: float [T, K]. ids_TK: int32 experts 0 .. ranks * L - 1, or -1.
+        x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and may differ between ranks.
+        weights_TK: float [T, K].
+        ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1.
         gate_up_L2FD, down_LDF, bias_L2F (or None), activation: this rank's L experts, as moe_mlp takes them.
-        tokens: the most that any rank has in this call, at least T. More than in any call before: a collective that allocates.
+        tokens: the most that any rank has in this call, at least T. If it is more than in any call before, the
+            call is a collective that allocates.
         pairs: a multiple of 128, see moe_mlp.
         fp8: rows are packed on their way, forward and backward.
         group: name of the expert group.
-        shared_gate_up, shared_down: None, or [2G, D] and [D, G] of a SwiGLU for every token, on all ranks; then without fp8. Rows
-            travel by copy engines while it runs: worth it where `hides(ranks, bytes of a number, G)`.
+        shared_gate_up, shared_down: None, or [2G, D] and [D, G] of a SwiGLU for every token, on all ranks; only
+            without fp8. Rows then travel by copy engines while it runs: worth it where
+            `hides(ranks, bytes of a number, G)`.
 
-    Returns y_TD in x's type, and the shared SwiGLU's (None without one). Products and sums are moe_mlp's, then a token's ranks are
-    added in rank order in float32. Differentiable in all but ids; every rank of the group must then call backward.
+    Returns y_TD in x's dtype, and the y of the shared SwiGLU (None without one). Products and sums are those of
+    moe_mlp; then a token's results from several ranks are added in rank order, in float32. Differentiable in all
+    tensors but ids; every rank of the group must then call backward.
     """
     tensors = (x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, shared_gate_up, shared_down)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -308,18 +394,20 @@ def moe(
     return y_TD, None if shared_gate_up is None else shared_TD
 
 
-# Library.define as in ops/experts/op.py: the decorator's own checks cost as much as a kernel
+# Library.define, as in ops/experts/op.py: the checks of the custom_op decorator cost as much as a kernel
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
-    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, Tensor? shared_gate_up, "
-    "Tensor? shared_down, str activation, SymInt tokens, SymInt pairs, bool fp8, bool keep, str group) "
+    "symm_moe(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, "
+    "Tensor? shared_gate_up, Tensor? shared_down, "
+    "str activation, SymInt tokens, SymInt pairs, bool fp8, bool keep, str group) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
-    "symm_moe_backward(Tensor dy, Tensor? d_shared, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, Tensor? bias, "
-    "Tensor? shared_gate_up, Tensor? shared_down, Tensor h, Tensor shared_h, str activation, SymInt tokens, SymInt pairs, bool fp8, "
-    "str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "symm_moe_backward(Tensor dy, Tensor? d_shared, Tensor x, Tensor weights, Tensor ids, Tensor gate_up, "
+    "Tensor down, Tensor? bias, Tensor? shared_gate_up, Tensor? shared_down, Tensor h, Tensor shared_h, "
+    "str activation, SymInt tokens, SymInt pairs, bool fp8, str group) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
