@@ -58,9 +58,7 @@ def moe_mlp(
     return y_TD
 
 
-def softmax_topk(
-    logits_TE: torch.Tensor, K: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The K largest of softmax(logits), in fp32 or more, and their experts; divided by their sum if renormalize.
 
     Chosen by logits: a softmax that has underflowed to 0 no longer tells experts apart.
