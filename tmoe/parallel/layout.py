@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed.tensor import Shard
 
+from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
 from tmoe.parallel.mesh import shard_dim
 
@@ -38,40 +39,49 @@ class Layout(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-def lay_out(shapes: dict[str, tuple[int, ...]], world: int, ep: int) -> dict[str, Layout]:
-    """Layout of every tensor for `world` ranks, `ep` of them to an expert group; rank = dp index * ep + ep index.
+def axes_of_flags(world: int, ep: int) -> Axes:
+    """Axes of the ranks that will load files, from the flags --world and --ep of an offline tool.
 
-    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all ranks. Buffers and what has
-    no first axis (step counts) or no elements lie with rank 0. ValueError where ep divides the world or a tensor's experts not.
+    Raises ValueError where the world is too large or ep does not divide it.
     """
     if world < 1 or ep < 1 or world % ep:
         raise ValueError(f"--world={world} --ep={ep}: both at least 1, and ep must divide the world")
     if world > MOST["world"]:
         raise ValueError(f"--world={world}: must be at most {MOST['world']}")
+    return Axes(dp=world // ep, ep=ep)
+
+
+def lay_out(shapes: dict[str, tuple[int, ...]], axes: Axes) -> dict[str, Layout]:
+    """Layout of every tensor, by name; rank = dp index * ep + ep index.
+
+    Experts [E, ...] are cut along E over ep, then over dp; everything else along its first axis over all
+    ranks. Buffers and what has no first axis (step counts) or no elements lie with rank 0.
+    Raises ValueError where ep does not divide a tensor's experts.
+    """
+    ep = axes.ep
     modules: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         if EXPERTS.fullmatch(name) and shape:
             if shape[0] % ep:
                 raise ValueError(f"--ep={ep}: must divide the {shape[0]} experts of {name}")
             modules.setdefault(name.rpartition(".")[0], []).append((shape[0] // ep, *shape[1:]))
-    dims = {module: shard_dim(local, world // ep) for module, local in modules.items()}
-    found = {
-        name: _layout(shape, world, ep, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()
-    }
+    dims = {module: shard_dim(local, axes.dp) for module, local in modules.items()}
+    found = {name: _layout(shape, axes, dims.get(name.rpartition(".")[0])) for name, shape in shapes.items()}
     return found | {name: _replicated(shape) for name, shape in shapes.items() if BUFFERS.fullmatch(name)}
 
 
-def _layout(shape: tuple[int, ...], world: int, ep: int, dim: int | None) -> Layout:
+def _layout(shape: tuple[int, ...], axes: Axes, dim: int | None) -> Layout:
     if not shape or 0 in shape:
         return _replicated(shape)
+    world, dp, ep = axes.world, axes.dp, axes.ep
     if dim is None:
         boxes = [Box(rank, *_part(shape, 0, world, rank)) for rank in range(world)]
         placement = f"world={world}: {Shard(0)!r}"
     else:
-        boxes = [_expert_box(shape, world // ep, ep, dim, rank) for rank in range(world)]
+        boxes = [_expert_box(shape, axes, dim, rank) for rank in range(world)]
         # in torch's words of how FSDP2 places what another axis cut before it
         over_dp = f"_StridedShard(dim=0, sf={ep})" if dim == 0 and ep > 1 else repr(Shard(dim))
-        placement = f"dp={world // ep}: {over_dp}, ep={ep}: {Shard(0)!r}"
+        placement = f"dp={dp}: {over_dp}, ep={ep}: {Shard(0)!r}"
     return Layout(
         placement, tuple(sorted((box for box in boxes if 0 not in box.shape), key=lambda box: box.offset))
     )
@@ -81,10 +91,11 @@ def _replicated(shape: tuple[int, ...]) -> Layout:
     return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
 
 
-def _expert_box(shape: tuple[int, ...], dp: int, ep: int, dim: int, rank: int) -> Box:
-    group = shape[0] // ep
-    offset, held = _part((group, *shape[1:]), dim, dp, rank // ep)
-    return Box(rank, (offset[0] + rank % ep * group, *offset[1:]), held)
+def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
+    of_dp, of_ep = divmod(rank, axes.ep)
+    group = shape[0] // axes.ep
+    offset, held = _part((group, *shape[1:]), dim, axes.dp, of_dp)
+    return Box(rank, (offset[0] + of_ep * group, *offset[1:]), held)
 
 
 def _part(

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tmoe.config.axes import Axes
 from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
@@ -44,10 +45,13 @@ UNIT, UNIT_BLOCKS = 2**26, 4
 
 @dataclass(frozen=True)
 class Mesh:
-    """`grid`: the 2D (dp, ep) mesh of the experts; `world`: the same ranks in one row, for everything dense."""
+    """The meshes that a model is laid out over, all of the same ranks."""
 
+    axes: Axes
     grid: DeviceMesh
+    """the 2D (dp, ep) mesh of the experts"""
     world: DeviceMesh
+    """the ranks in one row, for everything dense"""
 
     @property
     def dp(self) -> DeviceMesh:
@@ -70,6 +74,8 @@ def build_mesh(
     cp: int = 1,
     pp: int = 1,
     *,
+    replicate: int = 1,
+    etp: int = 1,
     ep_across_nodes: bool = False,
 ) -> Mesh:
     """Mesh over the default process group. Where there is none, it joins the world that torchrun, mpiexec or srun announces, and takes
@@ -77,21 +83,23 @@ def build_mesh(
 
     dp None takes what the other axes leave of the world. Raises ValueError, on every rank and before any collective, when
     the axes do not multiply to the world, or when an expert group would span nodes (the launcher's, else by host and local rank) without
-    ep_across_nodes, naming the flag to change; and where launcher.py cannot join, with what to type. tp, cp and pp are axes to come: only 1 is valid today.
+    ep_across_nodes, naming the flag to change; and where launcher.py cannot join, with what to type. tp, cp, pp, replicate and etp are axes to come: only 1 is
+    valid today.
     """
     if missing := lacks():
         raise RuntimeError(missing)
     if not dist.is_initialized():
         join()
-    dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
+    others = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, etp=etp)
+    axes = Axes.over(dist.get_world_size(), dp=dp, ep=ep, **others)
     if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
         require_ep_inside_nodes(ep, nodes_of_ranks())
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
+    grid = init_device_mesh(device, (axes.dp, axes.ep), mesh_dim_names=("dp", "ep"))
     if dist.get_backend() != "fake":
         for group in grid.get_all_groups():
             set_timeout(patience(), group)
-    return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
+    return Mesh(axes, grid, init_device_mesh(device, (axes.shard,), mesh_dim_names=("world",)))
 
 
 def patience() -> timedelta:
@@ -140,29 +148,6 @@ def _own_store(group: dist.ProcessGroup) -> dist.Store:
     return store or dist.TCPStore(host, port, group.size(), is_master=False, timeout=patience())
 
 
-def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
-    """(dp, ep) for a world, or ValueError."""
-    for name, size in dict(tp=tp, cp=cp, pp=pp).items():
-        if size != 1:
-            raise ValueError(f"{name}={size}: this axis is not built yet; valid: 1")
-    for name, size in dict(dp=1 if dp is None else dp, ep=ep).items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
-    if dp is None:
-        if world % ep:
-            valid = [d for d in range(1, world + 1) if world % d == 0]
-            raise ValueError(
-                f"--parallel.ep={ep}: must divide the world of {world} processes; valid: {valid}"
-            )
-        dp = world // ep
-    if dp * ep != world:
-        hint = f"--parallel.dp {world // ep}" if world % ep == 0 else f"torchrun with {dp * ep} processes"
-        raise ValueError(
-            f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; use {hint}"
-        )
-    return dp, ep
-
-
 def nodes_of_ranks() -> list[str]:
     """The node of each rank, as the launcher numbers them. Where it sets local ranks at most, ranks of one host whose local ranks go on
     where they began are a node.
@@ -197,10 +182,11 @@ def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
         )
 
 
-def require_a_group_per_node(world: int, ep: int) -> None:
+def require_a_group_per_node(axes: Axes) -> None:
     """ValueError if there are more nodes than expert groups, so that one must span two: all that is certain, on every rank
     alike, before a process group exists. `build_mesh` finds the other cases."""
     nodes = launcher_world().nodes or 1
+    world, ep = axes.world, axes.ep
     if world // ep < nodes:
         raise ValueError(
             f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; valid: what divides "
