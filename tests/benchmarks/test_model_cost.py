@@ -335,7 +335,7 @@ def test_a_layer_without_experts_pays_no_collective_for_them():
     """
     m = free(nic_hop=1.0, link_hop=0.0)
     words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
-    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), 64, 1, m)) for w in words]
+    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), Axes(dp=64), m)) for w in words]
     assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
 
 

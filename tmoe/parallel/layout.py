@@ -1,7 +1,8 @@
-"""Which rank of a (dp, ep) world holds which box of each tensor, from names and shapes alone: what model/parallelize.py will shard.
+"""Tells from names and shapes which rank holds which box of each tensor, as model/parallelize.py shards.
 
-A checkpoint loads into any layout whatever its files hold; written in the layout of the world that will read it, each rank finds its
-rows in its own files. tests/checkpoint/test_tools.py compares with what real ranks save.
+A checkpoint loads into any layout, whatever its files hold. Written in the layout of the world that will read
+it, each rank finds its rows in its own files. tests/checkpoint/test_tools.py compares with what real ranks
+save.
 
 next: checkpoint/rewrite.py
 """
@@ -17,11 +18,10 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
 from tmoe.parallel.mesh import shard_dim
 
-# parameters of tmoe.experts.Experts and what the optimizer keeps for them
+# parameters of tmoe.moe.experts.Experts and what the optimizer keeps for them
 EXPERTS = re.compile(r"(.*\.)?experts\.[^.]+")
-BUFFERS = re.compile(
-    r"(.*\.)?router\.choice_bias"
-)  # every rank holds it whole, in fp32 whatever the weights are
+# every rank holds it whole, in fp32 whatever the weights are
+BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")
 
 
 class Box(NamedTuple):
@@ -33,7 +33,10 @@ class Box(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The boxes of one tensor by offset, each element in one of them, and how a manifest words their placement."""
+    """The boxes of one tensor by offset, and how a manifest words their placement.
+
+    Each element is in one box.
+    """
 
     placement: str
     boxes: tuple[Box, ...]
@@ -88,10 +91,12 @@ def _layout(shape: tuple[int, ...], axes: Axes, dim: int | None) -> Layout:
 
 
 def _replicated(shape: tuple[int, ...]) -> Layout:
+    """Every rank holds it; rank 0 writes it."""
     return Layout("replicated", (Box(0, (0,) * len(shape), shape),))
 
 
 def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
+    """Its experts are cut over ep first, then over dp along `dim`."""
     of_dp, of_ep = divmod(rank, axes.ep)
     group = shape[0] // axes.ep
     offset, held = _part((group, *shape[1:]), dim, axes.dp, of_dp)
@@ -101,9 +106,14 @@ def _expert_box(shape: tuple[int, ...], axes: Axes, dim: int, rank: int) -> Box:
 def _part(
     shape: tuple[int, ...], dim: int, parts: int, index: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of the index-th of torch.chunk(parts, dim): equal lengths, the last ones shorter or empty."""
+    """Offset and shape of the index-th of torch.chunk(parts, dim).
+
+    Lengths are equal; the last ones are shorter, or empty.
+    """
     length = -(-shape[dim] // parts)
     start = min(index * length, shape[dim])
-    offset, part = [0] * len(shape), list(shape)
-    offset[dim], part[dim] = start, min(length, shape[dim] - start)
+    offset = [0] * len(shape)
+    offset[dim] = start
+    part = list(shape)
+    part[dim] = min(length, shape[dim] - start)
     return tuple(offset), tuple(part)
