@@ -18,8 +18,9 @@ import two_hosts
 from runs import SMALL, lines
 
 import train
+from tmoe.config.axes import Axes
 from tmoe.parallel import build_mesh, launcher
-from tmoe.parallel.mesh import require_ep_inside_nodes
+from tmoe.parallel.mesh import require_inside_nodes
 from tmoe.run.cli import parse
 
 
@@ -132,9 +133,14 @@ def without_launcher(rank: int, world: int, names: tuple[str, ...]) -> list[int]
 def test_large_worlds_are_checked_quickly():
     """512 nodes of 8: the decision of each rank, on facts that the store has collected."""
     nodes = [str(r // 8) for r in range(4096)]
-    require_ep_inside_nodes(8, nodes)
+    require_inside_nodes(Axes(dp=512, ep=8), nodes, False)
     with pytest.raises(ValueError, match=r"256 of 256 expert groups.*\[8\] processes.*valid: \[1, 2, 4, 8\]"):
-        require_ep_inside_nodes(16, nodes)
+        require_inside_nodes(Axes(dp=256, ep=16), nodes, False)
+    require_inside_nodes(Axes(dp=256, ep=16, tp=8), nodes, True)
+    with pytest.raises(ValueError, match=r"--parallel.tp=16: 256 of 256 groups.*valid: \[1, 2, 4, 8\]"):
+        require_inside_nodes(Axes(dp=4096, tp=16), nodes, True)
+    with pytest.raises(ValueError, match=r"--parallel.etp=4 x --parallel.ep=4 = 16: 256 of 256 groups"):
+        require_inside_nodes(Axes(dp=256, etp=4, ep=4), nodes, True)
 
 
 @pytest.mark.parametrize("rank", [0, 3, 7])

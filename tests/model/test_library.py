@@ -161,9 +161,9 @@ def test_presets_and_public_names():
     [
         (dict(ep=3), "ep=3"),
         (dict(dp=2, ep=1), "dp=2"),
-        (dict(tp=2), "tp=2: this axis is not built yet"),
-        (dict(replicate=2), "replicate=2: this axis is not built yet"),
-        (dict(etp=2), "etp=2: this axis is not built yet"),
+        (dict(tp=2), r"--parallel.cp=1 x --parallel.tp=2 = 2: must divide dp x ep x etp = 1; valid: \[1\]"),
+        (dict(replicate=2), "replicate=2 x --parallel.ep=1 = 2: must divide the world of 1"),
+        (dict(dp=1, etp=2), "dp=1 x --parallel.ep=1 x --parallel.etp=2 = 2 is not the world of 1 processes"),
         (dict(ep=0), "ep=0"),
         (dict(dp=0), "dp=0"),
         (dict(ep="2"), "ep='2': must be a whole number from 1 on"),

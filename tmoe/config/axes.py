@@ -9,18 +9,32 @@ next: tmoe/parallel/mesh.py
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tmoe.config.run import ParallelConfig
 
 
+class Place(NamedTuple):
+    """Where a rank stands on every axis, counted from 0 (`Axes.place`)."""
+
+    pp: int
+    replicate: int
+    dp: int
+    etp: int
+    ep: int
+    reader: int
+    """which of the `Axes.readers` it belongs to: ranks of one reader work on the same sequences"""
+    cp: int
+    tp: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Degrees of the axes, all 1 by default. Only dp and ep can be more than 1 today (`Axes.over`).
+    """Degrees of the axes, all 1 by default.
 
     world = pp x replicate x dp x ep x etp. tp and cp are carved out of dp x ep x etp: they divide attention
-    among ranks that divide the experts in another way.
+    among the ranks that divide the experts in another way.
 
     Raises ValueError for a degree that is no whole number from 1 on, and where cp x tp does not divide
     dp x ep x etp.
@@ -44,15 +58,23 @@ class Axes:
     def __post_init__(self) -> None:
         for field in fields(self):
             _require_degree(field.name, getattr(self, field.name))
-        if self.shard % (self.cp * self.tp):
+        parts = self.cp * self.tp
+        if self.shard % parts:
+            valid = [n for n in range(1, self.shard + 1) if self.shard % n == 0]
             raise ValueError(
-                f"--parallel.cp={self.cp} x --parallel.tp={self.tp}: must divide dp x ep x etp = {self.shard}"
+                f"--parallel.cp={self.cp} x --parallel.tp={self.tp} = {parts}: "
+                f"must divide dp x ep x etp = {self.shard}; valid: {valid}"
             )
 
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.pp * self.replicate * self.shard
+        return self.pp * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.replicate * self.shard
 
     @property
     def shard(self) -> int:
@@ -60,9 +82,29 @@ class Axes:
         return self.dp * self.ep * self.etp
 
     @property
+    def sharers(self) -> int:
+        """Ranks of one copy that hold the same experts, each a part of them: storage does not know etp."""
+        return self.dp * self.etp
+
+    @property
+    def parts(self) -> int:
+        """Ranks that work on the same sequences, each on its own tokens."""
+        return self.cp * self.tp
+
+    @property
     def readers(self) -> int:
         """Ranks, or groups of them, that read sequences of their own."""
-        return self.replicate * self.shard // (self.cp * self.tp)
+        return self.stage // self.parts
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands: pp slowest, then replicate; dp, etp, ep and reader, cp, tp divide the rest."""
+        pp, in_stage = divmod(rank, self.stage)
+        replicate, in_shard = divmod(in_stage, self.shard)
+        sharer, ep = divmod(in_shard, self.ep)
+        dp, etp = divmod(sharer, self.etp)
+        reader, part = divmod(in_stage, self.parts)
+        cp, tp = divmod(part, self.tp)
+        return Place(pp, replicate, dp, etp, ep, reader, cp, tp)
 
     def __str__(self) -> str:
         """ "dp 2 x ep 4", and the other axes where they are more than 1."""
@@ -73,37 +115,50 @@ class Axes:
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> Axes:
         """Those of the settings in a world of so many ranks. Raises ValueError as `over` does."""
-        return cls.over(world, dp=parallel.dp, ep=parallel.ep)
+        p = parallel
+        return cls.over(world, dp=p.dp, ep=p.ep, tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
 
     @classmethod
-    def over(cls, world: int, *, dp: int | None = None, ep: int = 1, **others: int) -> Axes:
+    def over(
+        cls,
+        world: int,
+        *,
+        dp: int | None = None,
+        ep: int = 1,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        replicate: int = 1,
+        etp: int = 1,
+    ) -> Axes:
         """Those of a world of so many ranks; dp None takes what the other axes leave of it.
 
-        others: degrees of tp, cp, pp, replicate and etp, of which 1 alone is valid today.
-
-        Raises ValueError, which names the flag and the valid values, where an axis is not built yet, a degree
-        is no whole number from 1 on, or the axes do not multiply to the world.
+        Raises ValueError, which names the flags and the valid values, where a degree is no whole number from
+        1 on, where the axes do not multiply to the world, or where tp and cp do not fit into a stage.
         """
-        for name, size in others.items():
-            if size != 1:
-                raise ValueError(f"{name}={size}: this axis is not built yet; valid: 1")
-        if dp is not None:
-            _require_degree("dp", dp)
-        _require_degree("ep", ep)
+        degrees = dict(pp=pp, replicate=replicate, ep=ep, etp=etp)
+        for name, size in dict(dp=1 if dp is None else dp, tp=tp, cp=cp, **degrees).items():
+            _require_degree(name, size)
+        used = {name: size for name, size in degrees.items() if size > 1 or name == "ep"}
+        flags = " x ".join(f"--parallel.{name}={size}" for name, size in used.items())
+        others = pp * replicate * ep * etp
         if dp is None:
-            if world % ep:
+            if world % others:
                 valid = [d for d in range(1, world + 1) if world % d == 0]
+                product = "" if len(used) == 1 else f" = {others}"
                 raise ValueError(
-                    f"--parallel.ep={ep}: must divide the world of {world} processes; valid: {valid}"
+                    f"{flags}{product}: must divide the world of {world} processes; valid: {valid}"
                 )
-            dp = world // ep
-        if dp * ep != world:
-            hint = f"--parallel.dp {world // ep}" if world % ep == 0 else f"torchrun with {dp * ep} processes"
+            dp = world // others
+        if dp * others != world:
+            hint = f"torchrun with {dp * others} processes"
+            if world % others == 0:
+                hint = f"--parallel.dp {world // others}"
             raise ValueError(
-                f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; "
+                f"--parallel.dp={dp} x {flags} = {dp * others} is not the world of {world} processes; "
                 f"use {hint}"
             )
-        return cls(dp=dp, ep=ep, **others)
+        return cls(dp=dp, tp=tp, cp=cp, **degrees)
 
 
 def _require_degree(name: str, size: object) -> None:

@@ -61,12 +61,34 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The (dp, ep) mesh: every rank reads its own batch; experts are spread over ep and shared by dp."""
+    """How ranks divide the work: world = pp x replicate x dp x ep x etp, and cp x tp divides dp x ep x etp.
+
+    Experts are spread over ep and shared by dp. Groups of cp x tp ranks read the same sequences, and each
+    rank works on its own tokens of them.
+    """
 
     dp: int | None = None
     """data-parallel degree outside the expert group; None: what is left of the world"""
     ep: int = 1
     """expert-parallel degree; divides the experts"""
+    tp: int = 1
+    """tensor-parallel degree: ranks that divide attention's heads and a sequence's tokens"""
+    cp: int = 1
+    """context-parallel degree: ranks that divide a sequence's tokens"""
+    cp_by: Literal["keys", "heads"] = "keys"
+    """what context-parallel attention exchanges: keys (every rank gathers keys and values),
+    heads (all-to-all: each rank has all tokens of some heads)"""
+    pp: int = 1
+    """pipeline stages"""
+    schedule: Literal["1f1b", "interleaved", "v"] = "1f1b"
+    """order of a pipeline's micro-batches;
+    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments"""
+    chunks: int | None = None
+    """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for the others"""
+    replicate: int = 1
+    """whole copies of the sharded model: gradients are summed over them, parameters never gathered"""
+    etp: int = 1
+    """expert-tensor-parallel degree: ranks that divide every expert; ep is nearly always faster"""
     ep_across_nodes: bool = False
     """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
@@ -83,8 +105,15 @@ class ParallelConfig:
     up to so many GiB of them (in the compute type) are gathered once a step and kept;
     above that, FSDP2 gathers each layer's twice"""
 
+    @property
+    def chunks_a_stage(self) -> int:
+        """Parts of the model on each stage: `chunks`, or the schedule's own number."""
+        if self.chunks is None:
+            return 1 if self.schedule == "1f1b" else 2
+        return self.chunks
+
     def __post_init__(self) -> None:
-        check(self, "--parallel.", one="ep dp", zero="whole_gib")
+        check(self, "--parallel.", one="dp ep tp cp pp chunks replicate etp", zero="whole_gib")
         alone = self.ep == 1
         dispatch = self.dispatch
         need = "needs --parallel.ep"
@@ -231,7 +260,7 @@ class Config:
     dry_run: bool = False
     """print parameters, placements and the bytes a rank will hold for --world ranks, and exit"""
     world: int | None = None
-    """dry run: number of ranks to plan for; None: dp x ep"""
+    """dry run: number of ranks to plan for; None: the product of the axes"""
     profile: tuple[int, ...] = ()
     """steps to trace with torch.profiler into the run folder"""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -263,3 +292,67 @@ class Config:
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
+        require_layout(self)
+
+
+def require_layout(cfg: Config) -> None:
+    """ConfigError unless attention, pipeline and experts can be divided as cfg.parallel says."""
+    p, model, seq = cfg.parallel, cfg.model, cfg.train.seq
+
+    # tp and cp: heads, and a sequence's tokens.
+    heads, kv_heads = model.heads, model.kv_heads if model.attention == "gqa" else model.heads
+    degrees = [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
+    of = (
+        f"--model.heads={heads}"
+        if model.attention != "gqa"
+        else f"--model.heads={heads} and fit {kv_heads} key heads"
+    )
+    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide {of}; valid: {degrees}")
+    if p.cp_by == "heads":
+        own = heads // p.tp
+        degrees = divisors(own)
+        valid = (
+            f"must divide the {own} heads that tp leaves a rank; valid: {degrees}, or --parallel.cp-by keys"
+        )
+        require(p.cp in degrees, f"--parallel.cp={p.cp}: {valid}")
+    parts = p.cp * p.tp * (2 if p.cp > 1 and p.cp_by == "keys" else 1)
+    flags = " x ".join(
+        f"--parallel.{name}={size}" for name, size in dict(cp=p.cp, tp=p.tp).items() if size > 1
+    )
+    valid = f"must be a multiple of {parts}, into which {flags or 'no axis'} divides each sequence"
+    require(seq % parts == 0, f"--train.seq={seq}: {valid}")
+
+    # pp: layers and micro-batches.
+    chunks = p.chunks_a_stage
+    name = f"--parallel.schedule={p.schedule}"
+    count = f"--parallel.chunks={p.chunks}"
+    require(p.schedule != "1f1b" or chunks == 1, f"{count}: {name} has 1; use interleaved")
+    require(p.schedule != "interleaved" or chunks > 1, f"{count}: {name} needs 2 or more; use 1f1b")
+    require(p.schedule != "v" or chunks == 2, f"{count}: {name} has 2, down and up again")
+    require(
+        p.pp == 1 or p.pp * chunks <= model.layers,
+        f"--parallel.pp={p.pp} x {chunks} chunks: more than --model.layers={model.layers}",
+    )
+    micros = cfg.train.accumulate
+    require(
+        micros >= p.pp,
+        f"--train.accumulate={micros}: --parallel.pp={p.pp} needs {p.pp} micro-batches or more",
+    )
+    require(
+        p.pp == 1 or p.schedule != "interleaved" or micros % p.pp == 0,
+        f"--train.accumulate={micros}: {name} needs a multiple of --parallel.pp={p.pp}",
+    )
+
+    # etp: every expert's width.
+    if p.etp > 1:
+        require(
+            any(model.is_moe(i) for i in range(model.layers)),
+            f"--parallel.etp={p.etp}: a model without MoE layers needs --parallel.etp=1",
+        )
+        width = model.moe.ffn_dim
+        valid = f"must divide --model.moe.ffn-dim={width}; valid: {divisors(width)}"
+        require(width % p.etp == 0, f"--parallel.etp={p.etp}: {valid}")
+        require(
+            p.dispatch not in ("local", "symm"),
+            f"--parallel.dispatch={p.dispatch}: --parallel.etp={p.etp} needs auto or nccl",
+        )

@@ -98,6 +98,9 @@ def parallelize(
             "and compiles each by itself where cfg.compile is true"
         )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
+    for name in ("tp", "cp", "pp", "replicate", "etp"):
+        size = getattr(mesh.axes, name)
+        require(size == 1, f"parallelize: --parallel.{name}", f"{size}", "1: this axis is not built yet")
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:

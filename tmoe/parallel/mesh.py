@@ -1,14 +1,21 @@
-"""The (dp, ep) device mesh, and which part of a tensor a rank holds.
+"""The device meshes of a run, and which part of a tensor a rank holds.
 
-Ranks of a 2 x 4 world, ep fastest, so that an expert group is neighbours on one node:
+Sixteen ranks, pp 2, dp 2, ep 4, cp 2, tp 2. The experts' axes and attention's are two ways to divide the same
+ranks (folding), ep and tp fastest, so that their groups are neighbours on one node:
 
-            ep=0  ep=1  ep=2  ep=3
-    dp=0      0     1     2     3      each row exchanges tokens (all-to-all)
-    dp=1      4     5     6     7      each column shares the same experts, of which each rank trains its part
+    rank            0    1    2    3    4    5    6    7       8..15: stage 1, the same
+    experts     dp  0    0    0    0    1    1    1    1       same experts, each rank trains its part of them
+                ep  0    1    2    3    0    1    2    3       all-to-all inside {0..3} and {4..7}
+    attention reader 0   0    0    0    1    1    1    1       reads sequences of its own
+                cp  0    0    1    1    0    0    1    1       a part of each sequence
+                tp  0    1    0    1    0    1    0    1       a part of that part; in attention, heads
 
-Dense parameters are sharded over all eight; every rank reads its own batch. torchrun numbers a node's ranks
-in a row. So where ep divides every node's processes, the exchange of tokens stays inside nodes and dp alone
-crosses them. A layout that would take an expert group across nodes is refused unless it is asked for.
+Storage knows dp and ep alone. Experts are cut over ep and then over the ranks that share them; all else is cut
+over the ranks of a stage. So a step folder does not say what tp, cp and etp were.
+
+torchrun numbers a node's ranks in a row. So where ep divides every node's processes, the exchange of tokens
+stays inside nodes. A layout that would take an expert group across nodes is refused unless it is asked for; a
+tp group never spans nodes.
 
 next: parallel/collectives.py
 """
@@ -29,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tmoe.config.axes import Axes
+from tmoe.config.axes import Axes, Place
 from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
@@ -46,13 +53,19 @@ UNIT_BLOCKS = 4  # blocks of a unit at most
 
 @dataclass(frozen=True)
 class Mesh:
-    """The meshes that a model is laid out over, all of the same ranks."""
+    """The meshes that a model is laid out over, all of the ranks of this rank's pipeline stage."""
 
     axes: Axes
     grid: DeviceMesh
-    """the 2D (dp, ep) mesh of the experts"""
+    """the 2D (dp, ep) mesh of the experts in this replica; its dp counts etp as well"""
     world: DeviceMesh
-    """the ranks in one row, for everything dense"""
+    """the stage's ranks in one row"""
+    shard: DeviceMesh
+    """what FSDP2 cuts dense parameters over: `world`, or (replicate, shard)"""
+    sharers: DeviceMesh
+    """what FSDP2 cuts experts over: `dp`, or (replicate, dp)"""
+    groups: dict[str, dist.ProcessGroup]
+    """by name, where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence)"""
 
     @property
     def dp(self) -> DeviceMesh:
@@ -63,6 +76,11 @@ class Mesh:
     def ep(self) -> DeviceMesh:
         """This rank's expert group, which exchanges tokens."""
         return self.grid["ep"]
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands on every axis."""
+        return self.axes.place(dist.get_rank())
 
 
 # A key in the store for each mesh of this process group: ranks build them in one order.
@@ -80,16 +98,16 @@ def build_mesh(
     etp: int = 1,
     ep_across_nodes: bool = False,
 ) -> Mesh:
-    """The mesh of the default process group.
+    """The mesh of the default process group; the axes are those of `tmoe.config.axes.Axes`.
 
     Where there is no group, it joins the world that torchrun, mpiexec or srun announces, and takes this
     rank's GPU; without a launcher the world is this process. dp None takes what the other axes leave of the
-    world. tp, cp, pp, replicate and etp are axes to come: only 1 is valid today.
+    world.
 
-    Raises ValueError, on every rank and before any collective, when the axes do not multiply to the world, or
-    when an expert group would span nodes (the launcher's, else by host and local rank) without
-    ep_across_nodes; it names the flag to change. It also raises where launcher.py cannot join, and says what
-    to type.
+    Raises ValueError, on every rank and before any collective, when the axes do not multiply to the world,
+    when tp and cp do not fit into a stage, or when a tp or etp group, or without ep_across_nodes an expert
+    group, would span nodes (the launcher's, else by host and local rank); it names the flag to change. It
+    also raises where launcher.py cannot join, and says what to type.
     """
     if missing := lacks():
         raise RuntimeError(missing)
@@ -97,14 +115,49 @@ def build_mesh(
         join()
     others = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, etp=etp)
     axes = Axes.over(dist.get_world_size(), dp=dp, ep=ep, **others)
-    if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
-        require_ep_inside_nodes(ep, nodes_of_ranks())
+    if axes.ep * axes.etp * axes.tp > 1 and dist.get_backend() != "fake":
+        require_inside_nodes(axes, nodes_of_ranks(), ep_across_nodes)
+    return _meshes(axes)
+
+
+def _meshes(axes: Axes) -> Mesh:
+    """Makes the meshes; every rank makes all of them, in one order."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    grid = init_device_mesh(device, (axes.dp, axes.ep), mesh_dim_names=("dp", "ep"))
-    if dist.get_backend() != "fake":
-        for group in grid.get_all_groups():
-            set_timeout(patience(), group)
-    return Mesh(axes, grid, init_device_mesh(device, (axes.shard,), mesh_dim_names=("world",)))
+
+    def view(**sizes: int) -> DeviceMesh:
+        """All ranks, divided along these axes, without those of 1 in front."""
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if dist.get_backend() != "fake":
+            for group in mesh.get_all_groups():
+                set_timeout(patience(), group)
+        return mesh
+
+    # Axes that only some layouts have stand in front, by name: the gradient norm asks the root mesh for "pp".
+    stages = dict(pp=axes.pp) if axes.pp > 1 else {}
+    copies = dict(replicate=axes.replicate) if axes.replicate > 1 else {}
+    grid = view(**stages, **copies, dp=axes.sharers, ep=axes.ep)
+    world = view(**stages, world=axes.stage)
+    shard = view(**stages, **copies, shard=axes.shard) if copies else world
+    groups = {}
+    if axes.parts > 1:
+        parts = view(row=axes.world // axes.parts, parts=axes.parts)
+        groups["parts"] = parts["parts"].get_group()
+        attention = view(row=axes.world // axes.parts, cp=axes.cp, tp=axes.tp)
+        groups |= {name: attention[name].get_group() for name in ("cp", "tp")}
+    if axes.etp > 1:
+        groups["etp"] = view(row=axes.world // (axes.etp * axes.ep), etp=axes.etp, ep=axes.ep)[
+            "etp"
+        ].get_group()
+    if stages:
+        groups["pp"] = grid["pp"].get_group()
+    return Mesh(
+        axes,
+        grid=grid["dp", "ep"] if stages or copies else grid,
+        world=world["world"] if stages else world,
+        shard=(shard["replicate", "shard"] if stages else shard) if copies else world["world"],
+        sharers=grid["replicate", "dp"] if copies else grid["dp"],
+        groups=groups,
+    )
 
 
 def patience() -> timedelta:
@@ -179,20 +232,33 @@ def nodes_of_ranks() -> list[str]:
     return json.loads(store.get("all"))
 
 
-def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
-    """ValueError unless each ep neighbouring ranks share a node; nodes: the node of each rank."""
+def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool) -> None:
+    """ValueError unless neighbouring ranks of tp, of etp and of ep share a node; nodes: the node of each rank.
 
-    def spanning(ep: int) -> list[Sequence[str]]:
-        groups = [nodes[i : i + ep] for i in range(0, len(nodes), ep)]
+    ep_across_nodes: expert groups may span nodes.
+    """
+    sizes = sorted(set(Counter(nodes).values()))
+
+    def spanning(size: int) -> list[Sequence[str]]:
+        groups = [nodes[i : i + size] for i in range(0, len(nodes), size)]
         return [group for group in groups if len(set(group)) > 1]
 
-    if groups := spanning(ep):
-        sizes = sorted(set(Counter(nodes).values()))
-        valid = [e for e in range(1, len(nodes) + 1) if len(nodes) % e == 0 and not spanning(e)]
+    def fitting() -> list[int]:
+        return [n for n in range(1, len(nodes) + 1) if len(nodes) % n == 0 and not spanning(n)]
+
+    for name, size in (("tp", axes.tp), ("etp", axes.etp * axes.ep if axes.etp > 1 else 1)):
+        if groups := spanning(size):
+            of = "" if name == "tp" else f" x --parallel.ep={axes.ep} = {size}"
+            raise ValueError(
+                f"--parallel.{name}={getattr(axes, name)}{of}: {len(groups)} of {len(nodes) // size} groups "
+                f"would span nodes (of {sizes} processes); valid: {fitting()}"
+            )
+    ep = axes.ep
+    if not ep_across_nodes and (groups := spanning(ep)):
         raise ValueError(
             f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes "
             f"(of {sizes} processes); "
-            f"valid: {valid}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
+            f"valid: {fitting()}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
         )
 
 

@@ -80,7 +80,13 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
 
 def planned_world(cfg: Config, world: int) -> int:
     """Number of ranks of the run, or with dry_run of the run that is planned."""
-    return (cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep) if cfg.dry_run else world
+    if not cfg.dry_run:
+        return world
+    p = cfg.parallel
+    group = p.ep * p.etp
+    parts = p.cp * p.tp
+    dp = p.dp or parts // math.gcd(parts, group)  # the fewest ranks over which tp and cp can fold
+    return cfg.world or p.pp * p.replicate * dp * group
 
 
 def trains_routers(cfg: Config) -> bool:
