@@ -1,19 +1,20 @@
-"""Pipeline schedules as tables: which rank does what with which micro-batch, in which order; and how long that takes.
+"""Pipeline schedules as tables: which rank does what with which micro-batch, in which order; and its time.
 
-A model is cut into pp * chunks chunks of neighbouring blocks. What a rank does is a list of actions (op, chunk, micro-batch):
+A model is cut into pp * chunks chunks of neighbouring blocks. What a rank does is a list of actions
+(op, chunk, micro-batch):
 
     F  forward                      needs F of the chunk before
     B  backward                     needs B (or I) of the chunk behind, and this chunk's F
     I  backward without W's part    the same; the experts' weights wait for their gradients
     W  the gradients that I left    needs I, and nobody waits for it: it fills gaps
 
-    1f1b         chunk c on rank c        one of each in turn; bubble (pp-1) / (M+pp-1)
+    1f1b         chunk c on rank c        forward and backward in turn; bubble (pp-1) / (M+pp-1)
     interleaved  chunk c on rank c % pp   M a multiple of pp; bubble (pp-1) / (chunks*M+pp-1)
     v            down and up again        two chunks a rank; the first and the last chunk share rank 0
 
-Every rank makes the whole table, so that a receiver knows in which order its neighbour sends (`messages`): no message carries a
-tag and no rank asks another. A table is a pure function of its arguments, in whole numbers, so ranks cannot disagree.
-`simulate` proves a table: nothing is left out or done twice, and nobody waits for ever.
+Every rank makes the whole table, a pure function of its arguments. So a receiver knows in which order its
+neighbour sends (`messages`): no message carries a tag, and no rank asks another. `simulate` proves a table:
+nothing is left out or done twice, and nobody waits for ever.
 
 next: tokens.py
 """
@@ -30,14 +31,14 @@ from typing import Literal, NamedTuple, get_args
 Schedule = Literal["1f1b", "interleaved", "v"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-# How v orders what is ready: by micro-batch, each with a start of its own and so many times its duration for every chunk that F and
-# I have passed. No pair is the best everywhere; over pp 2-16 and 1-64 micro-batches these were, out of 30, with a table as short
-# as the best of all 30 gave (tests/parallel/test_schedule.py holds bubbles to figures).
-PACES = ((3.0, 2.0), (3.0, 1.5), (2.0, 2.0), (1.5, 2.0), (1.5, 0.5), (0.0, 2.0), (3.0, 1.0))
+# How v orders what is ready: a forward is due so many times F's duration after that of the chunk before it,
+# a backward so many times I's. With these three, tables were as short as with the best of 42 such pairs,
+# for 2 to 16 ranks, 1 to 64 micro-batches, and W of 15, 27 and 0 percent of the work.
+PACES = ((4.0, 2.0), (4.0, 3.0), (3.0, 1.5))
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. op: F, B, I or W; chunk: of the whole model, from 0; micro: the micro-batch."""
+    """One thing that a rank does. op: F, B, I or W; chunk: of the whole model, from 0; micro: micro-batch."""
 
     op: str
     chunk: int
@@ -78,7 +79,7 @@ class Simulation(NamedTuple):
 
 
 EVEN = Cost(1, 1, 1)  # every matrix product costs as much: its gradients are two of them
-EXPERTS = Cost(100, 155, 45)  # only the experts' weights wait: a Qwen3-like layer, a sixth of its work
+EXPERTS = Cost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
 
 
 @functools.lru_cache(128)
@@ -95,9 +96,11 @@ def table(
 ) -> Table:
     """The actions of each of pp ranks for `micros` micro-batches and `chunks` chunks a rank.
 
-    Args: deferred puts the experts' weight gradients off (I and W for B). cost: of a chunk, which orders v and what is deferred;
-    the same on every rank. limit: most forwards of v that wait for their backward on a rank, in chunks; None is 2 * pp, as much as
-    1F1B's first rank holds. waiting: most W that wait on a rank; None is pp * chunks.
+    Args: deferred puts the experts' weight gradients off (I and W for B). cost: of a chunk, which orders v
+    and what is deferred; the same on every rank. limit: most forwards of v that wait for their backward on
+    a rank, in chunks; None is 2 * pp, as many layers as 1F1B's first rank holds. waiting: most W that wait
+    on a rank, each with its inputs and their gradients; None is pp * chunks. With twice that v's bubble was
+    a quarter smaller, with more the same.
 
     Raises ValueError that names the flags (`validate`).
     """
@@ -105,7 +108,9 @@ def table(
     limit = 2 * pp if limit is None else limit
     waiting = pp * chunks if waiting is None else waiting
     if limit < 2 or waiting < 1:
-        raise ValueError(f"limit={limit}, waiting={waiting}: v holds at least 2 chunks, and 1 W waits at least")
+        raise ValueError(
+            f"limit={limit}, waiting={waiting}: v holds at least 2 chunks, and 1 W waits at least"
+        )
     home = homes(schedule, pp, chunks)
     if schedule == "v":
         orders = (_v_order(home, micros, cost, pace) for pace in PACES)
@@ -122,7 +127,10 @@ def table(
 
 
 def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | None = None) -> None:
-    """ValueError that names flag, value and what is valid, unless there is a table for these; layers: of the model, where known."""
+    """ValueError that names flag, value and what is valid, unless there is a table for these.
+
+    layers: of the model, where known.
+    """
     for flag, value in (
         ("--parallel.pp", pp),
         ("--train.accumulate", micros),
@@ -145,7 +153,7 @@ def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | Non
         below = micros // pp * pp
         near = f"{below} or {below + pp}" if below else f"{pp}"
         raise ValueError(
-            f"{here}pp={pp} and --train.accumulate={micros}: micro-batches must be a multiple of pp; valid: {near}"
+            f"{here}pp={pp}: --train.accumulate={micros} must be a multiple of pp; valid: {near}"
         )
     if layers is not None and pp * chunks > layers:
         raise ValueError(_too_few_blocks(layers, f"--parallel.pp={pp} x --parallel.chunks={chunks}"))
@@ -165,13 +173,16 @@ def homes(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
 
 
 def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """(source, target) of every edge that is used: its messages in the order of sending. Chunks of one rank need none."""
+    """(source, target) of every edge that is used: its messages in the order of sending.
+
+    Chunks that share a rank need none.
+    """
     found: dict[tuple[int, int], list[Message]] = {}
     for source, row in enumerate(table.ranks):
         for action in row:
-            if message := _result(action, len(table.home)):
-                if (target := table.home[message.chunk]) != source:
-                    found.setdefault((source, target), []).append(message)
+            message = _result(action, len(table.home))
+            if message and (target := table.home[message.chunk]) != source:
+                found.setdefault((source, target), []).append(message)
     return {edge: tuple(sent) for edge, sent in found.items()}
 
 
@@ -186,94 +197,98 @@ def _result(action: Action, chunks: int) -> Message | None:
 
 
 def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 0) -> Simulation:
-    """Runs a table in thought. cost: of a chunk, or of each; latency: of a message between ranks, which holds up nobody else.
+    """Runs a table in thought.
 
-    Raises ValueError where an action is missing, comes twice, or is on the wrong rank, and where ranks wait for each other.
+    cost: of a chunk, or of each; latency: of a message between ranks, which keeps neither from its work.
+
+    Raises ValueError where an action is missing, comes twice or on another rank than its chunk's, and where
+    ranks wait for each other.
     """
-    pp, count = len(table.ranks), len(table.home)
+    pp, count, micros = len(table.ranks), len(table.home), _check_actions(table)
     costs = [cost] * count if isinstance(cost, Cost) else list(cost)
     if len(costs) != count:
         raise ValueError(f"{len(costs)} costs for {count} chunks: give one for all, or one for each")
-    micros = _check_actions(table)
-
     seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
     there: dict[Message, float] = {}  # when a message arrives
-    done: dict[Action, float] = {}
-    place, now = [0] * pp, [0] * pp
-    flying, left, held, kept = [0] * pp, [0] * pp, [0] * pp, [0] * pp
-    used: dict[Message, float] = {}
+    last: dict[int, float] = {}  # when the last chunk's F of a micro-batch ended
+    place = [0] * pp
+    flying, left, held, kept = ([0] * pp for _ in range(4))
+    now: list[float] = [0] * pp
+    stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+
+    def ready(action: Action) -> float | None:
+        op, chunk, micro = action
+        if op == "W" or (op == "F" and chunk == 0):
+            return 0
+        if op != "F" and chunk == count - 1:
+            return last.get(micro)
+        return there.get(Message("F" if op == "F" else "B", chunk, micro))
+
     runnable = list(range(pp))
     while runnable:
         rank = runnable.pop()
-        row = table.ranks[rank]
-        while place[rank] < len(row):
-            action = row[place[rank]]
-            op, chunk, micro = action
-            start: float | None = now[rank]
-            source: Message | None = None
-            if op == "W":
-                start = start if Action("I", chunk, micro) in done else None
-            else:
-                if (op == "F" and chunk) or (op != "F" and chunk + 1 < count):
-                    source = Message("F" if op == "F" else "B", chunk, micro)
-                    start = max(start, there[source]) if source in there else None
-                if op != "F" and Action("F", chunk, micro) not in done:
-                    start = None
-            if start is None:
+        while place[rank] < len(row := table.ranks[rank]):
+            op, chunk, micro = action = row[place[rank]]
+            come = ready(action)
+            if come is None:
                 break
-            if source:
-                used[source] = start
-            end = done[action] = now[rank] = start + seconds[chunk][op]
+            start = max(now[rank], come)
+            now[rank] = start + seconds[chunk][op]
             place[rank] += 1
             flying[rank] += dict(F=1, W=0).get(op, -1)
             left[rank] += dict(I=1, W=-1).get(op, 0)
             held[rank], kept[rank] = max(held[rank], flying[rank]), max(kept[rank], left[rank])
-            if sent := _result(action, count):
-                target = table.home[sent.chunk]
-                there[sent] = end + (latency if target != rank else 0)
-                if target != rank:
-                    runnable.append(target)
+            before = chunk - 1 if op == "F" else chunk + 1
+            if op != "W" and 0 <= before < count and table.home[before] != rank:
+                stash[rank] += [(come, 1), (start, -1)]
+            if op == "F" and chunk == count - 1:
+                last[micro] = now[rank]
+            if message := _result(action, count):
+                target = table.home[message.chunk]
+                there[message] = now[rank] + (latency if target != rank else 0)
+                runnable += [target] if target != rank else []
     if stuck := [r for r in range(pp) if place[r] < len(table.ranks[r])]:
-        waits = ", ".join(f"rank {r} before {'{}{} of {}'.format(*table.ranks[r][place[r]])}" for r in stuck)
-        raise ValueError(f"a deadlock: {waits}")
+        waits = [f"rank {r} before {'{}{} of {}'.format(*table.ranks[r][place[r]])}" for r in stuck]
+        raise ValueError(f"a deadlock: {', '.join(waits)}")
 
-    time = max(now)
-    work = micros * sum(sum(one) for one in costs)
-    stashed = [0] * pp
-    for rank in range(pp):
-        mine = [m for m in used if table.home[m.chunk] == rank]
-        # at one moment what is used goes before what comes
-        steps = sorted([(used[m], 0, -1) for m in mine if used[m] > there[m]] + [(there[m], 1, 1) for m in mine if used[m] > there[m]])
-        stashed[rank] = max(itertools.accumulate((step for _, _, step in steps), initial=0))
+    time, work = max(now), micros * sum(map(sum, costs))
+    # what is used at a moment goes before what comes: (time, -1) sorts before (time, 1)
+    stashed = [max(itertools.accumulate((step for _, step in sorted(steps)), initial=0)) for steps in stash]
     bubble = (pp * time - work) / (pp * time) if time else 0.0
     return Simulation(time, bubble, tuple(held), tuple(kept), tuple(stashed))
 
 
 def _check_actions(table: Table) -> int:
-    """The number of micro-batches. ValueError unless every chunk's rank does F and B, or F, I and W, of each once."""
+    """Number of micro-batches. ValueError unless a chunk's rank does F and B, or F, I and W, of each once."""
     seen: dict[tuple[int, int], str] = {}
     for rank, row in enumerate(table.ranks):
         for op, chunk, micro in row:
             if table.home[chunk] != rank:
-                raise ValueError(f"{op}{chunk} of {micro} on rank {rank}: chunk {chunk} is rank {table.home[chunk]}'s")
+                raise ValueError(
+                    f"{op}{chunk} of {micro} on rank {rank}: chunk {chunk} is rank {table.home[chunk]}'s"
+                )
             seen[chunk, micro] = seen.get((chunk, micro), "") + op
     micros = 1 + max(micro for _, micro in seen)
     for key in itertools.product(range(len(table.home)), range(micros)):
         if seen.get(key) not in ("FB", "FIW"):
-            raise ValueError(f"chunk {key[0]} of micro-batch {key[1]}: {seen.get(key)}; valid: FB or FIW, in this order")
+            raise ValueError(
+                f"chunk {key[0]} of micro-batch {key[1]}: {seen.get(key)}; valid: FB or FIW, in this order"
+            )
     return micros
 
 
 def _1f1b(pp: int, micros: int) -> list[list[Action]]:
     """Forwards until the first backward can come, then one of each: rank r holds pp - r at most."""
     return [
-        _one_of_each([Action("F", r, m) for m in range(micros)], [Action("B", r, m) for m in range(micros)], pp - r - 1)
+        _one_of_each(
+            [Action("F", r, m) for m in range(micros)], [Action("B", r, m) for m in range(micros)], pp - r - 1
+        )
         for r in range(pp)
     ]
 
 
 def _interleaved(pp: int, micros: int, chunks: int) -> list[list[Action]]:
-    """Narayanan et al. 2021: groups of pp micro-batches pass all chunks of a rank in turn. micros: a multiple of pp."""
+    """Narayanan et al. 2021: groups of pp micro-batches pass all chunks of a rank in turn."""
 
     def passes(op: str, rank: int) -> list[Action]:
         order = range(chunks) if op == "F" else reversed(range(chunks))
@@ -293,9 +308,10 @@ def _one_of_each(forwards: list[Action], backwards: list[Action], ahead: int) ->
 
 
 def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, float]) -> list[float]:
-    """Whose turn it is on a rank among what is ready: the smallest number's. A micro-batch begins with every round of work.
+    """Whose turn it is on a rank among what is ready: the smallest number's.
 
-    Returns a number for every action: F of all micro-batches for every chunk, then B.
+    A micro-batch is due when the ranks have done the work of all before it. Returns a number for every
+    action: F of all micro-batches for every chunk, then B.
     """
     count, (f, i, w) = len(home), cost
     forward, backward, round_ = pace[0] * f, pace[1] * i, 2 * (f + i + w)
@@ -313,12 +329,14 @@ def _fill(
     limit: int | None,
     waiting: int,
 ) -> tuple[float, Table]:
-    """Whenever a rank is free it takes, of what is ready, what comes first in `order`; if nothing is, a W. Time and table.
+    """Whenever a rank is free it takes, of what is ready, what comes first in `order`; if nothing is, a W.
 
-    order: as `_v_order` gives it; B becomes I where deferred. limit None keeps to the order: its numbers are places in a rank's
-    row, and a rank waits for the next one, or does a W. With a limit, a chunk of the first half (the way down of a V) leaves one
-    place free. So the way up never waits for memory: its last chunk's backward follows at once, which frees the place of the last
-    but one, and so on, and nothing is stuck.
+    order: as `_v_order` gives it; B becomes I where deferred. limit None keeps to the order: its numbers are
+    places in a rank's row, and a rank waits for the next one, or does a W. With a limit, a chunk of the first
+    half (the way down of a V) leaves one place free. So the way up never waits for memory: its last chunk's
+    backward follows at once, which frees the place of the last but one, and so on: nothing is ever stuck.
+
+    Returns the time and the table.
     """
     pp, count = 1 + max(home), len(home)
     # an action as one number, its place in `order`: quicker than tuples, of which there are thousands
@@ -380,11 +398,13 @@ def _fill(
 def cut(
     layers: int, chunks: int, costs: Sequence[float] | None = None, first: float = 0, last: float = 0
 ) -> list[range]:
-    """The blocks of each of `chunks` chunks (all ranks' together): neighbours, one at least, the dearest chunk as cheap as can be.
+    """The blocks of each of `chunks` chunks (all ranks' together): the dearest chunk is as cheap as can be.
 
-    Of several such cuts the most even one, by squares; of those the one with fewer blocks in front, where ranks hold most
-    micro-batches. costs: of each block, at least 0, in any one unit (None: all equal); first and last: what the first chunk
-    (embedding) and the last one (head and loss) have to do besides.
+    Every chunk gets neighbours, one at least. Of several such cuts the most even one, by squares; of those
+    the one with fewer blocks in front, where ranks hold most micro-batches.
+
+    Args: costs: of each block, at least 0, in any one unit (None: all equal). first and last: what the first
+    chunk (embedding) and the last one (head and loss) have to do besides.
     """
     costs = [1] * layers if costs is None else list(costs)
     if chunks < 1 or chunks > layers:
@@ -403,13 +423,16 @@ def cut(
         """Where the chunk may begin, if every chunk in front of it has a block."""
         return range(chunk, stop) if chunk else range(1)
 
-    # dearest[j]: of the first j blocks in so many chunks. It grows with j, the last chunk shrinks with its start: bisect.
+    # dearest[j]: the dearest chunk of the first j blocks, cut into so many. It grows with j, and the last
+    # chunk gets cheaper with a later start: the best start is where they cross
     dearest: list[float] = [0.0] * (layers + 1)
     for chunk in range(chunks):
         before, dearest = dearest, [math.inf] * (layers + 1)
         for stop in range(chunk + 1, layers + 1) if chunk < chunks - 1 else (layers,):
             options = starts(chunk, stop)
-            turn = bisect.bisect_left(options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e))
+            turn = bisect.bisect_left(
+                options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e)
+            )
             near = options[max(0, turn - 1) : turn + 1]
             dearest[stop] = min(max(before[s] if chunk else 0, cost(chunk, s, stop)) for s in near)
     most = dearest[layers]
