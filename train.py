@@ -78,7 +78,8 @@ class Trainer:
 
         # The mesh, and whether the model fits into each rank's memory.
         p = cfg.parallel
-        self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
+        axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
+        self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
@@ -167,7 +168,7 @@ class Trainer:
                 optimizer.zero_grad()
 
                 self.step = step + 1
-                self.tokens += batch.tokens_ABS.numel() * run.world
+                self.tokens += batch.tokens_ABS.numel() * self.mesh.axes.readers
                 self.after(step, stop, lr, (loss, norm, finite), profile)
                 if stop:
                     break
@@ -231,14 +232,15 @@ class Trainer:
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
             model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
             loss += model.cross_entropy
-        own_targets = (batch.targets_ABS != IGNORE).sum().item()
+        own_targets = (model.own(batch.targets_ABS.flatten(0, 1)) != IGNORE).sum().item()
         self.mean = loss * totals.targets / max(own_targets, 1)  # over this rank's own targets
         return model.balancer.all_reduce(loss)
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
-        targets, stops = self.run.sums((batch.targets_ABS != IGNORE).sum().item(), self.run.stop)
-        sequences = batch.tokens_ABS[..., 0].numel() * self.run.world
+        own_targets = (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
+        targets, stops = self.run.sums(own_targets, self.run.stop)
+        sequences = batch.tokens_ABS[..., 0].numel() * self.mesh.axes.readers
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
@@ -257,7 +259,7 @@ class Trainer:
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break
                 batch = self.val_data.batch(i, **self.shape())
-                targets += (batch.targets_ABS != IGNORE).sum().item()
+                targets += (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
                 micros = batch.micros(device, cfg.train.isolate_documents)
                 for tokens_BS, targets_BS, documents_BS in micros:
                     model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
@@ -365,7 +367,14 @@ class Trainer:
     def shape(self) -> dict[str, int]:
         """What the data needs to know to cut this rank's part out of a step."""
         train = self.cfg.train
-        return dict(batch=train.batch, accumulate=train.accumulate, rank=self.run.rank, world=self.run.world)
+        sizes = dict(batch=train.batch, accumulate=train.accumulate)
+        return dict(**sizes, rank=self.mesh.place.reader, world=self.mesh.axes.readers)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts the sequences that it reads, for all ranks that share them."""
+        place = self.mesh.place
+        return place.cp == place.tp == place.pp == 0
 
 
 def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:

@@ -298,28 +298,13 @@ class Config:
 def require_layout(cfg: Config) -> None:
     """ConfigError unless attention, pipeline and experts can be divided as cfg.parallel says."""
     p, model, seq = cfg.parallel, cfg.model, cfg.train.seq
+    require_heads(p, model)
 
-    # tp and cp: heads, and a sequence's tokens.
-    heads, kv_heads = model.heads, model.kv_heads if model.attention == "gqa" else model.heads
-    degrees = [tp for tp in divisors(heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
-    of = (
-        f"--model.heads={heads}"
-        if model.attention != "gqa"
-        else f"--model.heads={heads} and fit {kv_heads} key heads"
-    )
-    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide {of}; valid: {degrees}")
-    if p.cp_by == "heads":
-        own = heads // p.tp
-        degrees = divisors(own)
-        valid = (
-            f"must divide the {own} heads that tp leaves a rank; valid: {degrees}, or --parallel.cp-by keys"
-        )
-        require(p.cp in degrees, f"--parallel.cp={p.cp}: {valid}")
+    # tp and cp: a sequence's tokens.
     parts = p.cp * p.tp * (2 if p.cp > 1 and p.cp_by == "keys" else 1)
-    flags = " x ".join(
-        f"--parallel.{name}={size}" for name, size in dict(cp=p.cp, tp=p.tp).items() if size > 1
-    )
-    valid = f"must be a multiple of {parts}, into which {flags or 'no axis'} divides each sequence"
+    sizes = dict(cp=p.cp, tp=p.tp)
+    flags = " x ".join(f"--parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    valid = f"must be a multiple of {parts}, into which {flags} divides each sequence"
     require(seq % parts == 0, f"--train.seq={seq}: {valid}")
 
     # pp: layers and micro-batches.
@@ -356,3 +341,19 @@ def require_layout(cfg: Config) -> None:
             p.dispatch not in ("local", "symm"),
             f"--parallel.dispatch={p.dispatch}: --parallel.etp={p.etp} needs auto or nccl",
         )
+
+
+def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
+    """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
+    heads = model.heads
+    of = f"--model.heads={heads}"
+    degrees = divisors(heads)
+    if model.attention == "gqa":
+        groups = model.kv_heads
+        degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
+        of = f"{of} and fit {groups} key heads"
+    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide {of}; valid: {degrees}")
+    if p.cp_by == "heads":
+        own = heads // p.tp
+        valid = f"must divide the {own} heads that tp leaves a rank; valid: {divisors(own)}"
+        require(own % p.cp == 0, f"--parallel.cp={p.cp}: {valid}, or --parallel.cp-by keys")

@@ -1,6 +1,6 @@
 """Causal grouped-query attention with rotary positions and optional QK-norm.
 
-next: model/attention_backend.py
+next: model/spread.py, then model/attention_backend.py
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import Mask, attend
 from tmoe.model.rope import rotate
+from tmoe.model.spread import ALONE
 
 
 class Attention(nn.Module):
@@ -22,6 +23,7 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.window = window
+        self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
         H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
         # rows: queries, keys, values; one product
         self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, cfg.qkv_bias)
@@ -32,22 +34,37 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else G * C, cfg.norm_eps)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
-        """y [B, S, D].
+        """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.
 
-        cos_SC, sin_SC: rope_table's. mask: make_mask's; None for plain causal attention.
+        cos_SC, sin_SC: rope_table's, of the tokens that tp gathers. mask: make_mask's; None for plain causal
+        attention.
         """
-        cfg = self.cfg
-        widths = [n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)]
-        q, k, v = self.qkv(x_BSD).split(widths, -1)
+        cfg, spread, C = self.cfg, self.spread, self.cfg.head_dim
+        H, G = cfg.heads, cfg.kv_heads
+        heads, key_heads = spread.heads(H), spread.key_heads(G)
+        spans = [
+            (0, heads),
+            (H, key_heads),
+            (H + G, key_heads),
+        ]  # heads of queries, keys, values in qkv's rows
+        rows = [slice((first + own.start) * C, (first + own.stop) * C) for first, own in spans]
+        qkv = spread.project(self.qkv, x_BSD, rows)
+        q, k, v = qkv.split([part.stop - part.start for part in rows], -1)
         if cfg.qk_norm == "full":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            q = spread.norm(self.q_norm, q, rows[0], 1)
+            key_rows = slice(key_heads.start * C, key_heads.stop * C)
+            k = spread.norm(self.k_norm, k, key_rows, max(1, spread.tp // G))
 
-        q, k, v = (t.unflatten(-1, (-1, cfg.head_dim)) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, C)) for t in (q, k, v))
         if cfg.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = rotate(q, cos_SC, sin_SC)
         k = rotate(k, cos_SC, sin_SC)
-        y = attend(q, k, v, mask, cfg.attention_multiplier, self.window, self.sinks)
-        return self.o(y.flatten(-2))
+
+        if spread.by_keys:  # together: one exchange
+            k, v = spread.gather_keys(torch.cat([k, v], -1)).split(C, -1)
+        q, k, v = spread.to_heads(q, k, v)
+        window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
+        y = attend(q, k, v, mask, cfg.attention_multiplier, window, spread.of_heads(self.sinks))
+        return spread.output(self.o, spread.from_heads(y).flatten(-2))

@@ -126,25 +126,41 @@ def tiles(dtype: torch.dtype, width: int, values: int, hopper: bool) -> Any:
 
 
 def make_mask(
-    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int, sinks: bool = False
+    documents_BS: Tensor | None,
+    window: int,
+    S: int,
+    device: torch.device,
+    width: int,
+    sinks: bool = False,
+    queries_Q: Tensor | None = None,
 ) -> Mask:
     """What `attend` takes as mask for a layer of this window (0: none).
 
     With documents_BS, tokens attend inside their document only.
     width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more.
     sinks: whether the layer has them. On a GPU only flex attention and masked kernels take them (64 heads of
-    64,
-        4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
+        64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
+    queries_Q: positions of the queries among the S keys, where these are not all; the mask then holds the
+        window as well. None: all.
     """
     if device.type == "cpu" or width < NARROWEST:
+        if queries_Q is not None:
+            return position_mask(documents_BS, window, S, queries_Q)
         return None if documents_BS is None else document_mask(documents_BS)
-    plain = documents_BS is None and not 0 < window < S and not sinks
-    return None if plain else block_mask(documents_BS, window, S, device)
+    plain = documents_BS is None and not 0 < window < S and not sinks and queries_Q is None
+    return None if plain else block_mask(documents_BS, window, S, device, queries_Q)
 
 
-def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.device) -> BlockMask:
+def block_mask(
+    documents_BS: Tensor | None,
+    window: int,
+    S: int,
+    device: torch.device,
+    queries_Q: Tensor | None = None,
+) -> BlockMask:
     """Which blocks of 128 x 128 hold anything to see.
 
+    queries_Q: as make_mask's; rows of the mask are then these queries.
     Their number changes with the documents, but no shape does, so nothing recompiles.
     On an H200 with S=4096 and C=128 it has 73% of the speed of cuDNN's plain causal kernel, and three times
     that of its masked one. FlashAttention 2 with sequences of variable length is level at 16 documents and
@@ -152,20 +168,31 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
     pairs, for which it wants a compiler. With it gpt-oss's first step came after 94 s, without it after 46.
     """
     reach = window if 0 < window < S else S
+    # of queries: their positions, and the documents that they are in
+    at_Q = torch.arange(S, device=device) if queries_Q is None else queries_Q
+    rows = at_Q.shape[0]
+    documents_BQ = documents_BS
+    if documents_BS is not None and queries_Q is not None:
+        documents_BQ = documents_BS[:, queries_Q]
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
+        i = q if queries_Q is None else queries_Q[q]
         seen = (i >= j) & (i - j < reach) if reach < S else i >= j
-        return seen if documents_BS is None else seen & (documents_BS[b, i] == documents_BS[b, j])
+        if documents_BS is None or documents_BQ is None:
+            return seen
+        return seen & (documents_BQ[b, q] == documents_BS[b, j])
 
-    first = torch.arange(0, S, BLOCK, device=device)
-    last = first + BLOCK - 1
-    some = (last[:, None] >= first) & (first[:, None] - last < reach)
-    whole = (first[:, None] >= last) & (last[:, None] - first < reach) & (last[:, None] < S)
+    # Extreme positions of each block of queries and of keys; a block beyond the end has more than are there.
+    first_q, last_q = (edge[0][:, None] for edge in _extremes(at_Q[None]))
+    full_q = torch.arange(BLOCK, rows + BLOCK, BLOCK, device=device)[:, None] <= rows
+    first_k = torch.arange(0, S, BLOCK, device=device)
+    last_k = first_k + BLOCK - 1
+    some = (last_q >= first_k) & (first_q - last_k < reach)
+    whole = (first_q >= last_k) & (last_q - first_k < reach) & full_q
     some, whole = some[None, None], whole[None, None]
-    if documents_BS is not None:
-        low, high = _extremes(documents_BS)
-        low_q, high_q = low[:, None, :, None], high[:, None, :, None]
-        low_k, high_k = low[:, None, None], high[:, None, None]
+    if documents_BS is not None and documents_BQ is not None:
+        low_q, high_q = (edge[:, None, :, None] for edge in _extremes(documents_BQ))
+        low_k, high_k = (edge[:, None, None] for edge in _extremes(documents_BS))
         # A pair of one document may be there only if the two blocks' ids overlap. Where ids come again, or do
         # not rise, there need not be one.
         some = some & (low_q <= high_k) & (low_k <= high_q)
@@ -173,7 +200,7 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
     part = some & ~whole
     kv = (*_ordered(part), *_ordered(whole))
     q = (*_ordered(part.mT), *_ordered(whole.mT))
-    return BlockMask((S, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
+    return BlockMask((rows, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
 
 
 def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,6 +225,17 @@ def document_mask(documents_BS: Tensor) -> Tensor:
     """[B, 1, S, S] bool, True where a query may look: earlier or itself, in its own document."""
     same = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same.tril()[:, None]
+
+
+def position_mask(documents_BS: Tensor | None, window: int, S: int, queries_Q: Tensor) -> Tensor:
+    """[B or 1, 1, Q, S] bool, True where the query at a position may look; window 0: at all before it."""
+    i = queries_Q[:, None]
+    j = torch.arange(S, device=queries_Q.device)
+    seen = (i >= j) & (i - j < window) if 0 < window < S else i >= j
+    seen = seen[None]
+    if documents_BS is not None:
+        seen = seen & (documents_BS[:, queries_Q, None] == documents_BS[:, None])
+    return seen[:, None]
 
 
 def window_mask(S: int, window: int, device: torch.device) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tmoe.config.model import ModelConfig
 from tmoe.model.attention_backend import Mask, attend
 from tmoe.model.rope import rotate, yarn_scale
+from tmoe.model.spread import ALONE, linear_of_rows
+from tmoe.parallel.tokens import gather
 
 # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
 LATENT_EPS = 1e-6
@@ -33,6 +35,8 @@ class LatentAttention(nn.Module):
         mla = cfg.mla
         self.mla = mla
         self.scale = softmax_scale(cfg)
+        self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
+        self.heads = cfg.heads
         H = cfg.heads
         queries = H * (mla.nope_dim + mla.rope_dim)
         self.widths = (mla.q_rank or queries, mla.kv_rank, mla.rope_dim)
@@ -46,24 +50,59 @@ class LatentAttention(nn.Module):
         self.o = nn.Linear(H * mla.v_dim, cfg.dim, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
-        """y [B, S, D].
+        """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.
 
-        cos_SC, sin_SC: rope_table's of `rope_dim` channels. mask: make_mask's; None for plain causal
-        attention.
+        cos_SC, sin_SC: rope_table's of `rope_dim` channels, of the tokens that tp gathers. mask: make_mask's;
+        None for plain causal attention.
         """
-        mla = self.mla
-        q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
-        if mla.q_rank:
-            q = self.q_b(self.q_norm(q))
+        mla, spread = self.mla, self.spread
+        q, latent, k_rot = self.latents(x_BSD)
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rot = q.split([mla.nope_dim, mla.rope_dim], -1)
-        kv = self.kv_b(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
-        k_nope, v = kv.split([mla.nope_dim, mla.v_dim], -1)
-
         q_rot, k_rot = (rotate(self.halves(t), cos_SC, sin_SC) for t in (q_rot, k_rot.unsqueeze(2)))
+        if spread.by_keys:  # the latents travel, which are narrower than the keys and values of all heads
+            latent, k_rot = self.gather_latents(latent, k_rot)
+
+        kv = linear_of_rows(self.kv_b, latent, self.rows(mla.nope_dim + mla.v_dim))
+        k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split([mla.nope_dim, mla.v_dim], -1)
         q = torch.cat([q_nope, q_rot], -1)
         k = torch.cat([k_nope, k_rot.expand(-1, -1, k_nope.shape[2], -1)], -1)
-        return self.o(attend(q, k, v, mask, self.scale).flatten(-2))
+        q, k, v = spread.to_heads(q, k, v)
+        y = attend(q, k, v, mask, self.scale)
+        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+
+    def rows(self, width: int) -> slice:
+        """Rows of this rank's heads in a matrix that has `width` rows a head."""
+        heads = self.spread.heads(self.heads)
+        return slice(heads.start * width, heads.stop * width)
+
+    def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of this rank's heads, the normed latent of keys and values, and k_rot.
+
+        Under tp they are those of all its group's tokens: the latents are gathered, not x.
+        """
+        mla, spread = self.mla, self.spread
+        own = self.rows(mla.nope_dim + mla.rope_dim)
+        if spread.tp == 1:
+            q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
+            return (self.q_b(self.q_norm(q)) if mla.q_rank else q), self.kv_norm(latent), k_rot
+        if mla.q_rank:
+            q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
+            parts = torch.cat([self.q_norm(q), self.kv_norm(latent), k_rot], -1)
+            q, latent, k_rot = gather(parts, spread.tp_group).split(self.widths, -1)
+            return linear_of_rows(self.q_b, q, own), latent, k_rot
+        # queries are rows of qkv_a itself: x travels for them, and is not kept
+        q = spread.project(self.qkv_a, x_BSD, [own])
+        shared = linear_of_rows(self.qkv_a, x_BSD, slice(self.widths[0], sum(self.widths)))
+        latent, k_rot = shared.split(self.widths[1:], -1)
+        parts = gather(torch.cat([self.kv_norm(latent), k_rot], -1), spread.tp_group)
+        return q, *parts.split(self.widths[1:], -1)
+
+    def gather_latents(self, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all tokens of the sequence; k_rot [B, S, 1, rope_dim], rotated."""
+        parts = self.spread.gather_keys(torch.cat([latent, k_rot.squeeze(2)], -1))
+        latent, k_rot = parts.split(self.widths[1:], -1)
+        return latent, k_rot.unsqueeze(2)
 
     def halves(self, x: Tensor) -> Tensor:
         """Moves pairs (2i, 2i+1) to (i, i + C/2), where `rotate` looks for them.

@@ -15,6 +15,7 @@ next: parallel/grad_norm.py
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
-from tmoe.config.run import Config, TrainConfig
+from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_backend import COMPILE
+from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.experts import Experts
@@ -98,18 +100,27 @@ def parallelize(
             "and compiles each by itself where cfg.compile is true"
         )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
-    for name in ("tp", "cp", "pp", "replicate", "etp"):
+    for name in ("pp", "replicate", "etp"):
         size = getattr(mesh.axes, name)
         require(size == 1, f"parallelize: --parallel.{name}", f"{size}", "1: this axis is not built yet")
+    if not isinstance(model, Transformer):
+        for name in ("tp", "cp"):
+            valid = (
+                f"1 for a {type(model).__name__}: only a tmoe.Transformer knows how to divide its sequences"
+            )
+            size = getattr(mesh.axes, name)
+            require(size == 1, f"parallelize: --parallel.{name}", f"{size}", valid)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:
         require_divisible(moe, mesh)
-    tokens = cfg.train.batch * cfg.train.seq
+    tokens = cfg.train.batch * cfg.train.seq // mesh.axes.parts
+    if isinstance(model, Transformer):
+        apply_spread(model, mesh, cfg)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
     if isinstance(model, Transformer):
-        model.balancer.all_reduce = lambda t: all_reduce(t, mesh)
+        model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
@@ -117,11 +128,27 @@ def parallelize(
     return model
 
 
-def all_reduce(t: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Sum over all ranks; no gradient flows through it."""
+def all_reduce(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over a group's ranks; no gradient flows through it."""
     t = t.detach().clone()
-    dist.all_reduce(t, group=mesh.world.get_group())
+    dist.all_reduce(t, group=group)
     return t
+
+
+def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
+    """Every attention learns how tp and cp divide heads and tokens, and the balancer whose tokens to add.
+
+    Raises ValueError where they cannot divide this model's heads.
+    """
+    axes = mesh.axes
+    if axes.parts == 1:
+        return
+    require_heads(replace(cfg.parallel, tp=axes.tp, cp=axes.cp), model.cfg)
+    spread = Spread.over(mesh, cfg.parallel.cp_by, pieces=1)
+    model.spread = spread
+    for block in model.blocks:
+        block.attention.spread = spread
+    model.balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
 
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:

@@ -5,7 +5,7 @@ next: model/attention.py, then moe/layer.py
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
 from tmoe.model.rope import rope_table
+from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
@@ -92,12 +93,24 @@ class Block(nn.Module):
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 
+class Context(NamedTuple):
+    """What all blocks of a forward share."""
+
+    cos_SC: Tensor
+    sin_SC: Tensor
+    masks: dict[int, Mask]  # by window
+    padding_BS: Tensor | None  # of this rank's tokens
+
+
 class Transformer(nn.Module):
     """A decoder-only language model.
 
     `model(tokens_BS)` returns logits [B, S, V]. `model(tokens_BS, targets_BS)` returns the loss: mean
     cross-entropy over the targets that are not -100, plus the balancing losses. Weights are initialised as
     init.py says.
+
+    Where tp or cp divide sequences, each rank of a group is given the same whole rows, works on its own
+    tokens of them (`own`), and returns their logits, or its share of the loss: shares add up to the loss.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -108,6 +121,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.balancer = Balancer(cfg.moe)
+        self.spread = ALONE  # model/parallelize.py: how tp and cp divide sequences
         self.init_weights()
         if any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
             warn_if_untrained(cfg.moe)
@@ -139,36 +153,60 @@ class Transformer(nn.Module):
             tokens_BS, targets_BS: int64; targets of -100 count nothing.
             documents_BS: number of the document that a token belongs to; tokens attend inside their own only.
             padding_BS: bool, True at tokens that no other attends to, that go to no expert and count in no
-            loss. totals: targets, tokens and sequences of the whole step over all ranks, when this call is a
-            part of it;
-                the losses of the parts then add up. None: this call is all.
+                loss.
+            totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part
+                of it; the losses of the parts then add up. None: this call is all.
 
         Raises ValueError for tensors of another shape, dtype or device, or longer sequences than RoPE's
         range.
         """
-        if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `hidden` names what is none
+        if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` names what is none
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
-        if self.cfg.logits_scaling != 1.0:
-            h_BSD = h_BSD / self.cfg.logits_scaling
-        weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BS is None:
-            return F.linear(h_BSD, weight_VD)
-
+            return F.linear(self.scaled(h_BSD), self.head_weight)
         if padding_BS is not None:
             targets_BS = targets_BS.masked_fill(padding_BS, IGNORE)
         count = (targets_BS != IGNORE).sum().clamp(min=1) if totals is None else totals.targets
-        loss = cross_entropy_sum(h_BSD.flatten(0, 1), weight_VD, targets_BS.flatten()) / count
-        self.cross_entropy = loss.detach()
+        loss = self.cross_entropy_share(h_BSD, targets_BS, count)
         return loss if load is None else loss + self.balancer.loss(load, totals)
+
+    def cross_entropy_share(self, h_BSD: Tensor, targets_BS: Tensor, count: Tensor) -> Tensor:
+        """The sum over this rank's own targets of whole rows, divided by count; kept in `cross_entropy`."""
+        h_TD = self.scaled(h_BSD).flatten(0, 1)
+        loss = cross_entropy_sum(h_TD, self.head_weight, self.own(targets_BS).flatten()) / count
+        self.cross_entropy = loss.detach()
+        return loss
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def scaled(self, h_BSD: Tensor) -> Tensor:
+        """Final hidden states as the head takes them (`logits_scaling`)."""
+        return h_BSD if self.cfg.logits_scaling == 1.0 else h_BSD / self.cfg.logits_scaling
+
+    def own(self, t_BS: Tensor) -> Tensor:
+        """This rank's tokens of whole rows; all of them unless tp or cp divide sequences."""
+        tokens = self.spread.tokens(t_BS.shape[1], t_BS.device)
+        return t_BS if tokens is None else t_BS[:, tokens]
 
     def hidden(
         self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> tuple[Tensor, Load | None]:
-        """Final hidden states [B, S, D], and the routers' load stacked over MoE layers.
+        """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
         The load is None where there is no such layer.
         """
+        context = self.context(tokens_BS, documents_BS, padding_BS)
+        x, load = self.run_blocks(self.embed(tokens_BS), context)
+        return self.norm(x), load
+
+    def context(
+        self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
+    ) -> Context:
+        """Rotations, and a mask for each window; of whole rows. Raises ValueError as `forward` does."""
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
             raise ValueError(
                 f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]"
@@ -180,32 +218,41 @@ class Transformer(nn.Module):
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
-
-        # What all blocks share: rotations, and a mask for each window.
-        device = tokens_BS.device
-        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
         if padding_BS is not None:
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
+            padding_BS = self.own(padding_BS)
+
+        device = tokens_BS.device
+        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
+        rotated = self.spread.queries(S, device)
+        if rotated is not None:
+            cos_SC, sin_SC = cos_SC[rotated], sin_SC[rotated]
+
         mla = self.cfg.mla
         latent = min(mla.nope_dim + mla.rope_dim, mla.v_dim)
         width = self.cfg.head_dim if self.cfg.attention == "gqa" else latent
-        windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
+        how = dict(sinks=self.cfg.sinks, queries_Q=rotated if self.spread.by_keys else None)
         masks = {
-            window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks)
-            for window in set(windows)
+            window: make_mask(documents_BS, window, S, device, width, **how)
+            for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
+        return Context(cos_SC, sin_SC, masks, padding_BS)
 
+    def embed(self, tokens_BS: Tensor) -> Tensor:
+        """What the first block takes, of this rank's own tokens of whole rows."""
+        x = self.embedding(self.own(tokens_BS))
+        return x if self.cfg.embedding_multiplier == 1.0 else x * self.cfg.embedding_multiplier
+
+    def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:
+        """All blocks one after the other, and their load, which is recorded for the log in training."""
+        cos_SC, sin_SC, masks, padding_BS = context
         loads = []
-        x = self.embedding(tokens_BS)
-        if self.cfg.embedding_multiplier != 1.0:
-            x = x * self.cfg.embedding_multiplier
-        for block, window in zip(self.blocks, windows, strict=True):
-            x, load = block(x, cos_SC, sin_SC, masks[window], padding_BS)
+        for i, block in enumerate(self.blocks):
+            x, load = block(x, cos_SC, sin_SC, masks[self.cfg.window_of(i)], padding_BS)
             if load is not None:
                 loads.append(load)
-
         load = stack(loads) if loads else None
         if load is not None and self.training:
             self.balancer.record(load)
-        return self.norm(x), load
+        return x, load

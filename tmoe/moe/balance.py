@@ -107,6 +107,8 @@ class Balancer:
     def __init__(self, cfg: MoEConfig):
         self.cfg = cfg
         self.all_reduce: Callable[[Tensor], Tensor] = alone  # sum over the ranks; set by parallelize
+        # sum over the ranks that divide sequences, if any do; set by parallelize
+        self.over_parts: Callable[[Tensor], Tensor] | None = None
         self.log: RouterLog | None = None
         self.start_step()
 
@@ -126,6 +128,8 @@ class Balancer:
         cfg = self.cfg
         # an evaluation between two micro-batches is not part of the step
         part = totals is not None and torch.is_grad_enabled()
+        if cfg.balance != "global" or totals is None:
+            load = self._of_whole_sequences(load)
         if totals is None:
             totals = Totals(
                 load.tokens_B[0].sum(),
@@ -136,6 +140,18 @@ class Balancer:
         if cfg.balance != "none":
             loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals, part)
         return loss
+
+    def _of_whole_sequences(self, load: Load) -> Load:
+        """The load with counts and tokens of whole sequences; all else stays this rank's share.
+
+        A product of two sums over a sequence is no sum of its parts' products. A collective where tp or cp
+        divide sequences, one for all layers.
+        """
+        if self.over_parts is None:
+            return load
+        both_YBX = torch.cat([load.counts_BE, load.tokens_B[..., None]], -1)
+        both_YBX = self.over_parts(both_YBX.detach())
+        return load._replace(counts_BE=both_YBX[..., :-1], tokens_B=both_YBX[..., -1])
 
     def _overlap(self, load: Load, totals: Totals, part: bool) -> Tensor:
         """The sum over experts of f_e P_e, which is least where the experts are evenly used.

@@ -1,0 +1,47 @@
+"""No layout changes the mathematics: one process and every mixture of the axes train the same model."""
+
+import functools
+
+import layouts
+import pytest
+
+LAYOUTS = [  # (processes, axes, model, what else differs)
+    (2, dict(tp=2), "gqa", {}),
+    (2, dict(tp=2, ep=2), "gqa", dict(micros=2)),
+    (4, dict(tp=2, ep=4), "gqa", dict(parallel=dict(checkpoint="block"))),
+    (4, dict(tp=4, ep=2), "gqa", {}),  # more ranks than key heads
+    (4, dict(tp=2, ep=2), "gpt_oss", dict(documents=False)),
+    (4, dict(tp=2, ep=2), "olmoe", {}),
+    (4, dict(tp=4), "olmoe", {}),
+    (4, dict(tp=2, ep=2), "latent", {}),
+    (2, dict(tp=2, ep=2), "latent_0", {}),
+    (2, dict(cp=2), "gqa", {}),
+    (2, dict(cp=2, ep=2), "gqa", dict(parallel=dict(cp_by="heads"))),
+    (4, dict(cp=4, ep=2), "gqa", dict(parallel=dict(cp_by="heads"))),
+    (4, dict(cp=2), "gpt_oss", {}),
+    (2, dict(cp=2), "gpt_oss", dict(documents=False, parallel=dict(cp_by="heads"))),
+    (4, dict(cp=2, tp=2, ep=4), "latent", {}),
+    (4, dict(cp=2, tp=2), "latent_0", dict(parallel=dict(cp_by="heads"))),
+    (8, dict(cp=2, tp=2, ep=4), "gqa", {}),
+    (4, dict(cp=2, tp=2, ep=2), "olmoe", dict(balance="global")),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(gloo):
+    """The curve of one process, for each model, balance and kind of batch."""
+
+    @functools.cache
+    def curve(model: str, documents: bool, balance: str) -> layouts.Curve:
+        return gloo(
+            1, functools.partial(layouts.train, axes={}, model=model, documents=documents, balance=balance)
+        )[0]
+
+    return curve
+
+
+@pytest.mark.parametrize(("world", "axes", "model", "more"), LAYOUTS, ids=str)
+def test_layout(gloo, one_process, world, axes, model, more):
+    expected = one_process(model, more.get("documents", True), more.get("balance", "sequence"))
+    (found, *_) = gloo(world, functools.partial(layouts.train, axes=axes, model=model, **more), timeout=240)
+    layouts.assert_same(found, expected)

@@ -1,0 +1,170 @@
+"""One tiny model trained on the same global batches in any layout: what tests of the axes compare.
+
+next: tests/end_to_end/test_axes.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from tmoe.model.transformer import Transformer
+from tmoe.moe.balance import Totals
+from tmoe.optim.adamw import build_optimizer
+from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
+
+SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 6, 64
+ROUTED = MoEConfig(
+    experts=8,
+    top_k=3,
+    ffn_dim=16,
+    shared_dim=16,
+    shared_gate=True,
+    balance="sequence",
+    balance_coeff=0.1,
+    z_coeff=0.01,
+)
+GQA = ModelConfig(
+    vocab=VOCAB,
+    dim=32,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    qk_norm="head",
+    dense_layers=1,
+    ffn_dim=48,
+    rope=RopeConfig(max_seq=SEQ),
+    moe=ROUTED,
+)
+OLMOE = replace(GQA, qk_norm="full", tied=True)
+GPT_OSS = replace(
+    GQA,
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    window=5,
+    windowed=(1, 0),
+    qk_norm="none",
+    moe=replace(
+        ROUTED,
+        softmax="after",
+        router_bias=True,
+        bias=True,
+        activation="clamped",
+        shared_dim=0,
+        shared_gate=False,
+    ),
+)
+LATENT = replace(
+    GQA,
+    attention="mla",
+    qk_norm="none",
+    mla=MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
+)
+LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
+MODELS = dict(gqa=GQA, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
+
+
+class Curve(NamedTuple):
+    """What a training gives, the same numbers on every rank."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def config(parallel: ParallelConfig, model: str, micros: int, **changes: Any) -> Config:
+    """Settings of one training; changes go to the top of Config, those of `balance` to the routers."""
+    cfg = MODELS[model]
+    if balance := changes.pop("balance", None):
+        cfg = replace(cfg, moe=replace(cfg.moe, balance=balance))
+    return Config(
+        model=cfg,
+        train=TrainConfig(seq=SEQ, dtype="fp32", accumulate=micros),
+        parallel=parallel,
+        optim=OptimConfig(lr=3e-3, eps=1e-4),
+        **({"compile": False} | changes),
+    )
+
+
+def batches(documents: bool):
+    """The tokens, targets and documents of each step, [SEQUENCES, SEQ]; one in four targets counts nothing.
+
+    Each token is 3 times the one before plus 0 or 1: on noise a step would amplify rounding. Ignored targets
+    are uneven over sequences: means over a rank's own targets would be wrong.
+    """
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCAB, (SEQUENCES, SEQ), generator=draw)
+        more = torch.randint(2, tokens.shape, generator=draw)
+        for t in range(1, SEQ):
+            tokens[:, t] = (3 * tokens[:, t - 1] + more[:, t]) % VOCAB
+        targets = tokens.roll(-1, 1)
+        targets[torch.rand(tokens.shape, generator=draw) < torch.linspace(0, 0.5, SEQUENCES)[:, None]] = -100
+        marks = (torch.rand(tokens.shape, generator=draw) < 0.15).long().cumsum(1)
+        yield tokens, targets, marks if documents else None
+
+
+def train(
+    rank: int,
+    world: int,
+    axes: dict[str, int],
+    model: str = "gqa",
+    micros: int = 1,
+    documents: bool = True,
+    parallel: dict[str, Any] | None = None,
+    whole_forwards: bool = True,
+    **changes: Any,
+) -> Curve:
+    """Trains STEPS steps in the layout of these axes."""
+    cfg = config(ParallelConfig(**axes, **(parallel or {})), model, micros, **changes)
+    mesh = build_mesh(**axes)
+    with torch.device("meta"):
+        net = Transformer(cfg.model)
+    parallelize(net, mesh, cfg, whole_forwards)
+    net.to_empty(device="cpu")
+    net.init_weights(0)
+    optimizer = build_optimizer(net.named_parameters(), cfg.optim, torch.device("cpu"))
+    readers, reader = mesh.axes.readers, mesh.place.reader
+    per = SEQUENCES // readers // micros
+    losses, norms = [], []
+    for tokens, targets, marks in batches(documents):
+        counts = ((targets != -100).sum(), targets.numel(), SEQUENCES)
+        totals = Totals(*(torch.as_tensor(float(count)) for count in counts))
+        net.balancer.start_step()
+        loss = torch.zeros(())
+        for a in range(micros):
+            net.set_requires_gradient_sync(a == micros - 1)
+            rows = slice((a * readers + reader) * per, (a * readers + reader + 1) * per)
+            own = None if marks is None else marks[rows]
+            part = net(tokens[rows], targets[rows], documents_BS=own, totals=totals)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        norms.append(clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Curve(losses, norms, {name: _whole(p) for name, p in net.named_parameters()})
+
+
+def _whole(p: Tensor) -> Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+
+
+def assert_same(found: Curve, expected: Curve, limit: float = 1e-5) -> None:
+    """Losses, norms and parameters (norm of the difference over the norm) within the limit."""
+    for ours, theirs in ((found.losses, expected.losses), (found.norms, expected.norms)):
+        assert max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)) < limit, (ours, theirs)
+    assert found.parameters.keys() == expected.parameters.keys()
+    for name, p in expected.parameters.items():
+        far = (found.parameters[name] - p).norm() / p.norm().clamp(min=1e-3)
+        assert far < limit, (name, far.item())

@@ -1,0 +1,174 @@
+"""What attention knows of tp and cp: which tokens and which heads are this rank's, and with whom it exchanges.
+
+Storage knows nothing of these axes. Outside attention every rank works on its own tokens with whole matrices. A
+gradient is then a sum over a rank's tokens and heads, zero elsewhere, and FSDP2's sum over the stage completes
+it.
+
+    tp        gathers tokens before the projections, whose rows of this rank's heads alone are used, and scatters
+              the sum of all heads' results back (sequence parallelism: Korthikanti et al. 2022)
+    cp, keys  queries stay; keys and values of all tokens are gathered
+    cp, heads all-to-all: from all heads of a rank's tokens to its heads of all tokens (Jacobs et al. 2023)
+
+next: model/attention.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tmoe.parallel.collectives import name_of
+from tmoe.parallel.mesh import Mesh
+from tmoe.parallel.tokens import (
+    exchange,
+    gather,
+    gathered_linear,
+    in_key_order,
+    linear_scattered,
+    positions,
+    scatter_sum,
+)
+
+
+class Spread(NamedTuple):
+    """How the ranks of one sequence divide attention. `ALONE`: one rank has all of it."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    tp_group: str = ""
+    cp: int = 1
+    cp_rank: int = 0
+    cp_group: str = ""
+    cp_by: Literal["keys", "heads"] = "keys"
+    pieces: int = 1
+    """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
+
+    @classmethod
+    def over(cls, mesh: Mesh, cp_by: Literal["keys", "heads"], pieces: int) -> Spread:
+        """That of this rank; the same words on all ranks of a group."""
+        axes, place = mesh.axes, mesh.place
+        if axes.parts == 1:
+            return ALONE
+        tp_group, cp_group = (name_of(mesh.groups[name]) for name in ("tp", "cp"))
+        return cls(axes.tp, place.tp, tp_group, axes.cp, place.cp, cp_group, cp_by, pieces)
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether this rank's queries meet the keys of all ranks."""
+        return self.cp > 1 and self.cp_by == "keys"
+
+    def tokens(self, seq: int, device: torch.device) -> Tensor | None:
+        """Positions of a sequence that this rank works on, int64; None: all of them."""
+        if self.cp * self.tp == 1:
+            return None
+        if self.by_keys:
+            return _positions(seq, self.cp, self.cp_rank, self.tp, self.tp_rank, device)
+        return _positions(seq, 1, 0, self.cp * self.tp, self.cp_rank * self.tp + self.tp_rank, device)
+
+    def queries(self, seq: int, device: torch.device) -> Tensor | None:
+        """Positions of the tokens whose queries this rank rotates: those of its tp group; None: all."""
+        if self.cp == 1:
+            return None
+        if self.by_keys:
+            return _positions(seq, self.cp, self.cp_rank, 1, 0, device)
+        return _positions(seq, 1, 0, self.cp, self.cp_rank, device)
+
+    def heads(self, heads: int) -> slice:
+        """This rank's query heads under tp."""
+        own = heads // self.tp
+        return slice(self.tp_rank * own, (self.tp_rank + 1) * own)
+
+    def key_heads(self, heads: int) -> slice:
+        """This rank's key/value heads: its share, or the one that its query heads use where tp is larger."""
+        first = self.tp_rank * heads // self.tp
+        return slice(first, first + max(1, heads // self.tp))
+
+    def project(self, linear: nn.Linear, x_BsD: Tensor, rows: Sequence[slice]) -> Tensor:
+        """These rows of linear(x) for the tokens of the tp group, [B, S, rows]."""
+        if self.tp == 1:
+            return linear(x_BsD)
+        weight, bias = rows_of(linear, rows)
+        return gathered_linear(x_BsD, weight, bias, self.tp_group, self.pieces)
+
+    def output(self, linear: nn.Linear, y_BSO: Tensor) -> Tensor:
+        """linear of all ranks' heads together, for this rank's tokens; y: this rank's heads, all tokens."""
+        if self.tp == 1:
+            return linear(y_BSO)
+        width = y_BSO.shape[-1]
+        columns = linear.weight[:, self.tp_rank * width : (self.tp_rank + 1) * width]
+        y = linear_scattered(y_BSO, columns, self.tp_group, self.pieces)
+        return y if linear.bias is None else y + linear.bias
+
+    def norm(self, norm: nn.RMSNorm, x_BSO: Tensor, own: slice, copies: int) -> Tensor:
+        """RMSNorm over the channels of all ranks' heads, of which x has those in `own`.
+
+        copies: how many ranks of the tp group have the same heads.
+        """
+        if self.tp == 1:
+            return norm(x_BSO)
+        x = x_BSO.float()
+        square_BS1 = x.square().sum(-1, keepdim=True) / copies
+        # the sum over the ranks, for all of them; its gradient is the sum of theirs
+        total_BS1 = gather(scatter_sum(square_BS1, self.tp_group), self.tp_group)
+        eps = torch.finfo(x_BSO.dtype).eps if norm.eps is None else norm.eps
+        y = x * (total_BS1 / norm.weight.shape[0] + eps).rsqrt() * norm.weight[own].float()
+        return y.to(x_BSO.dtype)
+
+    def gather_keys(self, x_BSX: Tensor) -> Tensor:
+        """Keys, values or latents of all tokens of the sequence, in order; as they are unless cp is by keys."""
+        return in_key_order(gather(x_BSX, self.cp_group), self.cp) if self.by_keys else x_BSX
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From this rank's tokens to some heads of all tokens; as they are unless cp is by heads."""
+        if self.cp == 1 or self.by_keys:
+            return q, k, v
+        H, G = q.shape[2], k.shape[2]
+        if G % self.cp:  # each rank needs the key heads of its query heads
+            times = self.cp // G if self.cp % G == 0 else H // G
+            k, v = (t.repeat_interleave(times, 2) for t in (k, v))
+        q, k, v = (exchange(t, self.cp_group, True) for t in (q, k, v))
+        return q, k, v
+
+    def from_heads(self, y_BSHC: Tensor) -> Tensor:
+        """The way back of `to_heads`."""
+        if self.cp == 1 or self.by_keys:
+            return y_BSHC
+        return exchange(y_BSHC, self.cp_group, False)
+
+    def of_heads(self, t_H: Tensor | None) -> Tensor | None:
+        """What belongs to the heads whose attention this rank computes, of a value a head."""
+        if t_H is None:
+            return None
+        t_H = t_H[self.heads(t_H.shape[0])]
+        if self.cp == 1 or self.by_keys:
+            return t_H
+        return t_H.unflatten(0, (self.cp, -1))[self.cp_rank]
+
+
+ALONE = Spread()
+
+
+def rows_of(linear: nn.Linear, rows: Sequence[slice]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of these rows, in their order."""
+    weight = torch.cat([linear.weight[part] for part in rows])
+    bias = None if linear.bias is None else torch.cat([linear.bias[part] for part in rows])
+    return weight, bias
+
+
+def linear_of_rows(linear: nn.Linear, x: Tensor, rows: slice) -> Tensor:
+    """These rows of linear(x)."""
+    if rows == slice(0, linear.weight.shape[0]):
+        return linear(x)
+    return F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(seq: int, cp: int, cp_rank: int, tp: int, tp_rank: int, device: torch.device) -> Tensor:
+    """`positions`, kept for the next call: no copy to the GPU stands in front of every forward."""
+    with torch.inference_mode(False):
+        return positions(seq, cp, cp_rank, tp, tp_rank, device)
