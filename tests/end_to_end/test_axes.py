@@ -24,6 +24,15 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(cp=2, tp=2), "latent_0", dict(parallel=dict(cp_by="heads"))),
     (8, dict(cp=2, tp=2, ep=4), "gqa", {}),
     (4, dict(cp=2, tp=2, ep=2), "olmoe", dict(balance="global")),
+    (4, dict(replicate=2, ep=2), "gqa", {}),
+    (2, dict(replicate=2), "gqa", {}),
+    (8, dict(replicate=2, ep=2), "gqa", {}),
+    (4, dict(replicate=2), "gqa", dict(micros=2)),
+    (4, dict(etp=2, ep=2), "gqa", {}),
+    (4, dict(etp=2, ep=1), "gpt_oss", {}),
+    (2, dict(etp=2), "gpt_oss", dict(parallel=dict(whole_gib=0))),
+    (8, dict(replicate=2, etp=2, ep=2, tp=2), "gqa", dict(balance="global")),
+    (8, dict(replicate=2, etp=2, cp=2, tp=2), "latent", {}),
 ]
 
 

@@ -32,6 +32,7 @@ from tmoe.model.attention_backend import COMPILE
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import dispatcher_for
+from tmoe.moe.expert_tensor import ExpertTensorDispatcher, Slice
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.ops.check import require
@@ -100,7 +101,7 @@ def parallelize(
             "and compiles each by itself where cfg.compile is true"
         )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
-    for name in ("pp", "replicate", "etp"):
+    for name in ("pp",):
         size = getattr(mesh.axes, name)
         require(size == 1, f"parallelize: --parallel.{name}", f"{size}", "1: this axis is not built yet")
     if not isinstance(model, Transformer):
@@ -171,6 +172,9 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(
             mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
         )
+    if etp := mesh.groups.get("etp"):
+        moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
+        moe.experts.slice = Slice(etp.rank(), etp.size())
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
@@ -178,11 +182,13 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
 
 
 def require_divisible(moe: MoE, mesh: Mesh) -> None:
-    """Raises ValueError unless ep divides the layer's experts."""
-    ep = mesh.ep.size()
-    E = moe.experts.gate_up.shape[0]
+    """Raises ValueError unless ep divides the layer's experts, and etp their width."""
+    ep, etp = mesh.axes.ep, mesh.axes.etp
+    E, width = moe.experts.gate_up.shape[:2]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+    if width // 2 % etp:
+        raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width // 2}")
 
 
 def require_whole(model: nn.Module, mesh: Mesh) -> None:
@@ -274,7 +280,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
 
     What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see
     parallel/copies.py. So are experts that it shares but keeps whole (whole_forwards), see
-    parallel/gathered_copies.py. Somebody's own model stays with FSDP2 in a world of 1, too: its own
+    parallel/gathered_copies.py, unless there are replicas. Somebody's own model stays with FSDP2 in a world of 1, too: its own
     checkpointing runs parts of it in the backward, where working copies stand in only for modules that are
     called by themselves.
     """
@@ -299,6 +305,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     keep = (
         whole_forwards
         and at_the_end is not None
+        and mesh.axes.replicate == 1
         and keeps_whole(dp, [len(p) for p in held], size, cfg.parallel.whole_gib)
     )
     sharers = Sharers(mesh.dp.get_group()) if keep else None
@@ -309,11 +316,13 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
         return local, mesh.grid, [cut, Shard(0)]
 
     for experts in scopes:
-        if sharers or dp == 1:
+        if sharers or mesh.sharers.size() == 1:
             whole |= hold_whole(experts, param_dtype, mine, new=new)
             continue
         dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
-        fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+        fully_shard(
+            experts, mesh=mesh.sharers, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim)
+        )
 
     # Everything else.
     alone = mesh.world.size() == 1 and isinstance(model, Transformer)
@@ -322,9 +331,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
             whole |= hold_whole(module, param_dtype, lambda p: (p.data, mesh.world, [Shard(0)]), whole)
     else:
         for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
-            fully_shard([blocks[i] for i in unit], mesh=mesh.world, mp_policy=policy, ignored_params=whole)
+            fully_shard([blocks[i] for i in unit], mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     # where the rank is alone, for the methods that FSDP2 gives to the model
-    root = fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)
+    root = fully_shard(model, mesh=mesh.shard, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

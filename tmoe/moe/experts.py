@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
+from tmoe.moe.expert_tensor import Slice
 from tmoe.ops import moe_mlp
 from tmoe.parallel.mesh import local_part
 
@@ -32,6 +33,17 @@ class LocalExperts(NamedTuple):
         """The same experts in another dtype; gradients reach the original weights in their own."""
         biases = [t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)]
         return LocalExperts(self.gate_up.to(dtype), self.down.to(dtype), *biases, activation=self.activation)
+
+    def part(self, own: Slice) -> "LocalExperts":
+        """Of each expert, this rank's slice of its width."""
+        gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+        return LocalExperts(
+            own.of_rows(self.gate_up),
+            own.of_columns(self.down),
+            None if gate_up_bias is None else own.of_rows(gate_up_bias),
+            None if down_bias is None else own.once(down_bias),
+            self.activation,
+        )
 
     def __call__(self, rows: Rows) -> Tensor:
         y_RD = moe_mlp(
@@ -70,6 +82,7 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
+        self.slice: Slice | None = None  # model/parallelize.py: where ranks divide each expert's width
 
     def forward(self, fn: Callable, *args: Any) -> Any:
         gate_up_bias, down_bias = (
@@ -78,4 +91,4 @@ class Experts(nn.Module):
         local = LocalExperts(
             local_part(self.gate_up), local_part(self.down), gate_up_bias, down_bias, self.activation
         )
-        return fn(*args, local)
+        return fn(*args, local if self.slice is None else local.part(self.slice))
