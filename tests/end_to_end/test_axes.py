@@ -33,6 +33,17 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(etp=2), "gpt_oss", dict(parallel=dict(whole_gib=0))),
     (8, dict(replicate=2, etp=2, ep=2, tp=2), "gqa", dict(balance="global")),
     (8, dict(replicate=2, etp=2, cp=2, tp=2), "latent", {}),
+    (2, dict(pp=2), "gqa", dict(micros=2)),
+    (4, dict(pp=2, ep=2), "gqa", dict(micros=4)),
+    (4, dict(pp=2), "gqa", dict(micros=4, parallel=dict(schedule="interleaved"))),
+    (4, dict(pp=2, ep=2), "gqa", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2), "olmoe", dict(micros=4)),  # a table on both ends
+    (4, dict(pp=4), "latent", dict(micros=8)),  # the first stage without MoE layers
+    (4, dict(pp=2, tp=2, ep=2), "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),
+    (8, dict(pp=2, cp=2, tp=2, ep=4), "gqa", dict(micros=2)),
+    (8, dict(pp=2, tp=2, ep=4), "gqa", dict(micros=2, parallel=dict(schedule="interleaved"))),
+    (4, dict(pp=2, replicate=2), "gqa", dict(micros=2)),
+    (8, dict(pp=2, replicate=2, etp=2), "gpt_oss", dict(micros=2)),
 ]
 
 

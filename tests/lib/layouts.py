@@ -18,7 +18,7 @@ from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
-from tmoe.parallel import build_mesh, clip_grad_norm_, parallelize
+from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 
 SEQUENCES, SEQ, STEPS, VOCAB = 8, 32, 6, 64
 ROUTED = MoEConfig(
@@ -127,9 +127,7 @@ def train(
     """Trains STEPS steps in the layout of these axes."""
     cfg = config(ParallelConfig(**axes, **(parallel or {})), model, micros, **changes)
     mesh = build_mesh(**axes)
-    with torch.device("meta"):
-        net = Transformer(cfg.model)
-    parallelize(net, mesh, cfg, whole_forwards)
+    net = pipeline(cfg, mesh) if mesh.axes.pp > 1 else transformer(cfg, mesh, whole_forwards)
     net.to_empty(device="cpu")
     net.init_weights(0)
     optimizer = build_optimizer(net.named_parameters(), cfg.optim, torch.device("cpu"))
@@ -139,21 +137,39 @@ def train(
     for tokens, targets, marks in batches(documents):
         counts = ((targets != -100).sum(), targets.numel(), SEQUENCES)
         totals = Totals(*(torch.as_tensor(float(count)) for count in counts))
-        net.balancer.start_step()
-        loss = torch.zeros(())
-        for a in range(micros):
-            net.set_requires_gradient_sync(a == micros - 1)
-            rows = slice((a * readers + reader) * per, (a * readers + reader + 1) * per)
-            own = None if marks is None else marks[rows]
-            part = net(tokens[rows], targets[rows], documents_BS=own, totals=totals)
-            part.backward()
-            loss += part.detach()
+        rows = [slice((a * readers + reader) * per, (a * readers + reader + 1) * per) for a in range(micros)]
+        parts = [(tokens[r], targets[r], None if marks is None else marks[r]) for r in rows]
+        loss = net.forward_backward(parts, totals) if mesh.axes.pp > 1 else accumulate(net, parts, totals)
         dist.all_reduce(loss)
-        norms.append(clip_grad_norm_(net.parameters(), 0.5).item())
+        counted = net.counted() if mesh.axes.pp > 1 else net.parameters()
+        norms.append(clip_grad_norm_(counted, float("inf")).item())
+        factor = min(1.0, 0.5 / (norms[-1] + 1e-6))
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Curve(losses, norms, {name: _whole(p) for name, p in net.named_parameters()})
+    found = [None] * world
+    dist.all_gather_object(found, {name: _whole(p) for name, p in net.named_parameters()})
+    return Curve(losses, norms, {name: p for stage in found for name, p in stage.items()})
+
+
+def transformer(cfg: Config, mesh: Mesh, whole_forwards: bool) -> Transformer:
+    with torch.device("meta"):
+        net = Transformer(cfg.model)
+    return parallelize(net, mesh, cfg, whole_forwards)
+
+
+def accumulate(net: Transformer, parts: list, totals: Totals) -> Tensor:
+    """This rank's share of the cross-entropy; gradients travel with the last micro-batch."""
+    net.balancer.start_step()
+    loss = torch.zeros(())
+    for a, (tokens, targets, marks) in enumerate(parts):
+        net.set_requires_gradient_sync(a == len(parts) - 1)
+        net(tokens, targets, documents_BS=marks, totals=totals).backward()
+        loss += net.cross_entropy
+    return loss
 
 
 def _whole(p: Tensor) -> Tensor:

@@ -101,16 +101,14 @@ def parallelize(
             "and compiles each by itself where cfg.compile is true"
         )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
-    for name in ("pp",):
-        size = getattr(mesh.axes, name)
-        require(size == 1, f"parallelize: --parallel.{name}", f"{size}", "1: this axis is not built yet")
     if not isinstance(model, Transformer):
-        for name in ("tp", "cp"):
-            valid = (
-                f"1 for a {type(model).__name__}: only a tmoe.Transformer knows how to divide its sequences"
-            )
+        for name in ("tp", "cp", "pp"):
+            valid = f"1 for a {type(model).__name__}: only a tmoe.Transformer can be divided so"
             size = getattr(mesh.axes, name)
             require(size == 1, f"parallelize: --parallel.{name}", f"{size}", valid)
+    elif mesh.axes.pp > 1 and model.first and model.last:
+        valid = "1 for a whole Transformer; tmoe.parallel.pipeline(cfg, mesh) makes the parts of one"
+        require(False, "parallelize: --parallel.pp", f"{mesh.axes.pp}", valid)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:

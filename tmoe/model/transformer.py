@@ -34,6 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = cfg.dropout
         self.multiplier = cfg.residual_multiplier
+        self.window = cfg.window_of(layer)
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         latent = cfg.attention == "mla"
         self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
@@ -93,6 +94,15 @@ class Block(nn.Module):
         return y if self.multiplier == 1.0 else y * self.multiplier
 
 
+class Blocks(nn.ModuleList):
+    """Neighbouring blocks of a model, each named by its number in the whole model."""
+
+    def __init__(self, cfg: ModelConfig, numbers: range):
+        super().__init__()
+        for i in numbers:
+            self.add_module(str(i), Block(cfg, i))
+
+
 class Context(NamedTuple):
     """What all blocks of a forward share."""
 
@@ -113,17 +123,24 @@ class Transformer(nn.Module):
     tokens of them (`own`), and returns their logits, or its share of the loss: shares add up to the loss.
     """
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, span: range | None = None):
+        """span: the blocks that it has, for a part of a model (model/stages.py); None: all."""
         super().__init__()
         self.cfg = cfg
-        self.embedding = nn.Embedding(cfg.vocab, cfg.dim)
-        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(cfg.layers))
-        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.head = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        span = range(cfg.layers) if span is None else span
+        self.first = span.start == 0
+        self.last = span.stop == cfg.layers
+        has_table = self.first or (self.last and cfg.tied)
+        self.embedding = nn.Embedding(cfg.vocab, cfg.dim) if has_table else None
+        self.blocks = Blocks(cfg, span)
+        self.norm = nn.RMSNorm(cfg.dim, cfg.norm_eps) if self.last else None
+        has_head = self.last and not cfg.tied
+        self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False) if has_head else None
         self.balancer = Balancer(cfg.moe)
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide sequences
         self.init_weights()
-        if any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
+        whole = self.first and self.last
+        if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
             warn_if_untrained(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
@@ -248,8 +265,8 @@ class Transformer(nn.Module):
         """All blocks one after the other, and their load, which is recorded for the log in training."""
         cos_SC, sin_SC, masks, padding_BS = context
         loads = []
-        for i, block in enumerate(self.blocks):
-            x, load = block(x, cos_SC, sin_SC, masks[self.cfg.window_of(i)], padding_BS)
+        for block in self.blocks:
+            x, load = block(x, cos_SC, sin_SC, masks[block.window], padding_BS)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

@@ -202,18 +202,28 @@ class Balancer:
             router.update_bias(counts_E)
         self.routed_YE = None
 
+    def take_log(self) -> Tensor | None:
+        """This rank's sums since the last call, [Y, E + 3] in fp64; None if nothing was recorded."""
+        if self.log is None:
+            return None
+        flat = torch.cat([v.reshape(v.shape[0], -1) for v in self.log], 1)
+        self.log = None
+        return flat
+
     def read_log(self) -> "RouterStats | None":
         """What was recorded since the last call, over all ranks; None if nothing was.
 
         A collective: every rank calls it, or none.
         """
-        if self.log is None:
-            return None
-        flat = self.all_reduce(torch.cat([v.reshape(v.shape[0], -1) for v in self.log], 1))
-        self.log = None
-        counts_LE, entropy_L, dropped_L, tokens_L = flat.split([self.cfg.experts, 1, 1, 1], 1)
-        mean_entropy_L = entropy_L / tokens_L.clamp(min=1)
-        return RouterStats(counts_LE, mean_entropy_L[:, 0], dropped_L[:, 0])
+        own = self.take_log()
+        return None if own is None else stats_of(self.all_reduce(own), self.cfg.experts)
+
+
+def stats_of(sums: Tensor, experts: int) -> "RouterStats":
+    """What a log line says of them; sums: those of `Balancer.take_log`, over all ranks."""
+    counts_LE, entropy_L, dropped_L, tokens_L = sums.split([experts, 1, 1, 1], 1)
+    mean_entropy_L = entropy_L / tokens_L.clamp(min=1)
+    return RouterStats(counts_LE, mean_entropy_L[:, 0], dropped_L[:, 0])
 
 
 class RouterLog(NamedTuple):

@@ -3,13 +3,17 @@
 from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, build_mesh
 
-__all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize"]
+__all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize", "pipeline"]
 
 
 def __getattr__(name: str):
-    # late, because apply.py stands above the model, and the model's dispatch.py lives in this package
+    # late, because both stand above this package
     if name == "parallelize":
         from tmoe.model.parallelize import parallelize
 
         return parallelize
+    if name == "pipeline":
+        from tmoe.model.stages import pipeline
+
+        return pipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

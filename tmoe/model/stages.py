@@ -1,0 +1,244 @@
+"""A Transformer over pipeline stages: the chunks that this rank computes, with the surface of a whole model.
+
+A chunk is a Transformer without the blocks, embedding, norm or head that others hold. Names and seeds are those of
+the whole model, so step folders do not say how it was cut. Hidden states alone travel. A chunk's balancing loss
+begins its backward where it is computed.
+
+A tied table lies on the first stage and on the last. Their gradients are added up, so both stay the same; the
+first one's is counted in the norm and saved.
+
+next: parallel/pipelining.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tmoe.config.model import ModelConfig
+from tmoe.config.run import Config
+from tmoe.model.count import block_shapes, numel
+from tmoe.model.parallelize import parallelize
+from tmoe.model.transformer import Context, Transformer
+from tmoe.moe.balance import RouterStats, Totals, stats_of
+from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
+from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
+from tmoe.parallel.schedule import cut, table
+
+Micro = tuple[Tensor, Tensor, Tensor | None]  # tokens_BS, targets_BS, documents_BS
+
+
+class Part(Transformer):
+    """Some blocks of a Transformer, and embedding, norm and head where they are its first or last."""
+
+    def forward(  # pyrefly: ignore
+        self, x: Tensor, context: Context, targets_BS: Tensor | None, totals: Totals
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states, or on the last part its share of the loss; and the balancing loss of its blocks.
+
+        x: whole rows of tokens on the first part, else hidden states of this rank's tokens.
+        """
+        x = self.embed(x) if self.first else x
+        x, load = self.run_blocks(x, context)
+        extra = None if load is None else self.balancer.loss(load, totals)
+        if not self.last:
+            return x, extra
+        assert targets_BS is not None and self.norm is not None
+        return self.cross_entropy_share(self.norm(x), targets_BS, totals.targets), extra
+
+
+class _Chunk:
+    """A part, as the pipeline calls it: with the micro-batches of the step at hand."""
+
+    def __init__(self, stages: Stages, part: Part):
+        self.stages = stages
+        self.part = part
+
+    def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        tokens_BS, targets_BS, _ = self.stages.micros[micro]
+        context = self.stages.contexts[micro]
+        y, extra = self.part(tokens_BS if x is None else x, context, targets_BS, self.stages.totals)
+        losses = [] if extra is None else [extra]
+        if not self.part.last:
+            return y, losses
+        self.stages.loss += y.detach()
+        return None, [y if extra is None else y + extra]
+
+    def begin_backward(self, last: bool) -> None:
+        self.part.set_requires_gradient_sync(last)
+        self.part.set_is_last_backward(last)
+
+
+class Stages(nn.Module):
+    """This rank's parts of a Transformer. Names of parameters are those of the whole model.
+
+    `forward_backward` and `evaluate` are collectives of all stages.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        """Lays the parts out over the mesh; they are on the meta device, see `Transformer`.
+
+        Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
+        """
+        super().__init__()
+        p = cfg.parallel
+        self.cfg = cfg.model
+        self.mesh = mesh
+        self.table = table(p.schedule, mesh.axes.pp, cfg.train.accumulate, p.chunks_a_stage)
+        spans = cuts(cfg.model, len(self.table.home))
+        self.parts = nn.ModuleDict()
+        for chunk in own_chunks(self.table, mesh.place.pp):
+            with torch.device("meta"):
+                part = Part(cfg.model, spans[chunk])
+            self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
+        self.dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else torch.float32
+        self.pipeline = Pipeline(
+            {int(chunk): _Chunk(self, part) for chunk, part in self.parts.items()}, self.table, mesh
+        )
+        self.copies = self._group_of_copies()
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self.parts.values())  # pyrefly: ignore
+
+    @property
+    def part(self) -> Part:
+        """One of this rank's parts, for what all of them know."""
+        return next(iter(self))
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draws all weights anew; see init.py."""
+        for part in self:
+            part.init_weights(seed)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all parts, by their names in the whole model."""
+        for part in self:
+            yield from part.named_parameters()
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """Of all parts, by their names in the whole model."""
+        return {name: t for part in self for name, t in part.state_dict().items()}
+
+    def counted(self) -> Iterable[nn.Parameter]:
+        """Parameters without the second copy of a tied table: what the gradient norm counts."""
+        return (p for name, p in self.named_parameters() if not self.is_copy(name))
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a tensor of this name is here the second copy of what another stage holds."""
+        return self.copies is not None and name.endswith("embedding.weight") and not self.part.first
+
+    def _group_of_copies(self) -> dist.ProcessGroup | None:
+        """The two ranks that hold the same shard of a tied table, if this is one of them."""
+        first, last = self.table.home[0], self.table.home[-1]
+        here = self.mesh.place
+        if not self.cfg.tied or first == last or here.pp not in (first, last):
+            return None
+        axes = self.mesh.axes
+        ranks = [
+            rank
+            for rank in range(axes.world)
+            if axes.place(rank) in (here._replace(pp=first), here._replace(pp=last))
+        ]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        set_timeout(patience(), group)
+        return group
+
+    def forward_backward(self, micros: Sequence[Micro], totals: Totals) -> Tensor:
+        """This rank's share of the step's cross-entropy, 0-dim; gradients are left in the parameters.
+
+        micros: as many as --train.accumulate, whole rows, the same on all ranks that share them.
+        """
+        for part in self:
+            part.balancer.start_step()
+        self._begin(micros, totals)
+        self.pipeline.step(self._shape())
+        self._add_copies()
+        return self.loss
+
+    @torch.no_grad()
+    def evaluate(self, micros: Sequence[Micro], totals: Totals) -> Tensor:
+        """This rank's share of the cross-entropy, without gradients."""
+        self._begin(micros, totals)
+        self.pipeline.evaluate(self._shape())
+        return self.loss
+
+    def _begin(self, micros: Sequence[Micro], totals: Totals) -> None:
+        wanted = 1 + max(action.micro for action in self.pipeline.row)
+        if len(micros) != wanted:
+            raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
+        self.micros = micros
+        self.totals = totals
+        self.contexts = [self.part.context(tokens, documents) for tokens, _, documents in micros]
+        self.loss = torch.zeros((), device=micros[0][0].device)
+
+    def _shape(self) -> Shape:
+        tokens_BS = self.micros[0][0]
+        B, S = tokens_BS.shape
+        return Shape((B, S // self.mesh.axes.parts, self.cfg.dim), self.dtype, tokens_BS.device)
+
+    def _add_copies(self) -> None:
+        """Adds up the gradients of a tied table, on the shards."""
+        if self.copies is not None:
+            grad = next(p.grad for name, p in self.named_parameters() if name == "embedding.weight")
+            assert grad is not None
+            dist.all_reduce(local_part(grad), group=self.copies)
+
+    def update_bias(self, taken: Tensor | None = None) -> None:
+        """Lets the routers' choice bias follow the step's loads; see Transformer.update_bias."""
+        for part in self:
+            part.update_bias(taken)
+
+    def read_log(self) -> RouterStats | None:
+        """What all stages recorded since the last call, layer by layer; a collective of all ranks."""
+        cfg = self.cfg
+        layers = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
+        if not layers:
+            return None
+        sums = torch.zeros(len(layers), cfg.moe.experts + 3, dtype=torch.float64, device=self.part_device)
+        for part in self:
+            own = [layers.index(int(i)) for i, block in part.blocks.named_children() if block.moe is not None]
+            log = part.balancer.take_log()
+            if log is not None:
+                sums[own] += log
+        dist.all_reduce(sums)
+        return stats_of(sums, cfg.moe.experts)
+
+    @property
+    def part_device(self) -> torch.device:
+        return next(self.part.parameters()).device
+
+    def own(self, t_BS: Tensor) -> Tensor:
+        """This rank's tokens of whole rows whose loss it computes: none unless it has the last part."""
+        own = self.part.own(t_BS)
+        return own if any(part.last for part in self) else own[:0]
+
+    def reshard(self) -> None:
+        for part in self:
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def cuts(cfg: ModelConfig, chunks: int) -> list[range]:
+    """The blocks of each chunk, by the parameters that a token passes through; the head counts as well."""
+    costs = []
+    for layer in range(cfg.layers):
+        dense, experts = block_shapes(cfg, layer)
+        costs.append(float(numel(dense) + numel(experts) // cfg.moe.experts * cfg.moe.top_k))
+    return cut(cfg.layers, chunks, costs, last=float(cfg.vocab * cfg.dim))
+
+
+def pipeline(cfg: Config, mesh: Mesh) -> Stages:
+    """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
+
+    Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
+    `forward_backward`, then `clip_grad_norm_` of `counted()`, then the optimizer over `parameters()`. Of cfg,
+    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads.
+
+    Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
+    """
+    return Stages(cfg, mesh)

@@ -1,0 +1,188 @@
+"""Runs a pipeline's table on this rank: forwards, backwards, and the messages between stages.
+
+Every directed edge between two stages has a process group of its own, of two ranks. Messages carry no tag: the
+receiver posts buffers in the order in which its neighbour's row of the table sends, one ahead of need. torch's own
+pipelines send and receive on one communicator, where compute waits; and their split backwards refuse compiled
+blocks (docs/decisions/050-own-pipeline.md).
+
+next: parallel/schedule.py
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.parallel.mesh import Mesh, patience, set_timeout
+from tmoe.parallel.schedule import Action, Message, Table, messages
+
+
+class Chunk(Protocol):
+    """A part of the model that one rank computes."""
+
+    def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        """Hidden states for the chunk behind (None: there is none), and losses that begin here.
+
+        x: hidden states of the chunk in front; None: there is none.
+        """
+        ...
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward is next; last: of this step, so that gradients travel with it."""
+        ...
+
+
+class Shape(NamedTuple):
+    """What travels between stages."""
+
+    shape: tuple[int, ...]  # [B, s, D]: a micro-batch's tokens of this rank
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Edges:
+    """The messages between this stage and its neighbours, during one pass over a table."""
+
+    def __init__(self, table: Table, mesh: Mesh):
+        here, place = mesh.place, mesh.axes.place
+        self.here = here.pp
+        self.order = {edge: sent for edge, sent in messages(table).items() if here.pp in edge}
+        ranks = range(mesh.axes.world)
+        column = {place(r).pp: r for r in ranks if place(r)._replace(pp=0) == here._replace(pp=0)}
+        self.ranks = column
+        # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could each
+        # wait for the other's.
+        self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for edge in sorted(messages(table)):
+            if here.pp in edge:
+                group = dist.new_group([column[stage] for stage in edge], use_local_synchronization=True)
+                set_timeout(patience(), group)
+                self.groups[edge] = group
+        if "nccl" in dist.get_backend():
+            self._meet()
+
+    def _meet(self) -> None:
+        """Sends one number along each edge, in one order on all ranks."""
+        for (source, target), group in self.groups.items():
+            number = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+            if source == self.here:
+                dist.send(number, self.ranks[target], group=group)
+            else:
+                dist.recv(number, self.ranks[source], group=group)
+
+    def begin(self, shape: Shape, kinds: str) -> None:
+        """A pass begins, in which messages of these kinds travel."""
+        self.shape = shape
+        self.coming = {
+            edge[0]: iter([message for message in sent if message.kind in kinds])
+            for edge, sent in self.order.items()
+            if edge[1] == self.here
+        }
+        self.source = {
+            message: edge[0] for edge, sent in self.order.items() if edge[1] == self.here for message in sent
+        }
+        self.posted: dict[Message, tuple[Any, Tensor]] = {}
+        self.leaving: deque[tuple[Any, Tensor]] = deque()
+        self.inside: dict[Message, Tensor] = {}  # from one of this rank's chunks to another
+        for source in self.coming:
+            self._post(source)
+
+    def _post(self, source: int) -> Message | None:
+        """Makes room for the next message of a neighbour."""
+        message = next(self.coming[source], None)
+        if message is not None:
+            buffer = torch.empty(self.shape.shape, dtype=self.shape.dtype, device=self.shape.device)
+            work = dist.irecv(buffer, self.ranks[source], group=self.groups[source, self.here])
+            self.posted[message] = work, buffer
+        return message
+
+    def receive(self, message: Message) -> Tensor:
+        if message in self.inside:
+            return self.inside.pop(message)
+        source = self.source[message]
+        while message not in self.posted:
+            if self._post(source) is None:
+                raise RuntimeError(f"{message}: not among the messages of stage {source}")
+        work, buffer = self.posted.pop(message)
+        work.wait()
+        self._post(source)
+        return buffer
+
+    def send(self, x: Tensor, to: int, message: Message) -> None:
+        if to == self.here:
+            self.inside[message] = x
+            return
+        while self.leaving and self.leaving[0][0].is_completed():
+            self.leaving.popleft()
+        x = x.contiguous()
+        self.leaving.append((dist.isend(x, self.ranks[to], group=self.groups[self.here, to]), x))
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving.clear()
+        assert not self.posted and not self.inside, "a table that leaves messages"
+
+
+class Pipeline:
+    """This rank's row of a table, carried out over its chunks, which are given by number."""
+
+    def __init__(self, chunks: dict[int, Chunk], table: Table, mesh: Mesh):
+        self.chunks = chunks
+        self.table = table
+        self.edges = Edges(table, mesh)
+        self.row = table.ranks[mesh.place.pp]
+        self.last = len(table.home) - 1
+
+    def step(self, shape: Shape) -> None:
+        """Forward and backward of every micro-batch."""
+        self.edges.begin(shape, "FB")
+        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
+        final = {a.chunk: i for i, a in enumerate(self.row) if a.op in "BI"}
+        for i, action in enumerate(self.row):
+            if action.op == "F":
+                kept[action[1:]] = self._forward(action)
+            else:
+                self.chunks[action.chunk].begin_backward(last=final[action.chunk] == i)
+                self._backward(action, *kept.pop(action[1:]))
+        self.edges.finish()
+
+    def evaluate(self, shape: Shape) -> None:
+        """The forward of every micro-batch."""
+        self.edges.begin(shape, "F")
+        for action in self.row:
+            if action.op == "F":
+                self._forward(action)
+        self.edges.finish()
+
+    def _forward(self, action: Action) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
+        _, chunk, micro = action
+        x = None
+        if chunk:
+            x = self.edges.receive(Message("F", chunk, micro)).detach()
+            x.requires_grad_(torch.is_grad_enabled())
+        y, losses = self.chunks[chunk].forward_micro(micro, x)
+        if y is not None:
+            self.edges.send(y.detach(), self.table.home[chunk + 1], Message("F", chunk + 1, micro))
+        return x, y, losses
+
+    def _backward(self, action: Action, x: Tensor | None, y: Tensor | None, losses: list[Tensor]) -> None:
+        _, chunk, micro = action
+        roots: list[tuple[Tensor, Tensor | None]] = [(loss, None) for loss in losses if loss.requires_grad]
+        if y is not None:
+            roots.append((y, self.edges.receive(Message("B", chunk, micro))))
+        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+        if x is not None:
+            assert x.grad is not None
+            self.edges.send(x.grad, self.table.home[chunk - 1], Message("B", chunk - 1, micro))
+
+
+def own_chunks(table: Table, stage: int) -> Iterator[int]:
+    """Numbers of the chunks that a stage computes."""
+    return (chunk for chunk, home in enumerate(table.home) if home == stage)
