@@ -58,11 +58,16 @@ class Edges:
         # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could each
         # wait for the other's.
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for edge in sorted(messages(table)):
-            if here.pp in edge:
+        for pairs in rounds(table):
+            pair = next((pair for pair in pairs if here.pp in pair), None)
+            # A rank without a neighbour in this round makes groups of its own: torch names a group by the
+            # number of groups that its members have.
+            for edge in (pair, pair[::-1]) if pair else ((here.pp,), (here.pp,)):
                 group = dist.new_group([column[stage] for stage in edge], use_local_synchronization=True)
-                set_timeout(patience(), group)
-                self.groups[edge] = group
+                assert isinstance(group, dist.ProcessGroup)
+                if pair:
+                    set_timeout(patience(), group)
+                    self.groups[edge] = group
         if "nccl" in dist.get_backend():
             self._meet()
 
@@ -128,6 +133,19 @@ class Edges:
             work.wait()
         self.leaving.clear()
         assert not self.posted and not self.inside, "a table that leaves messages"
+
+
+def rounds(table: Table) -> list[list[tuple[int, int]]]:
+    """Pairs of stages that exchange messages, in rounds in which each stage has one neighbour at most."""
+    found: list[list[tuple[int, int]]] = []
+    for pair in sorted({(min(edge), max(edge)) for edge in messages(table)}):
+        for one in found:
+            if not any(set(pair) & set(other) for other in one):
+                one.append(pair)
+                break
+        else:
+            found.append([pair])
+    return found
 
 
 class Pipeline:
