@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Degrees of the axes, all 1 by default. Only dp and ep can be more than 1 today (`Axes.over`).
+    """Degrees of the axes, all 1 by default. `Axes.over` makes only dp and ep more than 1 today.
 
     world = pp x replicate x dp x ep x etp. tp and cp are carved out of dp x ep x etp: they divide attention
     among ranks that divide the experts in another way.
@@ -65,7 +65,7 @@ class Axes:
         return self.replicate * self.shard // (self.cp * self.tp)
 
     def __str__(self) -> str:
-        """ "dp 2 x ep 4", and the other axes where they are more than 1."""
+        """In words: `dp 2 x ep 4`, and the other axes where they are more than 1."""
         more = [field.name for field in fields(self) if field.name not in ("dp", "ep")]
         names = ["dp", "ep", *(name for name in more if getattr(self, name) > 1)]
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)
