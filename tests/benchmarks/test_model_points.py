@@ -175,7 +175,11 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
             memory = memory_per_rank(p.cfg, p.axes)
             recomputes = p.axes.world == 1 and p.cfg.parallel.checkpoint != "none"
             ratios.append(
-                (p.axes.dp, recomputes, record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"]))
+                (
+                    p.axes.dp,
+                    recomputes,
+                    record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"]),
+                )
             )
 
     def span(dp: int, recomputes: bool) -> list[str]:
