@@ -496,7 +496,7 @@ def test_peak_takes_the_larger_of_activations_and_gradients():
 
 def test_ep_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"--parallel\.ep=3.*--model\.moe\.experts=8"):
-        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), dp=1, ep=3)
+        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), Axes(ep=3))
 
 
 @pytest.mark.parametrize(
