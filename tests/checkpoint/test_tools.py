@@ -524,6 +524,7 @@ RSS = """
 import re, sys
 from pathlib import Path
 from tmoe.checkpoint import tools as offline, rewrite
+from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
