@@ -79,7 +79,7 @@ class Trainer:
         # The mesh, and whether the model fits into each rank's memory.
         p = cfg.parallel
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, ep_across_nodes=p.ep_across_nodes))
-        run.together(lambda: require_room(cfg, self.mesh.dp.size(), self.mesh.ep.size(), run.memory))
+        run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
         self.carried = run.together(lambda: carried_by_start(cfg))
@@ -348,8 +348,7 @@ class Trainer:
         """Notes at the start: the size of the model, the layout, the data, and where a resumed run stands."""
         cfg, note = self.cfg, self.metrics.note
         counts = count_parameters(cfg.model)
-        layout = f"dp {self.mesh.dp.size()} x ep {self.mesh.ep.size()}"
-        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {layout}")
+        note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
         for source, held in zip(self.data.sources, self.val_data.sources, strict=True):
             tokens = f"{source.tokens:,} tokens to train on, {held.tokens:,} to validate with"

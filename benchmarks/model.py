@@ -52,6 +52,7 @@ from rich.table import Table
 
 from benchmarks.network import collective_seconds, padded_groups, times
 from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
+from tmoe.config.axes import Axes
 from tmoe.config.check import MOST, divisors
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
@@ -104,8 +105,8 @@ class Prediction(NamedTuple):
         return (self.parts["exchange"] + self.parts["exposed all-gathers"]) / self.seconds
 
 
-def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | None = None) -> Prediction:
-    """One step of `cfg` on a (dp, ep) mesh.
+def predict(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = None) -> Prediction:
+    """One step of `cfg` on a mesh of these axes.
 
     skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1.
     """
@@ -115,26 +116,26 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     width = compute_bytes(cfg)
 
     # Compute, and the collectives beside it.
-    busiest = 1.0 if ep == 1 else m.skew if skew is None else skew
-    forward, backward = passes(cfg, ep, m, busiest)
+    busiest = 1.0 if axes.ep == 1 else m.skew if skew is None else skew
+    forward, backward = passes(cfg, axes.ep, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
     hiding_forward, hiding_backward = (sum(p.values()) - p["exchange"] for p in (forward, backward))
     hiding_backward += recomputed
-    exposed, beside = collective_seconds(cfg, dp, ep, m, hiding_forward, hiding_backward)
+    exposed, beside = collective_seconds(cfg, axes, m, hiding_forward, hiding_backward)
 
     # Bytes that are copied around the collectives.
-    groups = parameter_groups(cfg, dp, ep)
+    groups = parameter_groups(cfg, axes)
     own = sum(elements / size for elements, size in groups)
-    keeps = kept_whole(cfg, dp, ep)
+    keeps = kept_whole(cfg, axes)
     # an all-gather reads fp32 shards and writes them in the compute type, then copies what arrived into
     # place; twice
-    moved = padded_groups(cfg, dp, ep)[: 1 if keeps else 2]
+    moved = padded_groups(cfg, axes)[: 1 if keeps else 2]
     shared = [(elements, size) for elements, size in moved if size > 1]
     copied = sum(
         again * 2 * ((FP32 + width) * n / size + 2 * width * n) + (width + FP32) * n for n, size in shared
     )
     if keeps:  # what arrives of the gradients is read, and a sum written
-        copied += (width + FP32 / dp) * groups[1][0]
+        copied += (width + FP32 / axes.dp) * groups[1][0]
     # gradients in the compute type add up in fp32 over micro-batches, if there are several, before any is
     # reduced
     added = sum(n for n, _ in groups) * ((again > 1) * (width + FP32) + (again - 1) * (width + 2 * FP32))
@@ -148,11 +149,11 @@ def predict(cfg: Config, dp: int, ep: int, m: SimpleNamespace, skew: float | Non
     parts["exposed all-gathers"] = exposed
     parts["slowed"] = m.slowed * beside
 
-    tokens = dp * ep * T * again
+    tokens = axes.readers * T * again
     rate = T * again / sum(parts.values())
     used = mfu(flops_per_token(model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
-    memory = m.memory_factor * peak_bytes(memory_per_rank(cfg, dp, ep))
-    return Prediction(parts, tokens, dp * ep, used, memory)
+    memory = m.memory_factor * peak_bytes(memory_per_rank(cfg, axes))
+    return Prediction(parts, tokens, axes.world, used, memory)
 
 
 def passes(
@@ -212,11 +213,11 @@ def attention_seconds(cfg: Config, layer: int, m: SimpleNamespace) -> float:
     return float(flops / rate)
 
 
-def parameter_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
+def parameter_groups(cfg: Config, axes: Axes) -> list[tuple[float, int]]:
     """(elements, ranks that share them): dense parameters over the world, the experts of a rank over dp."""
     blocks = [block_shapes(cfg.model, layer) for layer in range(cfg.model.layers)]
     dense = numel(root_shapes(cfg.model)) + sum(numel(dense) for dense, _ in blocks)
-    return [(dense, dp * ep), (sum(numel(experts) for _, experts in blocks) / ep, dp)]
+    return [(dense, axes.shard), (sum(numel(experts) for _, experts in blocks) / axes.ep, axes.dp)]
 
 
 def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
@@ -286,10 +287,10 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
 # The page --------------------------------------------------------------------------------------------------
 
 
-def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
-    """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
+def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
+    """Axes to compare: with each ep that divides experts and GPUs and fits nodes, up to two of them."""
     degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
-    return [ep for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
+    return [Axes(dp=gpus // ep, ep=ep) for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
 
 
 def fits(ep: int, gpus: int, node: int) -> bool:
@@ -333,16 +334,16 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
     for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
         table.add_column(name, justify="right")
     for world in gpus:
-        found = {ep: predict(cfg, world // ep, ep, m) for ep in layouts(cfg, world, m.node)}
-        fit = [ep for ep, p in found.items() if p.peak_bytes <= m.memory]
-        best = max(fit, key=lambda ep: found[ep].tokens_per_s_gpu, default=None)
-        for ep, p in found.items():
-            gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if ep in fit else " too much")
+        found = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
+        fit = [axes for axes, p in found.items() if p.peak_bytes <= m.memory]
+        best = max(fit, key=lambda axes: found[axes].tokens_per_s_gpu, default=None)
+        for axes, p in found.items():
+            gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if axes in fit else " too much")
             hours = tokens / p.tokens_per_s_gpu / 3600
-            across = "" if ep <= m.node else " across nodes"
+            across = "" if axes.ep <= m.node else " across nodes"
             table.add_row(
                 str(world),
-                f"{world // ep} x {ep}{across}",
+                f"{axes.dp} x {axes.ep}{across}",
                 f"{p.tokens / 1e6:.2f}",
                 f"{p.seconds * 1e3:.0f}",
                 f"{p.tokens_per_s_gpu:,.0f}",
@@ -351,7 +352,7 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
                 gib,
                 f"{hours / world / 24:,.1f}",
                 f"{hours:,.0f}",
-                style="bold" if ep == best else "" if ep in fit else "dim",
+                style="bold" if axes == best else "" if axes in fit else "dim",
             )
         table.add_section()
     return table
@@ -370,7 +371,7 @@ def parts_table(p: Prediction) -> Table:
 
 def ratio(point: Point, m: SimpleNamespace) -> float:
     """Predicted seconds over measured ones."""
-    return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
+    return predict(point.cfg, point.axes, m, point.skew).seconds / point.seconds
 
 
 def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
@@ -385,7 +386,7 @@ def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]
         measured, predicted = p.seconds * 1e3, p.seconds * (1 + off) * 1e3
         role = "fitted" if p.layout in used else "predicted"
         numbers = f"{measured:.1f}", f"{predicted:.1f}", f"{off:+.1%}"
-        table.add_row(str(p.dp * p.ep), p.command, *numbers, role)
+        table.add_row(str(p.axes.world), p.command, *numbers, role)
     return table, worst <= TOLERANCE
 
 
@@ -481,7 +482,7 @@ def main() -> None:
         points = read_points(args.check or held())
         for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
             console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            runs = [dict(gpus=p.dp * p.ep, command=p.command) for p in points]
+            runs = [dict(gpus=p.axes.world, command=p.command) for p in points]
             constants[name] |= dict(value=value, points=runs)
         table, good = check(points, constants)
         console.print(table)
@@ -503,7 +504,7 @@ def main() -> None:
     if args.parts:
         for world in args.gpus:
             cfg = parse(words, "", world=world)
-            console.print(parts_table(predict(cfg, world // cfg.parallel.ep, cfg.parallel.ep, m)))
+            console.print(parts_table(predict(cfg, Axes.of(cfg.parallel, world), m)))
         return
     console.print(page(parse(words, ""), args.gpus, args.tokens, m))
 

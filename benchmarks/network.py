@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, numel, root_shapes
 from tmoe.parallel.mesh import units
@@ -15,7 +16,7 @@ from tmoe.run.memory import FP32, compute_bytes, expert_shard, kept_whole, shard
 
 
 def collective_seconds(
-    cfg: Config, dp: int, ep: int, m: SimpleNamespace, forward: float, backward: float
+    cfg: Config, axes: Axes, m: SimpleNamespace, forward: float, backward: float
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of a step's collectives.
 
@@ -26,8 +27,8 @@ def collective_seconds(
     """
 
     def moving(m: SimpleNamespace) -> list[float]:
-        gather, regather, reduce = fsdp_seconds(cfg, dp, ep, m)
-        spread, summed = kept_seconds(cfg, dp, ep, m)
+        gather, regather, reduce = fsdp_seconds(cfg, axes, m)
+        spread, summed = kept_seconds(cfg, axes, m)
         return [gather + spread, gather, regather, regather + reduce + summed]
 
     again = cfg.train.accumulate - 1
@@ -35,13 +36,13 @@ def collective_seconds(
     counts = (1, again, again, 1)
     computing = (forward, forward, backward, backward)
     bare = moving(m)
-    near = moving(SimpleNamespace(**{**vars(m), "node": dp * ep}))  # as if all GPUs were of one node
+    near = moving(SimpleNamespace(**{**vars(m), "node": axes.world}))  # as if all GPUs were of one node
     exposed = [exposed_seconds(*pair, m.fsdp_overlap) for pair in zip(bare, computing, strict=True)]
     hidden = [b and n * (1 - e / b) for b, n, e in zip(bare, near, exposed, strict=True)]
     return float(np.dot(counts, exposed)), float(np.dot(counts, hidden))
 
 
-def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float, float]:
+def fsdp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float, float]:
     """Seconds of FSDP2's all-gathers in a forward and in a backward, and of its reduce-scatters.
 
     Gathers are those of a micro-batch, reduce-scatters those of a step; in the backward the root is still
@@ -49,35 +50,34 @@ def fsdp_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[flo
     """
     model = cfg.model
     width = compute_bytes(cfg)
-    world = dp * ep
 
     def once(size: int) -> float:
-        whole = sum(ring(size * n, world, 1, m) for n in dense)
-        return whole + sum(ring(size * n, dp, ep, m) for n in experts)
+        whole = sum(ring(size * n, axes.shard, 1, m) for n in dense)
+        return whole + sum(ring(size * n, axes.dp, axes.ep, m) for n in experts)
 
-    (root, _), *blocks = padded_units(cfg, dp, ep)
+    (root, _), *blocks = padded_units(cfg, axes)
     sizes = [width * numel(block_shapes(model, layer)[0]) for layer in range(model.layers)]
     dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
-    experts = [] if kept_whole(cfg, dp, ep) else [n for _, n in blocks if n]
+    experts = [] if kept_whole(cfg, axes) else [n for _, n in blocks if n]
     return (
-        once(width) + ring(width * root, world, 1, m),
+        once(width) + ring(width * root, axes.shard, 1, m),
         once(width),
-        once(FP32) + ring(FP32 * root, world, 1, m),
+        once(FP32) + ring(FP32 * root, axes.shard, 1, m),
     )
 
 
-def kept_seconds(cfg: Config, dp: int, ep: int, m: SimpleNamespace) -> tuple[float, float]:
+def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
     """Seconds of a step for experts that ranks keep whole: (gathering them, moving their gradients).
 
     Gradients go in the compute type, sums over micro-batches in fp32. They go straight to the rank that sums
     them (parallel/gathered_copies.py): unlike in a ring, all members of a node send theirs out.
     """
     width = compute_bytes(cfg)
-    layers = range(cfg.model.layers if kept_whole(cfg, dp, ep) else 0)
-    experts = [n / ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
+    layers = range(cfg.model.layers if kept_whole(cfg, axes) else 0)
+    experts = [n / axes.ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
     sent = width if cfg.train.accumulate == 1 else FP32
-    gathering = sum(ring(width * n, dp, ep, m) for n in experts)
-    return gathering, sum(all_to_all(sent * n, dp, ep, m) for n in experts)
+    gathering = sum(ring(width * n, axes.dp, axes.ep, m) for n in experts)
+    return gathering, sum(all_to_all(sent * n, axes.dp, axes.ep, m) for n in experts)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
@@ -117,20 +117,19 @@ def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
     return moving - min(min(overlap, 1.0) * moving, computing)
 
 
-def padded_groups(cfg: Config, dp: int, ep: int) -> list[tuple[float, int]]:
+def padded_groups(cfg: Config, axes: Axes) -> list[tuple[float, int]]:
     """(elements, ranks that share them) as FSDP2 moves them, of dense parameters and of a rank's experts.
 
     Elements are the fullest rank's piece, as often as there are ranks.
     """
-    units = padded_units(cfg, dp, ep)
-    return [(sum(dense for dense, _ in units), dp * ep), (sum(experts for _, experts in units), dp)]
+    units = padded_units(cfg, axes)
+    return [(sum(dense for dense, _ in units), axes.shard), (sum(experts for _, experts in units), axes.dp)]
 
 
-def padded_units(cfg: Config, dp: int, ep: int) -> list[tuple[int, int]]:
+def padded_units(cfg: Config, axes: Axes) -> list[tuple[int, int]]:
     """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each block."""
     blocks = [block_shapes(cfg.model, layer) for layer in range(cfg.model.layers)]
-    world = dp * ep
     return [
-        (world * sharded(dense, world), dp * expert_shard(experts, dp, ep))
+        (axes.shard * sharded(dense, axes.shard), axes.dp * expert_shard(experts, axes))
         for dense, experts in [(root_shapes(cfg.model), []), *blocks]
     ]

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.run.cli import parse
 
@@ -35,24 +36,23 @@ class Point(NamedTuple):
 
     command: str
     cfg: Config
-    dp: int
-    ep: int
+    axes: Axes
     seconds: float
     skew: float | None = None
     """pairs of the busiest rank over the mean; None: the line does not say"""
 
     @property
     def layout(self) -> tuple:
-        return layout(self.cfg, self.dp, self.ep)
+        return layout(self.cfg, self.axes)
 
 
-def layout(cfg: Config, dp: int, ep: int) -> tuple:
+def layout(cfg: Config, axes: Axes) -> tuple:
     """What a step's time depends on; not the number of steps, nor what was traced or validated."""
     train = cfg.train
     parallel = cfg.parallel
     optim = cfg.optim
     step = train.batch, train.seq, train.accumulate, train.dtype, train.isolate_documents
-    spread = dp, ep, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
+    spread = axes, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
     return cfg.model, step, spread, optim.offload, optim.ema > 0
 
 
@@ -79,11 +79,11 @@ def read_points(paths: list[Path]) -> list[Point]:
         try:
             record = json.loads(line)
             cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-            ep = cfg.parallel.ep
+            axes = Axes.of(cfg.parallel, record["gpus"])
             train = cfg.train
             seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
             skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
-            points.append(Point(record["command"], cfg, record["gpus"] // ep, ep, seconds, skew))
+            points.append(Point(record["command"], cfg, axes, seconds, skew))
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
             what = "not a line of `python -m benchmarks.train --json`"
             raise SystemExit(f"--check {file}: {what}: {line[:80]}") from None
@@ -96,7 +96,7 @@ def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:
     found = []
     for run in runs:
         cfg = parse(run["command"].split()[1:], "", world=run["gpus"])
-        found.append(layout(cfg, run["gpus"] // cfg.parallel.ep, cfg.parallel.ep))
+        found.append(layout(cfg, Axes.of(cfg.parallel, run["gpus"])))
     return found
 
 
@@ -114,8 +114,8 @@ def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> st
     kinds = {
         "all": [True for _ in points],
         "layouts that set no constant": [p.layout not in fitted for p in points],
-        "one GPU": [p.dp * p.ep == 1 for p in points],
-        "dp alone": [p.dp > p.ep == 1 for p in points],
-        "ep > 1": [p.ep > 1 for p in points],
+        "one GPU": [p.axes.world == 1 for p in points],
+        "dp alone": [p.axes.dp > p.axes.ep == 1 for p in points],
+        "ep > 1": [p.axes.ep > 1 for p in points],
     }
     return "\n".join(off(name, which) for name, which in kinds.items())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.moe_layer import require_gpu
 from benchmarks.train import at_least_one, measure, write_line
+from tmoe.config.axes import Axes
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
 
@@ -54,7 +55,7 @@ def main() -> None:
             failed = True
             continue
         cfg = parse([*words, *policy], "", world=args.gpus)
-        dry = peak_bytes(memory_per_rank(cfg, args.gpus // cfg.parallel.ep, cfg.parallel.ep)) / 2**30
+        dry = peak_bytes(memory_per_rank(cfg, Axes.of(cfg.parallel, args.gpus))) / 2**30
         rate = result["tokens_per_s_gpu"]
         first = first or rate
         mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"

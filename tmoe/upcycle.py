@@ -48,12 +48,13 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, TensorEntry, dtype_of, read_manifest
 from tmoe.checkpoint.rewrite import Output, Plan, read_boxes
 from tmoe.checkpoint.tools import carry_out, check_sizes, one_message, origin_of, with_history
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.same import build_config
 from tmoe.hf.files import CONFIG, FILE, INDEX, MODEL
 from tmoe.model.shapes import model_shapes
-from tmoe.parallel.layout import Box, lay_out
+from tmoe.parallel.layout import Box, axes_of_flags, lay_out
 from tmoe.versions import versions
 
 
@@ -101,8 +102,7 @@ def upcycle(
         dense_layers=dense_layers,
         moe_every=moe_every,
         seed=seed,
-        world=world,
-        ep=ep,
+        axes=axes_of_flags(world, ep),
     )
     carry_out(plan, [dense], moe, dry_run)
     if top_k == 1 and renormalize and experts > 1:
@@ -122,8 +122,7 @@ def plan_upcycle(
     dense_layers: int = 0,
     moe_every: int = 1,
     seed: int = 0,
-    world: int = 1,
-    ep: int = 1,
+    axes: Axes = ALONE,
 ) -> Plan:
     """Plan of `upcycle`.
 
@@ -162,7 +161,7 @@ def plan_upcycle(
     # What is written.
     shapes = {MODEL + name: shape for name, shape in model_shapes(after).items()}
     dtypes = {name: dtype_of(entry.dtype) for name, entry in carried.items()}
-    layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, world, ep)
+    layouts = lay_out(shapes | {name: entry.shape for name, entry in carried.items()}, axes)
     outputs = [
         Output(
             name,
@@ -174,7 +173,7 @@ def plan_upcycle(
     ]
     factor = granularity if renormalize else experts * granularity / top_k
     produce = partial(_upcycled, dense, weights, carried, after, granularity, factor, seed)
-    blank = replace(manifest, step=0, tokens=0, world=world, state=dict(step=0, tokens=0))
+    blank = replace(manifest, step=0, tokens=0, world=axes.world, state=dict(step=0, tokens=0))
     options = dict(experts=experts, top_k=top_k, granularity=granularity, renormalize=renormalize, seed=seed)
     history = origin_of("upcycle", [dense], **options)
     config = dict(config=dict(model=asdict(after)), versions=versions())

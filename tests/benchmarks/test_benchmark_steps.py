@@ -17,6 +17,7 @@ import pytest
 from benchmarks import model as cost
 from benchmarks import scaling
 from benchmarks import train as steps
+from tmoe.config.axes import ALONE, Axes
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,9 +101,7 @@ def test_scaling_on_two_processes(tmp_path):
     assert [(r["gpus"], r["ep"]) for r in records] == [(1, 1), (2, 2)]
     assert records[1]["tokens_per_step"] == 2 * records[0]["tokens_per_step"], "weak: the same tokens a GPU"
     points = cost.read_points([out])
-    assert [(p.dp, p.ep) for p in points] == [(1, 1), (1, 2)] and all(
-        math.isfinite(p.seconds) for p in points
-    )
+    assert [p.axes for p in points] == [ALONE, Axes(ep=2)] and all(math.isfinite(p.seconds) for p in points)
 
 
 def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import model as cost
 from benchmarks import network
 from benchmarks.moe_layer import ALL
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
@@ -88,10 +89,10 @@ def test_every_flop_is_counted_once(cfg, accumulate):
     """
     cfg = replace(cfg, train=replace(cfg.train, accumulate=accumulate))
     tokens = cfg.train.batch * cfg.train.seq * accumulate
-    parts = cost.predict(cfg, 1, 1, free(product_rate=1e12)).parts
+    parts = cost.predict(cfg, ALONE, free(product_rate=1e12)).parts
     assert sum(parts.values()) * 1e12 == pytest.approx(6 * tokens * matrix_elements(cfg.model))
     rates = dict(attention_rate=[[1, 1e12]], isolated_attention_rate=[[1, 1e12]])
-    attention = cost.predict(cfg, 1, 1, free(**rates)).seconds * 1e12
+    attention = cost.predict(cfg, ALONE, free(**rates)).seconds * 1e12
     counted = flops_per_token(cfg.model, cfg.train.seq) - 6 * count_parameters(cfg.model).active_flops
     assert attention == pytest.approx(7 / 6 * tokens * counted)
 
@@ -146,7 +147,7 @@ def test_experts_worked_by_hand():
     T = 4 * 4096
     layers = 16
     for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
-        got = cost.predict(OLMOE, 1, ep, free(product_rate=1e12), skew).parts["experts"]
+        got = cost.predict(OLMOE, Axes(ep=ep), free(product_rate=1e12), skew).parts["experts"]
         assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
 
 
@@ -225,12 +226,13 @@ def test_four_h200_layers_are_near_the_measured(file, names, off):
 @pytest.mark.parametrize(("dp", "ep"), [(1, 8), (4, 2), (8, 1)])
 def test_exchange_worked_by_hand(dp, ep):
     """Rows of (token, rank) that leave, four times a layer; nothing at ep=1."""
+    axes = Axes(dp=dp, ep=ep)
     m = free(exchange={"auto": "nccl", "nccl": backend(line(1e9))})
     rows = rows_received(16384, 8, ep)
     want = 16 * 4 * rows * (ep - 1) / ep * 2048 * 2 / 1e9
-    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(want)
+    assert cost.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(want)
     m.exchange["nccl"] |= dict(fixed=1.0, moves=10)
-    assert cost.predict(OLMOE, dp, ep, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
+    assert cost.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
 
 
 @pytest.mark.parametrize(("shared_dim", "moves"), [(0, 3.5), (128, 3.5), (2816, 1.5)])
@@ -243,7 +245,7 @@ def test_rows_that_travel_beside_a_wide_shared_expert_are_not_counted(shared_dim
 
 def test_experts_slow_down_beside_an_exchange():
     m = free(product_rate=1e12, exchange={"auto": "symm", "symm": backend([[0, 0.0], [1, 0.0]], experts=1.5)})
-    one, four = (cost.predict(OLMOE, 1, ep, m, 1.0).parts["experts"] for ep in (1, 4))
+    one, four = (cost.predict(OLMOE, Axes(ep=ep), m, 1.0).parts["experts"] for ep in (1, 4))
     assert four == pytest.approx(1.5 * one)
 
 
@@ -252,8 +254,8 @@ def test_exchange_across_nodes_runs_over_the_network_card():
     rows = rows_received(16384, 8, 32)
     network = free(nic_rate=1e9, nic_hop=0.5)
     want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
-    assert cost.predict(OLMOE, 1, 32, network).parts["exchange"] == pytest.approx(want)
-    assert cost.predict(OLMOE, 1, 8, network).parts["exchange"] == 0
+    assert cost.predict(OLMOE, Axes(ep=32), network).parts["exchange"] == pytest.approx(want)
+    assert cost.predict(OLMOE, Axes(ep=8), network).parts["exchange"] == 0
 
 
 def test_auto_means_the_portable_exchange_across_nodes():
@@ -303,6 +305,7 @@ def test_gradients_of_whole_experts_leave_a_node_by_each_members_card(size, stri
 )
 def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     """FSDP2's own buffers on a group that does not exist: 4 experts over 128 ranks are gathered as 128."""
+    axes = Axes(dp=dp, ep=ep)
     words = f"{name} --model.layers 2 --parallel.ep {ep} --parallel.whole-gib 0 --no-compile"
     cfg = parse(words.split(), "", world=dp * ep)
     moved = {1: 0, ep: 0}
@@ -316,11 +319,11 @@ def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
             moved[dp * ep // ranks] += sum(p._sharded_param_data.numel() * ranks for p in group.fsdp_params)
     finally:
         dist.destroy_process_group()
-    (dense, _), (experts, _) = network.padded_groups(cfg, dp, ep)
+    (dense, _), (experts, _) = network.padded_groups(cfg, axes)
     assert dense + experts == sum(moved.values())
     assert ep == 1 or moved == {1: dense, ep: experts}
-    assert experts == pytest.approx(times * cost.parameter_groups(cfg, dp, ep)[1][0], rel=1e-6)
-    gathered = memory_per_rank(cfg, dp, ep)["gathered"]
+    assert experts == pytest.approx(times * cost.parameter_groups(cfg, axes)[1][0], rel=1e-6)
+    gathered = memory_per_rank(cfg, axes)["gathered"]
     layer = experts / sum(map(cfg.model.is_moe, range(2)))
     assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
 
@@ -332,7 +335,7 @@ def test_a_layer_without_experts_pays_no_collective_for_them():
     """
     m = free(nic_hop=1.0, link_hop=0.0)
     words = [f"deepseek-v2-lite --model.layers {layers} --parallel.whole-gib 0".split() for layers in (1, 2)]
-    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), 64, 1, m)) for w in words]
+    seconds = [sum(network.fsdp_seconds(parse(w, "", world=64), Axes(dp=64), m)) for w in words]
     assert seconds == [7 * (2 + 1 + 2), 7 * (4 + 3 + 4)], "seven hops from node to node"
 
 
@@ -352,6 +355,7 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
 
     A step reduces everything once, in fp32.
     """
+    axes = Axes(dp=dp, ep=ep)
     train, sharded = replace(OLMOE.train, accumulate=accumulate), replace(OLMOE.parallel, whole_gib=0.0)
     cfg = replace(OLMOE, train=train, parallel=sharded)
     experts = 16 * 64 * 3 * 2048 * 1024
@@ -359,7 +363,7 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     dense = count_parameters(OLMOE.model).total - experts - root
     gathered = 2 * accumulate * (2 * dense + root) * 7 / 8 + 2 * accumulate * 2 * experts / ep * (dp - 1) / dp
     reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
-    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    got = cost.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced) / 1e9)
     # experts that are kept whole are gathered once a step; their gradients go in bf16, or as sums of
     # micro-batches
@@ -367,7 +371,7 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     reduced = 4 * (dense + root) * 7 / 8
     shared = (2 + (2 if accumulate == 1 else 4)) * experts / ep * (dp - 1) / dp
     cfg = replace(cfg, parallel=OLMOE.parallel)
-    got = cost.predict(cfg, dp, ep, free(collective=line(1e9))).parts["exposed all-gathers"]
+    got = cost.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced + shared) / 1e9)
 
 
@@ -386,10 +390,11 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
     """
     cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
     for dp, ep in ((8, 1), (2, 4)):
-        bare = cost.predict(cfg, dp, ep, free(collective=line(1e12))).parts
+        bare = cost.predict(cfg, Axes(dp=dp, ep=ep), free(collective=line(1e12))).parts
         m = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5)
         parts, free_of_it = (
-            cost.predict(cfg, dp, ep, m).parts for m in (m, SimpleNamespace(**{**vars(m), "slowed": 0}))
+            cost.predict(cfg, Axes(dp=dp, ep=ep), m).parts
+            for m in (m, SimpleNamespace(**{**vars(m), "slowed": 0}))
         )
         assert bare["slowed"] == free_of_it["slowed"] == 0
         assert parts["exposed all-gathers"] == pytest.approx(0.4 * bare["exposed all-gathers"])
@@ -398,7 +403,7 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
     # across nodes as many bytes stand beside compute as inside of one, however slowly they come
     across = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5, nic_rate=1e10)
     one_node = SimpleNamespace(**{**vars(across), "node": 16})
-    got, near = (cost.predict(cfg, 16, 1, machine).parts for machine in (across, one_node))
+    got, near = (cost.predict(cfg, Axes(dp=16), machine).parts for machine in (across, one_node))
     assert got["slowed"] == pytest.approx(near["slowed"])
     assert got["exposed all-gathers"] > 10 * near["exposed all-gathers"]
 
@@ -411,7 +416,7 @@ def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
     """
     slow = dict(collective=line(1e10), product_rate=1e15, fsdp_overlap=1.0)
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
-    kept, again = (cost.predict(c, 8, 1, free(**slow)).parts for c in (OLMOE, cfg))
+    kept, again = (cost.predict(c, Axes(dp=8), free(**slow)).parts for c in (OLMOE, cfg))
     assert again["recomputed"] > 0.001
     less = kept["exposed all-gathers"] - again["exposed all-gathers"]
     assert less == pytest.approx(again["recomputed"])
@@ -430,7 +435,7 @@ def test_glue_worked_by_hand(cfg, columns):
         model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers)
     )
     plain, wide = (
-        cost.predict(cfg, 1, 1, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10)
+        cost.predict(cfg, ALONE, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10)
     )
     assert plain == pytest.approx(9 * T * columns * 2 / 1e12)
     assert wide - plain == pytest.approx(10 * model.layers * T * model.dim * 2 / 1e12)
@@ -438,15 +443,16 @@ def test_glue_worked_by_hand(cfg, columns):
 
 @pytest.mark.parametrize(("dp", "ep"), [(1, 1), (4, 2), (1, 8)])
 def test_optimizer_and_copies_worked_by_hand(dp, ep):
+    axes = Axes(dp=dp, ep=ep)
     parameters = count_parameters(OLMOE.model).total
     experts = 16 * 64 * 3 * 2048 * 1024
     m = free(memory_rate=1e9, optimizer_bytes=40.0)
-    assert cost.predict(OLMOE, dp, ep, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
+    assert cost.predict(OLMOE, axes, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
     ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
-    assert cost.predict(ema, dp, ep, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
+    assert cost.predict(ema, axes, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
     offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
     slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
-    assert cost.predict(offloaded, dp, ep, slow).parts["optimizer"] == pytest.approx(
+    assert cost.predict(offloaded, axes, slow).parts["optimizer"] == pytest.approx(
         8 * parameters / dp / ep / 1e8
     )
     sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
@@ -458,18 +464,18 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     for cfg in (OLMOE, sharded):
         m = free(memory_rate=1e9)
         twice = replace(cfg, train=replace(cfg.train, accumulate=2))
-        assert cost.predict(cfg, dp, ep, m).parts["copies"] == 0
-        assert cost.predict(twice, dp, ep, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
+        assert cost.predict(cfg, axes, m).parts["copies"] == 0
+        assert cost.predict(twice, axes, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
     whole = parameters - experts + experts / ep - alone
     own = parameters / dp / ep - alone
     m = free(memory_rate=1e9, copy_factor=1.0)
-    assert cost.predict(sharded, dp, ep, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+    assert cost.predict(sharded, axes, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
     # of experts that are kept what arrives is read, and the sum of their gradients written
     own = own - kept / dp
     whole = whole - kept
     summed = 2 * kept + 4 * kept / dp
-    assert cost.predict(OLMOE, dp, ep, m).parts["copies"] == pytest.approx(
+    assert cost.predict(OLMOE, axes, m).parts["copies"] == pytest.approx(
         (12 * own + 14 * whole + summed) / 1e9
     )
 
@@ -479,7 +485,8 @@ def test_micro_batches_worth_on_several_nodes():
     m = cost.values(CONSTANTS)
     longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
     gains = [
-        cost.predict(longer, nodes, 8, m).tokens_per_s_gpu / cost.predict(OLMOE, nodes, 8, m).tokens_per_s_gpu
+        cost.predict(longer, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
+        / cost.predict(OLMOE, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
         - 1
         for nodes in (8, 128)
     ]
@@ -494,13 +501,14 @@ def test_the_curve_of_a_collective():
 
 @pytest.mark.parametrize(("dp", "ep", "accumulate"), [(8, 1, 1), (4, 8, 2), (512, 8, 1)])
 def test_what_a_prediction_says_agrees_with_itself(dp, ep, accumulate):
+    axes = Axes(dp=dp, ep=ep)
     m = cost.values(CONSTANTS)
     cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
-    p = cost.predict(cfg, dp, ep, m)
+    p = cost.predict(cfg, axes, m)
     assert p.tokens == dp * ep * 16384 * accumulate
     assert p.tokens_per_s_gpu * p.seconds == pytest.approx(16384 * accumulate)
     assert p.mfu == pytest.approx(flops_per_token(OLMOE.model, 4096) * p.tokens_per_s_gpu / 989.4e12)
-    assert p.peak_bytes == pytest.approx(1.05 * peak_bytes(memory_per_rank(cfg, dp, ep)))
+    assert p.peak_bytes == pytest.approx(1.05 * peak_bytes(memory_per_rank(cfg, axes)))
     assert all(seconds >= 0 for seconds in p.parts.values()) and 0 < p.exposed < 1
 
 
@@ -509,7 +517,7 @@ def test_recomputation_worked_by_hand(policy):
     """It repeats forwards."""
     m = free(product_rate=1e12, attention_rate=[[1, 2e12]], isolated_attention_rate=[[1, 2e12]])
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
-    kept, again = cost.predict(OLMOE, 2, 4, m), cost.predict(cfg, 2, 4, m)
+    kept, again = cost.predict(OLMOE, Axes(dp=2, ep=4), m), cost.predict(cfg, Axes(dp=2, ep=4), m)
     D, T, layers = 2048, 16384, 16
     products = 2 * T * layers * (4 * D * D + 64 * D) / 1e12  # router among the projections
     scores = 2 * T * layers * D * 4096 * 7 / 6 * 3 * 2 / 7 / 2e12
@@ -526,7 +534,7 @@ def test_recomputation_worked_by_hand(policy):
 
 def test_tendencies_that_a_user_relies_on():
     m = cost.values(CONSTANTS)
-    rate = lambda dp, ep, cfg=OLMOE: cost.predict(cfg, dp, ep, m).tokens_per_s_gpu  # noqa: E731
+    rate = lambda dp, ep, cfg=OLMOE: cost.predict(cfg, Axes(dp=dp, ep=ep), m).tokens_per_s_gpu  # noqa: E731
     assert rate(512, 8) < rate(64, 8) < rate(8, 8) < rate(1, 8), "more nodes never help a GPU"
     longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=8))
     assert rate(512, 8, longer) > rate(512, 8), "micro-batches spread the reduce-scatters"

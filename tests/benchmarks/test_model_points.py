@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import model as cost
 from benchmarks import points
+from tmoe.config.axes import Axes
 from tmoe.parallel import mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
@@ -111,7 +112,7 @@ def test_a_layout_is_what_a_step_takes_not_how_it_was_measured(words, same):
         parse(f"olmoe-1b-7b --parallel.ep 4 --train.no-isolate-documents {text}".split(), "", world=4)
         for text in ("", words)
     )
-    first, second = (points.layout(cfg, 4 // cfg.parallel.ep, cfg.parallel.ep) for cfg in (one, other))
+    first, second = (points.layout(cfg, Axes.of(cfg.parallel, 4)) for cfg in (one, other))
     assert (first == second) is same
     assert (first in fitted(), second in fitted()) == (True, same)
 
@@ -128,10 +129,10 @@ def test_the_readme_says_how_far_off_the_model_is():
         f"the {free} of the {free_layouts} layouts that set none of its constants within "
         f"{abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
     ) in text
-    one, _, worst_one, mean_one = of(lambda p: p.dp * p.ep == 1)
-    dp, _, worst_dp, mean_dp = of(lambda p: p.dp > p.ep == 1)
-    ep, _, worst_ep, mean_ep = of(lambda p: p.ep > 1)
-    low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.ep > 1)
+    one, _, worst_one, mean_one = of(lambda p: p.axes.world == 1)
+    dp, _, worst_dp, mean_dp = of(lambda p: p.axes.dp > p.axes.ep == 1)
+    ep, _, worst_ep, mean_ep = of(lambda p: p.axes.ep > 1)
+    low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.ep > 1)
     assert (
         f"Its steps on one GPU come out {mean_one:+.1%} in the mean "
         f"({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} ({dp}, {worst_dp:+.1%}), "
@@ -152,7 +153,7 @@ def test_the_summary_counts_by_hand():
 @pytest.mark.parametrize(
     ("name", "count", "which"),
     [
-        ("slowed", 4, lambda p: (p.dp, p.ep, p.cfg.parallel.whole_gib) == (2, 1, 16.0)),
+        ("slowed", 4, lambda p: (p.axes, p.cfg.parallel.whole_gib) == (Axes(dp=2), 16.0)),
         ("host_rate", 1, lambda p: p.cfg.optim.offload and p.cfg.steps == 14),
     ],
 )
@@ -160,7 +161,7 @@ def test_constants_are_what_fits_their_steps(name, count, which):
     """The others were read off traces, layers or kernels."""
     own = [p for p in held() if which(p)]
     assert len(own) == count and {p.layout for p in own} == {
-        points.layout(parse(run["command"].split()[1:], "", world=run["gpus"]), run["gpus"], 1)
+        points.layout(parse(run["command"].split()[1:], "", world=run["gpus"]), Axes(dp=run["gpus"]))
         for run in CONSTANTS[name]["points"]
     }
     m = cost.values(CONSTANTS)
@@ -171,10 +172,14 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
     ratios = []
     for path in points.held():
         for p, record in zip(points.read_points([path]), records(path), strict=True):
-            memory = memory_per_rank(p.cfg, p.dp, p.ep)
-            recomputes = p.dp * p.ep == 1 and p.cfg.parallel.checkpoint != "none"
+            memory = memory_per_rank(p.cfg, p.axes)
+            recomputes = p.axes.world == 1 and p.cfg.parallel.checkpoint != "none"
             ratios.append(
-                (p.dp, recomputes, record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"]))
+                (
+                    p.axes.dp,
+                    recomputes,
+                    record["peak_gib"] * 2**30 / (peak_bytes(memory) - memory["exchange"]),
+                )
             )
 
     def span(dp: int, recomputes: bool) -> list[str]:
@@ -222,7 +227,7 @@ def test_what_the_traces_say_of_the_collectives(monkeypatch):
     monkeypatch.setattr(mesh, "UNIT", 0)  # each block was gathered alone then
     m = cost.values(CONSTANTS)
     for point, record in zip(points.read_points([FOUR_GPUS])[1:3], records(FOUR_GPUS)[1:3], strict=True):
-        parts = cost.predict(point.cfg, point.dp, point.ep, m).parts
+        parts = cost.predict(point.cfg, point.axes, m).parts
         assert parts["exposed all-gathers"] * 1e3 == pytest.approx(
             record["trace_ms"]["collectives not hidden"], rel=0.05
         )
@@ -244,14 +249,14 @@ def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
     (unknown,) = (p for p in points.read_points([FOUR_GPUS]) if p.command == plain["command"])
     assert (known.skew, unknown.skew) == (1.6, None)
     for point, skew in ((known, 1.6), (unknown, m.skew)):
-        want = cost.predict(point.cfg, 1, 4, m, skew).seconds / point.seconds
+        want = cost.predict(point.cfg, Axes(ep=4), m, skew).seconds / point.seconds
         assert cost.ratio(point, m) == want
     assert cost.ratio(known, m) > 1.1 * cost.ratio(unknown, m)
 
 
 def test_fit_finds_the_constants_that_made_the_points():
     true = SimpleNamespace(**{**vars(cost.values(CONSTANTS)), "glue_passes": 61.0, "slowed": 0.6})
-    made = [p._replace(seconds=cost.predict(p.cfg, p.dp, p.ep, true).seconds, skew=None) for p in held()]
+    made = [p._replace(seconds=cost.predict(p.cfg, p.axes, true).seconds, skew=None) for p in held()]
     found = cost.fit(made, ["glue_passes", "slowed"], cost.values(CONSTANTS))
     assert found == pytest.approx(dict(glue_passes=61.0, slowed=0.6), rel=0.03)
 
@@ -284,4 +289,4 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
 def test_records_are_read_as_train_reads_its_words():
     point = points.read_points([FOUR_GPUS])[1]
     assert point.cfg == parse(point.command.split()[1:], "", world=4)
-    assert (point.dp, point.ep) == (1, 4) and point.seconds == pytest.approx(0.3114, rel=1e-3)
+    assert point.axes == Axes(ep=4) and point.seconds == pytest.approx(0.3114, rel=1e-3)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks import model as cost
+from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
 
 
@@ -45,8 +46,8 @@ def test_what_the_model_does_not_know_is_refused(capsys, monkeypatch, words, say
 def test_the_page_has_no_layout_that_train_would_refuse():
     """Groups of 5 on nodes of 8 straddle two."""
     cfg = presets()["granite-3b-a800m"]
-    assert cost.layouts(cfg, 40, 8) == [1, 2, 4, 8]
-    assert cost.layouts(cfg, 5, 8) == [1, 5]
+    assert [axes.ep for axes in cost.layouts(cfg, 40, 8)] == [1, 2, 4, 8]
+    assert cost.layouts(cfg, 5, 8) == [Axes(dp=5), Axes(ep=5)]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from tmoe.checkpoint import tools as offline
 from tmoe.checkpoint.checkpoints import CheckpointError, Checkpoints, read_manifest, verify
 from tmoe.checkpoint.manifest import Chunk, TensorEntry
 from tmoe.checkpoint.rewrite import read_boxes
+from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.disk import FileEntry
 from tmoe.model.parallelize import parallelize
@@ -138,7 +139,7 @@ def test_boxes_fill_every_tensor_once(seed):
     shapes |= {
         f"model.{i}.experts.w": (ep * draw.randint(1, 4), draw.choice([4, 5, 10]), 2) for i in range(6)
     }
-    for name, (_, boxes) in lay_out(shapes, dp * ep, ep).items():
+    for name, (_, boxes) in lay_out(shapes, Axes(dp=dp, ep=ep)).items():
         filled = torch.zeros(shapes[name])
         for box in boxes:
             filled[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
@@ -410,7 +411,7 @@ def test_short_reads_are_no_end_of_file():
 def reshard_alone(step: Path, dst: Path) -> None:
     """One group after the other, so that counts mean the same in every child process."""
     os.cpu_count = lambda: 1
-    rewrite.rewrite(offline.plan_reshard(step, 2), dst)
+    rewrite.rewrite(offline.plan_reshard(step, Axes(dp=2)), dst)
 
 
 def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
@@ -514,7 +515,7 @@ def test_a_dry_run_writes_nothing_and_its_bytes_suffice(step, tmp_path, capsys):
     run("average", step, step, tmp_path / "mean", "--dry-run")
     assert set(tmp_path.rglob("*")) == before
     assert "6 tensors" in capsys.readouterr().out
-    needed, free = rewrite.check_space(offline.plan_reshard(step, 3), tmp_path / "dst")
+    needed, free = rewrite.check_space(offline.plan_reshard(step, Axes(dp=3)), tmp_path / "dst")
     run("reshard", step, tmp_path / "dst", "--world", 3)
     assert rewrite.size_on_disk(tmp_path / "dst") <= needed < free
 
@@ -523,11 +524,12 @@ RSS = """
 import re, sys
 from pathlib import Path
 from tmoe.checkpoint import tools as offline, rewrite
+from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-reshard = lambda s: offline.plan_reshard(s, 4, 2)
+reshard = lambda s: offline.plan_reshard(s, Axes(dp=2, ep=2))
 average = lambda s: offline.plan_average([s, s])
 for tool, plan in (("reshard", reshard), ("average", average)):
     before = peak()

@@ -23,6 +23,7 @@ from runs import NOISY, SMALL, assert_equal_state, begin, changes, lines, load, 
 import train
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
+from tmoe.config.axes import ALONE
 from tmoe.run import process as runtime
 from tmoe.run import profile
 from tmoe.run.cli import parse
@@ -412,7 +413,7 @@ def test_resume_with_another_kind_of_state_is_one_line(gloo, tmp_path, kept):
         assert said.startswith(
             f"error: --optim.ema=0.0: {step} holds an average of the weights; keep the setting"
         )
-        rewrite(plan_reshard(step, world=1, only=["model"]), tmp_path / "weights")
+        rewrite(plan_reshard(step, ALONE, only=["model"]), tmp_path / "weights")
         (code, said), _ = gloo(2, begin, [*flags, "--resume", str(tmp_path / "weights")])
         assert (
             code == 2 and said.count("\n") == 1 and f"{tmp_path / 'weights'} holds no optimizer state" in said

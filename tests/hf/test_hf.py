@@ -37,6 +37,7 @@ from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.checkpoint.rewrite import rewrite
 from tmoe.checkpoint.tools import plan_reshard
+from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.hf import export_hf, import_hf, is_folder, load_hf
 from tmoe.hf.config import read_config, write_config
@@ -277,7 +278,7 @@ def test_fine_tuned_model_goes_back_to_its_layout(tmp_path, start):
 def test_resharded_import_goes_back(tmp_path):
     hf_dir = saved(tmp_path / "hf", "qwen3_moe", torch.bfloat16, files=2)
     import_hf(hf_dir, tmp_path / "step")
-    rewrite(plan_reshard(tmp_path / "step", world=6, ep=3), tmp_path / "other")
+    rewrite(plan_reshard(tmp_path / "step", Axes(dp=2, ep=3)), tmp_path / "other")
     export_hf(tmp_path / "other", tmp_path / "back")
     assert_bits(tensors_of(tmp_path / "back"), tensors_of(hf_dir))
     assert files_of(tmp_path / "back") == files_of(hf_dir)

@@ -347,11 +347,12 @@ RSS = """
 import re, sys
 from pathlib import Path
 from tmoe.checkpoint import rewrite; from tmoe import upcycle
+from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 before = peak()
-plan = upcycle.plan_upcycle(Path(sys.argv[1]), experts=8, granularity=2, top_k=2, world=4, ep=2)
+plan = upcycle.plan_upcycle(Path(sys.argv[1]), experts=8, granularity=2, top_k=2, axes=Axes(dp=2, ep=2))
 rewrite.rewrite(plan, Path(sys.argv[1] + "moe"))
 print((peak() - before) * 1024)
 """

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tmoe
+from tmoe.config.axes import Axes
 from tmoe.model.parallelize import apply_ep
 from tmoe.moe.balance import Balancer, stack
 
@@ -160,7 +161,9 @@ def test_presets_and_public_names():
     [
         (dict(ep=3), "ep=3"),
         (dict(dp=2, ep=1), "dp=2"),
-        (dict(tp=2), "tp=2"),
+        (dict(tp=2), "tp=2: this axis is not built yet"),
+        (dict(replicate=2), "replicate=2: this axis is not built yet"),
+        (dict(etp=2), "etp=2: this axis is not built yet"),
         (dict(ep=0), "ep=0"),
         (dict(dp=0), "dp=0"),
         (dict(ep="2"), "ep='2': must be a whole number from 1 on"),
@@ -172,7 +175,7 @@ def test_presets_and_public_names():
 )
 def test_mesh_errors_name_the_axis(axes, says):
     with pytest.raises(ValueError, match=says):
-        tmoe.parallel.mesh.mesh_shape(1, axes.pop("dp", None), axes.pop("ep", 1), **axes)
+        Axes.over(1, **axes)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from held import MostHeld, saved_bytes
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
@@ -280,7 +281,11 @@ def test_exchange_worked_by_hand():
     ids, weights and their gradient: 8 numbers of 4 bytes.
     """
     symm = Config(model=QWEN3, parallel=ParallelConfig(ep=4))
-    assert exchange_bytes(symm, 4) == memory_per_rank(symm, 1, 4)["exchange"] == 65536 * (4 * 4096 + 3 * 32)
+    assert (
+        exchange_bytes(symm, 4)
+        == memory_per_rank(symm, Axes(ep=4))["exchange"]
+        == 65536 * (4 * 4096 + 3 * 32)
+    )
     packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, wire="fp8"))
     assert exchange_bytes(packed, 4) == 65536 * (4 * (4096 + 2048 + 4) + 3 * 32)
     nccl = Config(model=QWEN3, parallel=ParallelConfig(ep=4, dispatch="nccl"))
@@ -299,7 +304,7 @@ def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[
         policy
     ]
-    whole, part = (memory_per_rank(cfg, 8 // ep, ep) for cfg in (keeps, frees))
+    whole, part = (memory_per_rank(cfg, Axes(dp=8 // ep, ep=ep)) for cfg in (keeps, frees))
     assert whole["activations"] - part["activations"] == 16 * freed
     assert part["working"] - whole["working"] == freed, "the block at work has them again"
     assert {k: v for k, v in part.items() if k not in ("activations", "working")} == {
@@ -374,33 +379,33 @@ def test_the_losss_worst_moment_worked_by_hand():
 
 def test_offloaded_moments_and_document_masks_take_nothing():
     cfg = Config(model=QWEN3)
-    memory = memory_per_rank(cfg, 8, 1)
-    assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), 8, 1) == {
+    memory = memory_per_rank(cfg, Axes(dp=8))
+    assert memory_per_rank(dataclasses.replace(cfg, optim=OptimConfig(offload=True)), Axes(dp=8)) == {
         **memory,
         "moments": 0,
     }
     plain = dataclasses.replace(cfg, train=TrainConfig(isolate_documents=False))
-    assert memory_per_rank(plain, 8, 1) == memory
+    assert memory_per_rank(plain, Axes(dp=8)) == memory
 
 
 def test_what_no_rank_can_hold_is_refused():
     cfg = Config(model=QWEN3, train=TrainConfig(batch=4, seq=4096))
-    parts = memory_per_rank(cfg, 1, 4)
+    parts = memory_per_rank(cfg, Axes(ep=4))
     GiB = 2**30
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
     with pytest.raises(
         ConfigError, match=r"--parallel.dp=1 --parallel.ep=4: a rank has 80.0 GiB of memory and needs 1\d\d"
     ):
-        require_room(cfg, 1, 4, 80 * GiB)
-    require_room(cfg, 1, 8, state)
-    require_room(cfg, 1, 4, max(state, peak_bytes(parts) // 2))
+        require_room(cfg, Axes(ep=4), 80 * GiB)
+    require_room(cfg, Axes(ep=8), state)
+    require_room(cfg, Axes(ep=4), max(state, peak_bytes(parts) // 2))
     large = dataclasses.replace(cfg, train=TrainConfig(batch=4096, seq=4096))
     with pytest.raises(ConfigError, match=r"for half of a step; use more ranks"):
-        require_room(large, 1, 8, 141 * GiB)
+        require_room(large, Axes(ep=8), 141 * GiB)
     reading = dataclasses.replace(large, eval_only=True)
-    require_room(reading, 1, 8, parts["parameters"])
+    require_room(reading, Axes(ep=8), parts["parameters"])
     with pytest.raises(ConfigError, match=r"for parameters; use more ranks"):
-        require_room(reading, 1, 8, parts["parameters"] // 4)
+        require_room(reading, Axes(ep=8), parts["parameters"] // 4)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +427,7 @@ def test_measured_peaks(words, world, gib):
     an fp32 copy of its input.
     """
     cfg = parse(words.split(), "", world=world)
-    memory = memory_per_rank(cfg, world // cfg.parallel.ep, cfg.parallel.ep)
+    memory = memory_per_rank(cfg, Axes.of(cfg.parallel, world))
     copies = cfg.model.layers * cfg.train.batch * cfg.train.seq * cfg.model.dim * 4 if world == 1 else 0
     assert (peak_bytes(memory) - memory["exchange"] + copies) / 2**30 == pytest.approx(gib, rel=0.04)
 
@@ -440,8 +445,10 @@ def test_memory_states_worked_by_hand():
     counts = count_parameters(QWEN3)
     experts = 48 * 128 * 3 * 2048 * 768
     cfg = Config(model=QWEN3, optim=OptimConfig(ema=0.999))
-    memory = memory_per_rank(cfg, dp=2, ep=4)
-    sharded = memory_per_rank(dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), dp=2, ep=4)
+    memory = memory_per_rank(cfg, Axes(dp=2, ep=4))
+    sharded = memory_per_rank(
+        dataclasses.replace(cfg, parallel=ParallelConfig(whole_gib=0.0)), Axes(dp=2, ep=4)
+    )
     own = (counts.total - experts) // 8 + experts // 4 // 2
     # the router's 128 rows, norms of 128: all divide
     assert memory["parameters"] == pytest.approx(4 * own, rel=1e-4)
@@ -468,20 +475,20 @@ def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
         held = sum(p.to_local().numel() for p in model.parameters())
     finally:
         dist.destroy_process_group()
-    assert memory_per_rank(cfg, dp, ep)["parameters"] == 4 * held
+    assert memory_per_rank(cfg, Axes(dp=dp, ep=ep))["parameters"] == 4 * held
 
 
 def test_accumulation_keeps_whole_gradients_and_ema_is_off_by_default():
     cfg = Config(model=OLMOE, train=TrainConfig(accumulate=2))
-    memory = memory_per_rank(cfg, dp=1, ep=8)
+    memory = memory_per_rank(cfg, Axes(ep=8))
     experts = 16 * 64 * 3 * 2048 * 1024
     assert memory["accumulated"] == 4 * (count_parameters(OLMOE).total - experts + experts // 8)
     assert memory["ema"] == 0
 
 
 def test_peak_takes_the_larger_of_activations_and_gradients():
-    small = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=1, seq=128)), dp=1, ep=1)
-    large = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=8)), dp=1, ep=1)
+    small = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=1, seq=128)), ALONE)
+    large = memory_per_rank(Config(model=OLMOE, train=TrainConfig(batch=8)), ALONE)
     assert small["activations"] < small["gradients"] and large["activations"] > large["gradients"]
     assert peak_bytes(small) == sum(small.values()) - small["activations"]
     assert peak_bytes(large) == sum(large.values()) - large["gradients"]
@@ -489,7 +496,7 @@ def test_peak_takes_the_larger_of_activations_and_gradients():
 
 def test_ep_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"--parallel\.ep=3.*--model\.moe\.experts=8"):
-        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), dp=1, ep=3)
+        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), Axes(ep=3))
 
 
 @pytest.mark.parametrize(
@@ -506,7 +513,7 @@ def test_experts_that_fsdp2_pads_are_told(capsys, words, times, without):
     cfg = parse([*words.split(), "--dry-run"], "")
     dp = cfg.world // cfg.parallel.ep
     said = capsys.readouterr().err
-    assert padding(cfg, dp, cfg.parallel.ep) == pytest.approx(times)
+    assert padding(cfg, Axes(dp=dp, ep=cfg.parallel.ep)) == pytest.approx(times)
     if times < 1.5:
         assert "note" not in said
     else:

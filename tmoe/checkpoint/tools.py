@@ -50,9 +50,10 @@ from tmoe.checkpoint.rewrite import (
     require_outside,
     rewrite,
 )
+from tmoe.config.axes import Axes
 from tmoe.config.model import STEPS_READ
 from tmoe.listing import listed
-from tmoe.parallel.layout import BUFFERS, Box, Layout, lay_out
+from tmoe.parallel.layout import BUFFERS, Box, Layout, axes_of_flags, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 WIDTH = 200  # of lines that go into a file or a pipe
@@ -154,15 +155,13 @@ def reshard(
         dry_run: say what would be written
     """
     src = folders.resolve(src)
-    carry_out(plan_reshard(src, world, ep, dtype, only), [src], dst, dry_run)
+    carry_out(plan_reshard(src, axes_of_flags(world, ep), dtype, only), [src], dst, dry_run)
 
 
-def plan_reshard(
-    src: Path, world: int, ep: int = 1, dtype: str | None = None, only: Sequence[str] = ()
-) -> Plan:
-    """Plan of `reshard`.
+def plan_reshard(src: Path, axes: Axes, dtype: str | None = None, only: Sequence[str] = ()) -> Plan:
+    """Plan of `reshard` for ranks of these axes.
 
-    ValueError: world and ep do not fit, or nothing is left. CheckpointError: src is damaged.
+    ValueError: ep does not divide the experts, or nothing is left. CheckpointError: src is damaged.
 
     Generator states stay if the world does; another number of ranks draws other numbers.
     """
@@ -170,12 +169,12 @@ def plan_reshard(
     kept = {
         name: entry
         for name, entry in manifest.tensors.items()
-        if _is_kept(name, only, world == manifest.world)
+        if _is_kept(name, only, axes.world == manifest.world)
     }
     if not kept:
         raise ValueError(f"{src}: holds no tensor of {', '.join(only)}")
     check_sizes(src, manifest, kept)
-    layouts = lay_out({name: entry.shape for name, entry in kept.items()}, world, ep)
+    layouts = lay_out({name: entry.shape for name, entry in kept.items()}, axes)
     outputs = []
     for name, entry in kept.items():
         kind = dtype_of(entry.dtype)
@@ -183,8 +182,8 @@ def plan_reshard(
             kind = DTYPES[dtype]
         layout = _layout_of(entry) if name.startswith(RNG) else layouts[name]
         outputs.append(Output(name, entry.shape, kind, *layout))
-    origin = origin_of("reshard", [src], world=world, ep=ep, dtype=dtype, only=list(only))
-    return with_history(outputs, partial(_resharded, src, kept), replace(manifest, world=world), origin)
+    origin = origin_of("reshard", [src], world=axes.world, ep=axes.ep, dtype=dtype, only=list(only))
+    return with_history(outputs, partial(_resharded, src, kept), replace(manifest, world=axes.world), origin)
 
 
 def _is_kept(name: str, only: Sequence[str], same_world: bool) -> bool:

@@ -36,6 +36,7 @@ from tmoe.checkpoint.manifest import Manifest
 from tmoe.checkpoint.resume import require_same_run
 from tmoe.checkpoint.rewrite import Output, Plan, check_space, keeping, rewrite
 from tmoe.checkpoint.tools import one_message
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.same import build_config
 from tmoe.disk import expand_home
 from tmoe.hf.export import export_hf
@@ -48,7 +49,7 @@ from tmoe.hf.swap import swap_experts
 from tmoe.hf.tokenizer import carried_by
 from tmoe.listing import listed
 from tmoe.model.shapes import model_shapes
-from tmoe.parallel.layout import Box, lay_out
+from tmoe.parallel.layout import Box, axes_of_flags, lay_out
 from tmoe.versions import versions
 
 __all__ = [
@@ -83,7 +84,7 @@ def import_hf(
         ep: ranks of an expert group
         dry_run: check everything, write nothing
     """
-    plan = plan_import(hf_dir, world, ep)
+    plan = plan_import(hf_dir, axes_of_flags(world, ep))
     needed, free = check_space(plan, step_dir)
     if not dry_run:
         with keeping(step_dir):
@@ -107,7 +108,7 @@ def import_hf(
         print(listed(head, [name + (f" ({count})" if count > 1 else "") for name, count in kinds.items()]))
 
 
-def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
+def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
     """Plan of `import`.
 
     ConfigError: settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
@@ -118,9 +119,7 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
 
     # The model's tensors, then what is carried for the way back.
     shapes = {MODEL + name: shape for name, shape in model_shapes(cfg).items()}
-    outputs = [
-        Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, world, ep).items()
-    ]
+    outputs = [Output(name, shapes[name], torch.float32, *lay) for name, lay in lay_out(shapes, axes).items()]
     carried: dict[str, Callable[[], Tensor]] = {
         FILE + name: partial(_content, folder, name) for name in folder.others()
     }
@@ -130,7 +129,7 @@ def plan_import(hf_dir: Path, world: int = 1, ep: int = 1) -> Plan:
     manifest = Manifest(
         step=0,
         tokens=0,
-        world=world,
+        world=axes.world,
         saved_ns=0,
         info=dict(
             config=dict(model=asdict(cfg)),

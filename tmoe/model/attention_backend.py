@@ -21,16 +21,19 @@ no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)
 no_transforms = take("torch._C._DisableFuncTorch", _PADDED)
 choice = take("torch._fused_sdp_choice", _PADDED)
 
-# Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where S * H / G, rounded up to a
-# power of two, is above the mask's 128. Its tiles are of queries' width and type alone; where they need more shared memory than an H200 has
-# (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries) or an A100 (fp32 72 to 127, for which torch takes larger ones than for
-# 128: 177 of 163), smaller ones.
+Mask = Tensor | BlockMask | None  # what `attend` takes, see make_mask
+
+# Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where
+# S * H / G, rounded up to a power of two, is above the mask's 128: KERNEL names the other.
+# torch chooses tiles by queries' width and type alone. `tiles` takes smaller ones where they need more shared
+# memory than an H200 has (fp32 144: 280 KB of 227; 16 bits 288: 256; values wider than queries) or an A100
+# (fp32 72 to 127, for which torch takes larger ones than for 128: 177 of 163).
 KERNEL: Any = {"BACKEND": "TRITON"}
 SMALL: Any = KERNEL | {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2}
 BACKWARD: Any = {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 1}
 SMALLER: Any = KERNEL | {"fwd_BLOCK_M": 16, "fwd_BLOCK_N": 16, "fwd_num_stages": 2}
-# Latent attention's 192 and 128 in 16 bits on an H200, forward and backward: 1.10 and 3.73 ms; with torch's tiles 1.37 and 6.43. For heads of
-# 64 and of 128 nothing tried was more than 6% faster than torch's.
+# Latent attention's 192 and 128 in 16 bits on an H200, forward and backward: 1.10 and 3.73 ms; with torch's
+# tiles 1.37 and 6.43. For heads of 64 and of 128 nothing tried was more than 6% faster than torch's.
 LATENT: Any = KERNEL | {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 8}
 LATENT |= {
     "bwd_BLOCK_M1": 64,
@@ -40,34 +43,42 @@ LATENT |= {
     "bwd_num_stages": 2,
     "bwd_num_warps": 8,
 }
-BLOCK = 128  # tokens a side of what a mask's blocks tell of
-NARROWEST = 16  # channels of a head that they take
-# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes, and in torch 2.11, beside a pad, a
-# view may be read with the longer ones of a buffer that was written with the shorter, in silence (pytorch issue 194281;
-# docs/decisions/020-no-comprehensive-padding.md). On an H200 heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
+BLOCK = 128  # tokens a side of a mask's blocks
+NARROWEST = 16  # channels of a head that flex attention takes
+# How blocks are compiled. Without this, inductor lengthens strides above 1024 to multiples of 128 bytes. In
+# torch 2.11, beside a pad, a view may then be read with the longer strides of a buffer that was written with
+# the shorter, in silence (pytorch issue 194281; docs/decisions/020-no-comprehensive-padding.md). On an H200
+# heads of 8 padded to 16 in fp32 had gradients of queries and keys up to 5000 times their size at S=127.
 COMPILE: Any = dict(dynamic=False, options={"comprehensive_padding": False})
 
 
 @functools.cache
 def _compiled(fn: Any, *sizes: Any) -> Callable:
-    """A copy of fn for each size and mode: Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
-    attention holds all of [B, H, S, S] in fp32. (Of one size and mode six are left: two windows, documents of two types or none.)"""
+    """A compiled copy of fn for each size and mode.
+
+    Dynamo compiles a function for eight kinds of calls and runs it eager for the ninth, in which flex
+    attention holds all of [B, H, S, S] in fp32. Of one size and mode there are six at most: two windows, and
+    documents of two types or none.
+    """
     copy = FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return torch.compile(copy, **COMPILE)  # at first use: importing its compiler takes two seconds
 
 
 def fused(fn: Callable, *sizes: Any) -> Callable:
-    """fn for flex attention's use: compiled by itself in eager blocks, for calls of these sizes in this mode; a compiled block takes it into its graph."""
-    if (
-        torch.compiler.is_compiling()
-    ):  # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
+    """fn for flex attention's use: in eager blocks compiled by itself, for calls of these sizes in this mode.
+
+    A compiled block takes fn itself into its graph.
+    """
+    # before the mode is asked for: torch 2.11's Dynamo cannot trace that question
+    if torch.compiler.is_compiling():
         return fn
     return _compiled(fn, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *sizes)
 
 
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
+    """Whether the current GPU is an H100, H200 or another of their kind."""
     return (
         torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
     )
@@ -75,21 +86,23 @@ def on_hopper() -> bool:
 
 @functools.cache
 def _cudnn(width: int, values: int, dtype: torch.dtype, *settings: Any) -> bool:
+    """`unequal`'s answer, kept for each of torch's settings that it depends on."""
     if no_dispatch is None or no_transforms is None or choice is None:
         return False
-    # what a tracer or a transform would make is no memory; training is asked for, whoever asks first
+    # What a tracer or a transform would make is no memory. It is asked for training, whatever the first call
+    # is for.
     with no_dispatch(), no_transforms(), torch.inference_mode(False):
-        widths = width, width, values
-        q, k, v = (
-            torch.empty(1, 1, BLOCK, n, dtype=dtype, device="cuda", requires_grad=True) for n in widths
-        )
+        shapes = [(1, 1, BLOCK, n) for n in (width, width, values)]
+        q, k, v = (torch.empty(s, dtype=dtype, device="cuda", requires_grad=True) for s in shapes)
         return choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
 
 
 @torch.compiler.assume_constant_result
 def unequal(width: int, values: int, dtype: torch.dtype) -> bool:
-    """Whether torch, asked for one head of 128 tokens, takes cuDNN's kernels for queries and values of these two widths (H200, 192 and 128:
-    2.70 ms, and 4.13 for both of 192)."""
+    """Whether torch takes cuDNN's kernels for queries and values of these two widths.
+
+    It is asked for one head of 128 tokens. (H200, 192 and 128: 2.70 ms, and 4.13 for both of 192.)
+    """
     if not torch.cuda.is_available():  # a tensor on a GPU that is not there: a tracer's
         return False
     settings = (
@@ -114,11 +127,14 @@ def tiles(dtype: torch.dtype, width: int, values: int, hopper: bool) -> Any:
 
 def make_mask(
     documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int, sinks: bool = False
-) -> Tensor | BlockMask | None:
-    """What `attend` takes as mask for a layer of this window (0: none), so that tokens attend inside their document only.
+) -> Mask:
+    """What `attend` takes as mask for a layer of this window (0: none).
 
-    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more. sinks: whether it has them, which
-    on a GPU only flex attention and masked kernels take (64 heads of 64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
+    With documents_BS, tokens attend inside their document only.
+    width: channels of a head's queries or values, whichever are fewer; flex attention takes 16 and more.
+    sinks: whether the layer has them. On a GPU only flex attention and masked kernels take them (64 heads of
+    64,
+        4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
     """
     if device.type == "cpu" or width < NARROWEST:
         return None if documents_BS is None else document_mask(documents_BS)
@@ -127,11 +143,13 @@ def make_mask(
 
 
 def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.device) -> BlockMask:
-    """Which blocks of 128 x 128 hold anything to see. Their number changes with the documents, no shape does: nothing recompiles.
+    """Which blocks of 128 x 128 hold anything to see.
 
-    (H200, S=4096, C=128: 73% of the speed of cuDNN's plain causal kernel, three times that of its masked one; FlashAttention 2 with
-    sequences of variable length is level at 16 documents and three times as slow with room for 1024. torch's create_block_mask looks at
-    all S x S pairs, for which it wants a compiler: gpt-oss's first step came after 94 s, and after 46 without it.)
+    Their number changes with the documents, but no shape does, so nothing recompiles.
+    On an H200 with S=4096 and C=128 it has 73% of the speed of cuDNN's plain causal kernel, and three times
+    that of its masked one. FlashAttention 2 with sequences of variable length is level at 16 documents and
+    three times as slow with room for 1024. torch's create_block_mask is not used: it looks at all S x S
+    pairs, for which it wants a compiler. With it gpt-oss's first step came after 94 s, without it after 46.
     """
     reach = window if 0 < window < S else S
 
@@ -146,19 +164,15 @@ def block_mask(documents_BS: Tensor | None, window: int, S: int, device: torch.d
     some, whole = some[None, None], whole[None, None]
     if documents_BS is not None:
         low, high = _extremes(documents_BS)
-        # a pair of one document may be there only if the two blocks' ids overlap; where ids come again, or do not rise, none need be
-        some = (
-            some
-            & (low[:, None, :, None] <= high[:, None, None])
-            & (low[:, None, None] <= high[:, None, :, None])
-        )
-        whole = (
-            whole
-            & (low[:, None, :, None] == high[:, None, None])
-            & (low[:, None, None] == high[:, None, :, None])
-        )
+        low_q, high_q = low[:, None, :, None], high[:, None, :, None]
+        low_k, high_k = low[:, None, None], high[:, None, None]
+        # A pair of one document may be there only if the two blocks' ids overlap. Where ids come again, or do
+        # not rise, there need not be one.
+        some = some & (low_q <= high_k) & (low_k <= high_q)
+        whole = whole & (low_q == high_k) & (low_k == high_q)
     part = some & ~whole
-    kv, q = (*_ordered(part), *_ordered(whole)), (*_ordered(part.mT), *_ordered(whole.mT))
+    kv = (*_ordered(part), *_ordered(whole))
+    q = (*_ordered(part.mT), *_ordered(whole.mT))
     return BlockMask((S, S), *kv, *q, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
 
 
@@ -170,8 +184,11 @@ def _extremes(documents_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and all of a row's, those that are marked first. Contiguous, as flex attention's kernels read them
-    whatever their strides say: a transposed order gives other keys' gradients, in silence."""
+    """How many blocks of each row are marked, and all of a row's blocks, those that are marked first.
+
+    Contiguous, as flex attention's kernels read them whatever their strides say: a transposed order gives
+    other keys' gradients, in silence.
+    """
     blocks = blocks.contiguous()
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -184,7 +201,10 @@ def document_mask(documents_BS: Tensor) -> Tensor:
 
 
 def window_mask(S: int, window: int, device: torch.device) -> Tensor:
-    """[S, S] bool, True where a query may look: itself or one of the window - 1 tokens before it (Beltagy et al. 2020)."""
+    """[S, S] bool, True where a query may look: itself or one of the window - 1 tokens before it.
+
+    (Beltagy et al. 2020)
+    """
     return torch.ones(S, S, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
@@ -192,17 +212,21 @@ def attend(
     q_BSHC: Tensor,
     k_BSGC: Tensor,
     v_BSGC: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Mask,
     scale: float | None = None,
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v, causal, [B, S, H, C of v]; G key/value heads serve H query heads (Ainslie et al. 2023).
+    """softmax(scale q k^T) v, causal, [B, S, H, C of v].
 
-    mask: None for plain causal attention, else document_mask's, or make_mask's for this window. scale: None gives 1/sqrt(C). window:
-    see window_mask; 0: none.
-    sinks_H: a logit for each query head that every token's softmax runs over as well, and whose value is zero, so that a head can
-    attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
+    G key/value heads serve H query heads (Ainslie et al. 2023).
+
+    mask: None for plain causal attention, else document_mask's, or make_mask's for this window.
+    scale: None gives 1/sqrt(C).
+    window: see window_mask; 0: none.
+    sinks_H: a logit for each query head that every token's softmax runs over as well, and whose value is
+    zero, so that
+        a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
     """
     S, H, C = q_BSHC.shape[1:]
     if isinstance(mask, BlockMask):
@@ -214,14 +238,17 @@ def attend(
         scale = C**-0.5 if scale is None else scale
         mask = window_mask(S, S, q_BSHC.device) if mask is None else mask
         q_BSHC, k_BSGC, v_BSGC, mask = add_sinks(q_BSHC, k_BSGC, v_BSGC, mask, sinks_H / scale)
-    G, width = k_BSGC.shape[2], v_BSGC.shape[-1]
-    C, gpu = q_BSHC.shape[-1], q_BSHC.is_cuda
+
+    G = k_BSGC.shape[2]
+    C = q_BSHC.shape[-1]
+    width = v_BSGC.shape[-1]
+    gpu = q_BSHC.is_cuda
     if width < C and not (gpu and (mask is not None or (G == H and unequal(C, width, q_BSHC.dtype)))):
-        # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept (CPU: 2.5 times as slow)
+        # latent attention, sinks: flash kernels want one width, and without them [B, H, S, S] is kept
+        # (CPU: 2.5 times as slow)
         v_BSGC = add_zeros(v_BSGC, C - width, -1)
-    if (
-        mask is not None and q_BSHC.is_cuda
-    ):  # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
+    if mask is not None and gpu:
+        # with a mask only the unfused backend takes grouped heads: [B, H, S, S]
         k_BSGC, v_BSGC = (t.repeat_interleave(H // G, 2) for t in (k_BSGC, v_BSGC))
     y_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
@@ -238,7 +265,10 @@ def attend(
 def attend_in_blocks(
     q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: BlockMask, scale: float, sinks_H: Tensor | None
 ) -> Tensor:
-    """attend through torch's flex attention, which skips blocks without anything to see (Dong et al. 2024)."""
+    """`attend` through torch's flex attention, which skips blocks without anything to see.
+
+    (Dong et al. 2024)
+    """
     q, k, v = (t.transpose(1, 2) for t in (q_BSHC, k_BSGC, v_BSGC))
     aux = AuxRequest(lse=True) if sinks_H is not None else None
     kernel = tiles(q.dtype, q.shape[-1], v.shape[-1], on_hopper())
@@ -256,27 +286,32 @@ def attend_in_blocks(
 def add_sinks(
     q_BSHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, mask: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One more key, whose product with every query of head h is sinks_H[h] and whose value is zero: any kernel then computes sinks.
+    """Adds a key whose product with every query of head h is sinks_H[h] and whose value is zero.
 
-    The H/G query heads of a key head differ in their sink, so heads grow by H/G channels (rounded up to 8, which fused kernels ask
-    for): a query has a one in its head's channel, other keys have zeros, the new key has the sinks.
+    Any kernel then computes sinks. Returns q, k, v and the mask.
+    The H/G query heads of a key head differ in their sink, so heads grow by H/G channels (rounded up to 8,
+    which fused kernels ask for): a query has a one in its head's channel, other keys have zeros, the new key
+    has the sinks.
     """
-    (B, S, H, C), G = q_BSHC.shape, k_BSGC.shape[2]
+    B, S, H, C = q_BSHC.shape
+    G = k_BSGC.shape[2]
     P = H // G
     more = P + -(C + P) % 8
     place_HP = torch.eye(P, more, dtype=q_BSHC.dtype, device=q_BSHC.device).repeat(G, 1)
     q = torch.cat([q_BSHC, place_HP.expand(B, S, H, more)], -1)
     sink_GC = torch.cat([k_BSGC.new_zeros(G, C), sinks_H.to(k_BSGC.dtype).view(G, P)], -1)
-    k = torch.cat(
-        [add_zeros(k_BSGC, more, -1), add_zeros(sink_GC, more - P, -1).expand(B, 1, G, C + more)], 1
-    )
+    sink_B1GC = add_zeros(sink_GC, more - P, -1).expand(B, 1, G, C + more)
+    k = torch.cat([add_zeros(k_BSGC, more, -1), sink_B1GC], 1)
     v = add_zeros(v_BSGC, 1, 1)
     return q, k, v, torch.cat([mask, mask.new_ones(*mask.shape[:-1], 1)], -1)
 
 
 def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
-    """t and n more zeros along dim. Not a pad, whose gradient is a pad by less than nothing, which inductor may get wrong in silence where a
-    norm stands before it (pytorch issue 195582)."""
+    """t and n more zeros along dim.
+
+    It is no pad: a pad's gradient is a pad by less than nothing, which inductor may get wrong in silence
+    where a norm stands before it (pytorch issue 195582).
+    """
     shape = list(t.shape)
     shape[dim] = n
     return torch.cat([t, t.new_zeros(shape)], dim)

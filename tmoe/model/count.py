@@ -1,6 +1,7 @@
 """Parameters and FLOPs of a model in closed form, from its settings.
 
-next: ../run/memory.py"""
+next: run/memory.py
+"""
 
 from __future__ import annotations
 
@@ -24,15 +25,17 @@ class Counts(NamedTuple):
 
 
 def attention_shapes(model: ModelConfig) -> list[Shape]:
+    """Shapes of one block's attention parameters."""
     D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
     if model.attention == "mla":
-        mla, queries = model.mla, H * qk_width(model)
+        mla = model.mla
+        queries = H * qk_width(model)
         shapes: list[Shape] = [
             (mla.kv_rank,),
             (H * (mla.nope_dim + mla.v_dim), mla.kv_rank),
             (D, H * mla.v_dim),
+            ((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D),
         ]
-        shapes += [((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D)]
         return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
     norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]
     biases = [((H + 2 * G) * C,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
@@ -51,7 +54,8 @@ def v_width(model: ModelConfig) -> int:
 
 def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
     """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
-    D, moe = model.dim, model.moe
+    D = model.dim
+    moe = model.moe
     dense = [(D,), (D,), *attention_shapes(model)]
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
@@ -73,6 +77,7 @@ def root_shapes(model: ModelConfig) -> list[Shape]:
 
 
 def numel(shapes: list[Shape]) -> int:
+    """Elements of all of them."""
     return sum(prod(shape) for shape in shapes)
 
 
@@ -88,15 +93,20 @@ def count_parameters(model: ModelConfig) -> Counts:
 
 
 def flops_per_token(model: ModelConfig, seq: int) -> float:
-    """FLOPs of forward and backward for one token of a sequence: 6*active_flops + 6*layers*H*C*S without windows.
+    """FLOPs of forward and backward for one token of a sequence of `seq`.
 
-    A parameter that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the backward (the
-    gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1). Attention has no parameters: q.k and
-    the sum over v are 2*C FLOPs a head and visible position each, so 4*H*C*S over a whole sequence; a causal token sees
-    S/2 positions on average: 2*H*C*S forward, times 3 with the backward: 6*H*C*S a layer. A window of W < S lets it see
-    W - W^2/(2S): the first W tokens W/2, the others W. Latent attention's C is the mean of its query and value widths.
-    Recomputation (flash attention's backward, activation checkpointing) is not counted, and document borders do not
-    lower the count.
+    Without windows: 6*active_flops + 6*layers*H*C*S.
+
+    Parameters: one that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the
+    backward
+        (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
+    Attention: it has no parameters. q.k and the sum over v are 2*C FLOPs a head and visible position each, so
+        4*H*C*S over a whole sequence. A causal token sees S/2 positions on average: 2*H*C*S forward, times 3
+        with the backward: 6*H*C*S a layer. A window of W < S lets it see W - W^2/(2S): the first W tokens
+        W/2, the others W. Latent attention's C is the mean of its query and value widths.
+
+    Recomputation (flash attention's backward, activation checkpointing) is not counted, and document borders
+    do not lower the count.
     """
     windows = [min(model.window_of(layer) or seq, seq) for layer in range(model.layers)]
     visible = sum(W - W * W / (2 * seq) for W in windows)
@@ -107,13 +117,17 @@ def flops_per_token(model: ModelConfig, seq: int) -> float:
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by `torch.cuda.get_device_name()`; None where it is unknown.
 
-    H100 and H200 as SXM module (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity). Their PCIe and NVL cards are
-    clocked lower and a MIG slice has fewer units: an MFU against this number would be wrong, so there is none.
+    It is known of H100 and H200 as SXM module (NVIDIA's data sheet prints 1979 TFLOP/s with sparsity). Their
+    PCIe and NVL cards are clocked lower and a MIG slice has fewer units: an MFU against this number would be
+    wrong, so there is none.
     """
     sxm = re.search(r"\bG?H[12]00\b", device_name) and not re.search(r"PCIe|NVL|MIG", device_name)
     return 989.4e12 if sxm else None
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; `tokens_per_s` and `peak` of one GPU."""
+    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0 to 1; None where the peak is unknown.
+
+    tokens_per_s, peak: those of one GPU.
+    """
     return flops_per_token * tokens_per_s / peak if peak else None

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries, keys and values of all heads out of narrow latents, position in channels of its own.
+"""Multi-head latent attention: all heads' queries, keys and values out of narrow latents.
 
 next: model/attention_backend.py
 """
@@ -7,26 +7,33 @@ import torch
 from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig
-from tmoe.model.attention_backend import attend
+from tmoe.model.attention_backend import Mask, attend
 from tmoe.model.rope import rotate, yarn_scale
 
-LATENT_EPS = (
-    1e-6  # of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
-)
+# of the latents' norms, whatever norm_eps is: DeepSeek's code never passes its setting on to them
+LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek-V2's attention (2024, sections 2.1.2 and 2.1.3), causal, as it is trained: nothing absorbed, no cache.
+    """DeepSeek-V2's attention (2024, sections 2.1.2 and 2.1.3), causal, as it is trained.
 
-    [latent_q, latent_kv, k_rot] = qkv_a x, then q = q_b norm(latent_q) and [k, v] = kv_b norm(latent_kv) for each of H heads. A head's
-    query and key are `nope_dim` channels without position beside `rope_dim` channels with; k_rot is one for all heads. Values have
-    `v_dim` channels. `q_rank` 0: qkv_a gives the queries themselves. YaRN may scale the logits (`mscale_all_dim`).
+    Nothing is absorbed, and there is no cache.
+
+        latent_q, latent_kv, k_rot = qkv_a x
+        q = q_b norm(latent_q)               for each of H heads
+        k, v = kv_b norm(latent_kv)          for each of H heads
+
+    A head's query and key are `nope_dim` channels without position beside `rope_dim` channels with. k_rot is
+    one for all heads. Values have `v_dim` channels. `q_rank` 0: qkv_a gives the queries themselves. YaRN may
+    scale the logits (`mscale_all_dim`).
     """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        mla, H = cfg.mla, cfg.heads
-        self.mla, self.scale = mla, softmax_scale(cfg)
+        mla = cfg.mla
+        self.mla = mla
+        self.scale = softmax_scale(cfg)
+        H = cfg.heads
         queries = H * (mla.nope_dim + mla.rope_dim)
         self.widths = (mla.q_rank or queries, mla.kv_rank, mla.rope_dim)
         self.qkv_a = nn.Linear(cfg.dim, sum(self.widths), bias=False)  # everything that reads x, one product
@@ -34,29 +41,35 @@ class LatentAttention(nn.Module):
             self.q_norm = nn.RMSNorm(mla.q_rank, LATENT_EPS)
             self.q_b = nn.Linear(mla.q_rank, queries, bias=False)
         self.kv_norm = nn.RMSNorm(mla.kv_rank, LATENT_EPS)
-        self.kv_b = nn.Linear(
-            mla.kv_rank, H * (mla.nope_dim + mla.v_dim), bias=False
-        )  # rows: k then v, head by head
+        # rows: k then v, head by head
+        self.kv_b = nn.Linear(mla.kv_rank, H * (mla.nope_dim + mla.v_dim), bias=False)
         self.o = nn.Linear(H * mla.v_dim, cfg.dim, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Tensor | None) -> Tensor:
-        """cos_SC, sin_SC: rope_table's of `rope_dim` channels. mask: None for plain causal attention, else make_mask's."""
+    def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
+        """y [B, S, D].
+
+        cos_SC, sin_SC: rope_table's of `rope_dim` channels. mask: make_mask's; None for plain causal
+        attention.
+        """
         mla = self.mla
         q, latent, k_rot = self.qkv_a(x_BSD).split(self.widths, -1)
         if mla.q_rank:
             q = self.q_b(self.q_norm(q))
-        q_nope, q_rot = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim)).split(
-            [mla.nope_dim, mla.rope_dim], -1
-        )
+        q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        q_nope, q_rot = q.split([mla.nope_dim, mla.rope_dim], -1)
         kv = self.kv_b(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
         k_nope, v = kv.split([mla.nope_dim, mla.v_dim], -1)
+
         q_rot, k_rot = (rotate(self.halves(t), cos_SC, sin_SC) for t in (q_rot, k_rot.unsqueeze(2)))
         q = torch.cat([q_nope, q_rot], -1)
         k = torch.cat([k_nope, k_rot.expand(-1, -1, k_nope.shape[2], -1)], -1)
         return self.o(attend(q, k, v, mask, self.scale).flatten(-2))
 
     def halves(self, x: Tensor) -> Tensor:
-        """Pairs (2i, 2i+1) to (i, i + C/2), where `rotate` looks for them: of queries and keys alike, so no product changes."""
+        """Moves pairs (2i, 2i+1) to (i, i + C/2), where `rotate` looks for them.
+
+        That is done to queries and keys alike, so no product changes.
+        """
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.mla.interleave else x
 
 

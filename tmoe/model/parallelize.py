@@ -1,18 +1,19 @@
-"""Lays a Transformer out over a mesh, in one visible order: expert parallelism, activation checkpointing, compile, FSDP2.
+"""Lays a model out over a mesh, in one visible order: expert parallelism, recomputation, compile, FSDP2.
 
 (float8 and tensor parallelism come before these, context parallelism after the first.)
 
 Where the hooks stand, for one MoE block:
 
     Block.forward             FSDP2 over all ranks: gathers norms, attention, router, shared expert
-      Experts.forward         over dp: gathers this rank's experts, by gathered.py or, where they are many, by FSDP2
+      Experts.forward         over dp: gathers this rank's experts, by gathered_copies.py or, where they
+                              are many, by FSDP2
         Block.compute         one compiled graph, fullgraph: no hook inside
 
-next: grad_norm.py
+next: parallel/grad_norm.py
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tmoe.config.run import Config, TrainConfig
@@ -36,9 +38,13 @@ from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
 from tmoe.stack import find
 
-_StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")  # build_mesh asks for it
+# build_mesh refuses a torch without it
+_StridedShard: Any = find("torch.distributed.tensor.placement_types._StridedShard")
 
-# torch tells every rank that an expert's full_tensor() takes two all-gathers, one over ep and one over dp: it does
+Place = tuple[Tensor, DeviceMesh, Sequence[Placement]]  # of a parameter: what this rank holds, and where
+
+# torch tells every rank that an expert's full_tensor() takes two all-gathers, one over ep and one over dp. It
+# does.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: "sequential" not in str(record.msg)
 )
@@ -49,15 +55,25 @@ def parallelize(
 ) -> nn.Module:
     """Shards `model` (a Transformer, or any module that holds tmoe.MoE layers) over `mesh`, in place.
 
-    Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their values (every
-    rank must hold the same ones); meta tensors stay meta, to be filled by `to_empty` and `init_weights`. Of cfg, `train.dtype`,
-    `train.batch` and `.seq`, `parallel.dispatch`, `.checkpoint` and `.whole_gib` and `compile` are read; None: fp32, auto, none, 16, eager.
-    whole_forwards: every forward of a Transformer runs all blocks, a backward begins at its end, and micro-batches that do not sync are
-    told to the model itself. FSDP2 then gathers small neighbours together, with one hook in front of the first and one behind the last,
-    and experts that dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered.py). Without the promise
-    others than asked for would be found gathered, or not, and gradients unreduced. Of somebody's own model FSDP2 finds what the forward
-    returns in tuples, lists, dicts and dataclasses: a backward that begins at anything else leaves gradients unreduced.
-    Raises ValueError, on every rank and before anything changes, for a model that is laid out already or cannot be.
+    Parameters become DTensors: experts on (dp, ep), everything else over all ranks. Real tensors keep their
+    values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
+    `init_weights`.
+
+    cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint` and
+        `.whole_gib` and `compile` are read. None: fp32, auto, same, none, 16, eager.
+    whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
+    its
+        end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers small
+        neighbours together, with one hook in front of the first and one behind the last. Experts that dp
+        ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py). If
+        the promise were broken, blocks would be found gathered or not against what was asked, and gradients
+        unreduced.
+
+    Of somebody's own model FSDP2 finds what the forward returns in tuples, lists, dicts and dataclasses. A
+    backward that begins at anything else leaves gradients unreduced.
+
+    Raises ValueError, on every rank and before anything changes, for a model that is laid out already or
+    cannot be.
     """
     for name, value, kind in (
         ("model", model, nn.Module),
@@ -77,14 +93,18 @@ def parallelize(
             f"parallelize: a {type(model).__name__} has no forward; give the module that calls its parts"
         )
     for i, block in enumerate(model.blocks if isinstance(model, Transformer) else ()):
-        valid = "a Block; parallelize comes before torch.compile, and compiles each by itself where cfg.compile is true"
+        valid = (
+            "a Block; parallelize comes before torch.compile, "
+            "and compiles each by itself where cfg.compile is true"
+        )
         require(isinstance(block, Block), f"parallelize: blocks.{i}", f"a {type(block).__name__}", valid)
     require_untied(model)
     require_whole(model, mesh)
     for moe in layers:
         require_divisible(moe, mesh)
+    tokens = cfg.train.batch * cfg.train.seq
     for moe in layers:
-        apply_ep(moe, mesh, cfg.parallel.dispatch, cfg.train.batch * cfg.train.seq, cfg.parallel.wire)
+        apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
     if isinstance(model, Transformer):
         model.balancer.all_reduce = lambda t: all_reduce(t, mesh)
         apply_checkpoint(model, cfg.parallel.checkpoint)
@@ -102,17 +122,22 @@ def all_reduce(t: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "same") -> None:
-    """Experts become DTensors, Shard(0) on ep; rank p of the group holds experts p*L and on. tokens: most a rank has, if known."""
+    """Makes the experts of a layer DTensors, Shard(0) on ep, and gives it the dispatcher of the expert group.
+
+    Rank p of the group holds experts p*L to (p+1)*L - 1.
+    dispatch, wire: as in ParallelConfig. tokens: the most that any rank has in a call, 0 if not known.
+    Raises ValueError where ep does not divide the experts, or where they are spread already.
+    """
     if isinstance(moe.experts.gate_up, DTensor):
         raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
     require_divisible(moe, mesh)
     ep = mesh.ep.size()
-    L, p = moe.experts.gate_up.shape[0] // ep, mesh.ep.get_local_rank()
+    L = moe.experts.gate_up.shape[0] // ep
+    p = mesh.ep.get_local_rank()
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
-        width = (
-            moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
-        )  # or somebody's own module
+        # the shared expert may be somebody's own module
+        width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
         moe.dispatcher = dispatcher_for(
             mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
         )
@@ -123,13 +148,19 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
 
 
 def require_divisible(moe: MoE, mesh: Mesh) -> None:
-    ep, E = mesh.ep.size(), moe.experts.gate_up.shape[0]
+    """Raises ValueError unless ep divides the layer's experts."""
+    ep = mesh.ep.size()
+    E = moe.experts.gate_up.shape[0]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
 
 
 def require_whole(model: nn.Module, mesh: Mesh) -> None:
-    """A MoE's experts are parameters of their own; experts outside of one, as swap_experts leaves them, lie on this mesh already."""
+    """Raises ValueError unless all experts can be laid out.
+
+    An MoE's experts must be parameters of their own. Experts outside of an MoE, as swap_experts leaves them,
+    must lie on this mesh already.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for layer, moe in layers.items():
         mine = {name for name, _ in moe.experts.named_parameters(recurse=False)}
@@ -150,7 +181,10 @@ def require_whole(model: nn.Module, mesh: Mesh) -> None:
 
 
 def require_untied(model: nn.Module) -> None:
-    """Experts of one layer alone: spread over a mesh, what two layers share would become two, each trained by itself."""
+    """Raises ValueError where two layers share a parameter of their experts.
+
+    Spread over a mesh, it would become two parameters, each trained by itself.
+    """
     owner: dict[nn.Parameter, str] = {}
     for layer, moe in model.named_modules():
         for name, p in moe.experts.named_parameters() if isinstance(moe, MoE) else ():
@@ -165,8 +199,11 @@ def require_untied(model: nn.Module) -> None:
 
 
 def apply_checkpoint(model: Transformer, policy: str) -> None:
-    """Activations of a part of each block are not kept but computed again in the backward (Chen et al. 2016), to the same bits: the
-    generators are wound back. The load of the routers is taken from the forward alone."""
+    """Recomputes the activations of a part of each block in the backward (Chen et al. 2016).
+
+    They are the same to the bit: the generators are wound back. The routers' load is taken from the forward
+    alone. policy: that of ParallelConfig.checkpoint.
+    """
     parts = dict(none=[], attention=["attend"], moe=["feed_forward"], block=["compute"])[policy]
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -175,7 +212,9 @@ def apply_checkpoint(model: Transformer, policy: str) -> None:
 
 
 def recomputed(part: Callable, block: Block) -> Callable:
-    def call(*args):
+    """A method of `block` whose activations are computed again in the backward."""
+
+    def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():  # the graph's own parameters are inputs of it
             return checkpoint(part, *args, use_reentrant=False)
         return checkpoint(
@@ -186,8 +225,11 @@ def recomputed(part: Callable, block: Block) -> Callable:
 
 
 def apply_compile(model: Transformer) -> None:
-    """Each block's compute as one graph. Identical blocks share it, and so does every routing: sizes that depend on the
-    routing are unbacked. A block that runs eager after this raises."""
+    """Compiles each block's compute as one graph. A block that runs eager after this raises RuntimeError.
+
+    Identical blocks share the graph, and so does every routing: sizes that depend on the routing are
+    unbacked.
+    """
     for block in model.blocks:
         assert isinstance(block, Block)
         block.compute = torch.compile(block.compute, fullgraph=True, **COMPILE)
@@ -195,13 +237,17 @@ def apply_compile(model: Transformer) -> None:
 
 
 def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) -> None:
-    """fp32 shards; gathered in bf16 or fp32; gradients reduced in fp32 and summed, never averaged: the loss is already
-    divided by the counts of the global batch, and experts and dense parameters live on groups of different size.
+    """Shards parameters in fp32, to be gathered in bf16 or fp32; gradients are reduced in fp32.
 
-    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see working.py, and so are
-    experts that it shares but keeps whole (whole_forwards), see gathered.py. Somebody's own model stays with FSDP2 in a world of 1,
-    too: its own checkpointing runs parts of it in the backward, where working copies stand in only for modules that are called by
-    themselves."""
+    Gradients are summed, never averaged: the loss is already divided by the counts of the global batch, and
+    experts and dense parameters live on groups of different size.
+
+    What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see
+    parallel/copies.py. So are experts that it shares but keeps whole (whole_forwards), see
+    parallel/gathered_copies.py. Somebody's own model stays with FSDP2 in a world of 1, too: its own
+    checkpointing runs parts of it in the backward, where working copies stand in only for modules that are
+    called by themselves.
+    """
     param_dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -213,9 +259,12 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
         width * sum(p.numel() for p in block.parameters() if not isinstance(p, DTensor)) for block in blocks
     ]
     whole: set[nn.Parameter] = set()
+
+    # Experts.
     # the placement that FSDP2 gives to experts: the shards of ep, cut once more by dp
     cut = _StridedShard(0, split_factor=mesh.ep.size()) if mesh.ep.size() > 1 else Shard(0)
-    dp, held = mesh.dp.size(), [p.to_local() for experts in scopes for p in experts.parameters()]
+    dp = mesh.dp.size()
+    held = [p.to_local() for experts in scopes for p in experts.parameters()]
     size = width * sum(p.numel() for p in held)
     keep = (
         whole_forwards
@@ -225,8 +274,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     sharers = Sharers(mesh.dp.get_group()) if keep else None
     new = partial(GatheredCopy, sharers=sharers) if sharers else WorkingCopy
 
-    def mine(p: Tensor) -> tuple:
-        return local_part(p).chunk(dp)[mesh.dp.get_local_rank()].clone(), mesh.grid, [cut, Shard(0)]
+    def mine(p: Tensor) -> Place:
+        local = local_part(p).chunk(dp)[mesh.dp.get_local_rank()].clone()
+        return local, mesh.grid, [cut, Shard(0)]
 
     for experts in scopes:
         if sharers or dp == 1:
@@ -234,6 +284,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
             continue
         dim = shard_dim([p.to_local().shape for p in experts.parameters()], dp)
         fully_shard(experts, mesh=mesh.dp, mp_policy=policy, shard_placement_fn=lambda p, dim=dim: Shard(dim))
+
+    # Everything else.
     alone = mesh.world.size() == 1 and isinstance(model, Transformer)
     if alone:
         for module in (*blocks, model):
@@ -241,9 +293,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     else:
         for unit in units(sizes) if whole_forwards else [[i] for i in range(len(blocks))]:
             fully_shard([blocks[i] for i in unit], mesh=mesh.world, mp_policy=policy, ignored_params=whole)
-    root = fully_shard(
-        model, mesh=mesh.world, mp_policy=policy, ignored_params=whole
-    )  # alone: for its methods
+    # where the rank is alone, for the methods that FSDP2 gives to the model
+    root = fully_shard(model, mesh=mesh.world, mp_policy=policy, ignored_params=whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -255,12 +306,15 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
 def hold_whole(
     module: nn.Module,
     dtype: torch.dtype | None,
-    place: Callable[[Tensor], tuple],
+    place: Callable[[Tensor], Place],
     done: Collection[nn.Parameter] = (),
     new: Callable[[nn.Parameter, torch.dtype], WorkingCopy] = WorkingCopy,
 ) -> set[nn.Parameter]:
-    """Parameters of `module` that are not done yet become DTensors, `place` giving (local tensor, mesh, placements), and are
-    replaced by working copies, made by `new`, while it runs. Returns them."""
+    """Makes the parameters of `module` that are not done yet DTensors, and returns them.
+
+    While the module runs, working copies in `dtype` (None: their own), made by `new`, stand in for them.
+    place: (local tensor, mesh, placements) of a parameter.
+    """
     spread: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, p in list(owner.named_parameters(recurse=False)):

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies, their scalings, tables, rotation.
 
-next: attention_backend.py"""
+next: attention_backend.py
+"""
 
 import functools
 import math
@@ -17,12 +18,12 @@ _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its tab
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians a position for each of the C/2 pairs (fp32), and the factor on cos and sin.
 
-    none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023, "NTK by parts"). In fp32 and in the
-    order of transformers' operations, to the last bit: a rounded frequency is what published weights were trained with.
+    Scalings: none, linear (Chen et al. 2023), llama3 (Llama 3.1's released code), yarn (Peng et al. 2023,
+    "NTK by parts"). They are in fp32 and in the order of transformers' operations, to the last bit: a rounded
+    frequency is what published weights were trained with.
     """
-    pairs = torch.arange(
-        0, head_dim, 2, dtype=torch.float32, device="cpu"
-    )  # whatever the default: fp32's last bit
+    # on the CPU whatever the default device is, for fp32's last bit
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
     period = rope.theta ** (pairs / head_dim)  # positions per radian
     freq = 1.0 / period
     if rope.scaling == "none":
@@ -35,20 +36,21 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         keep = keep.clamp(0, 1)
         return (1 - keep) * freq / rope.factor + keep * freq, 1.0
 
-    def pair_at(
-        rotations: float,
-    ) -> float:  # the (fractional) pair that turns this often over the trained range
-        return (
-            head_dim
-            * math.log(rope.original_max_seq / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+    def pair_at(rotations: float) -> float:
+        """The (fractional) pair that turns this often over the trained range."""
+        radians = rope.original_max_seq / (rotations * 2 * math.pi)
+        return head_dim * math.log(radians) / (2 * math.log(rope.theta))
 
-    low, high = pair_at(rope.beta_fast), pair_at(rope.beta_slow)
+    # pairs up to `low` keep their frequency, those from `high` on are divided by the factor
+    low = pair_at(rope.beta_fast)
+    high = pair_at(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     keep = 1 - ((pairs / 2 - low) / (high - low or 0.001)).clamp(0, 1)
+
     factor = rope.attention_factor
     if factor is None and rope.mscale and rope.mscale_all_dim:
         factor = yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
@@ -58,20 +60,27 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature for ranges stretched `factor` times: 0.1 mscale ln(factor) + 1 (Peng et al. 2023, section 3.4)."""
+    """YaRN's temperature for ranges stretched `factor` times: 0.1 mscale ln(factor) + 1.
+
+    (Peng et al. 2023, section 3.4)
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, C] in fp32, kept for the next call; not what a tracer (torch.export's) or a mode makes, which may be no tensors."""
+    """cos and sin [S, C] in fp32, kept for the next call.
+
+    What a tracer (torch.export's) or a mode makes is not kept: it may be no tensors.
+    """
     traced = torch.compiler.is_compiling() or _modes is None or _modes() > 0
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 
 def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, C] in fp32; the two halves of C repeat (pairs are (i, i + C/2), as in Hugging Face's models).
+    """cos and sin [S, C] in fp32; the two halves of C repeat.
 
-    The angle is fp32's product, as theirs: an exact one differs by 6e-8 of itself, and logits 6,000 tokens in by 3e-5.
+    Pairs are (i, i + C/2), as in Hugging Face's models. The angle is fp32's product, as theirs: an exact one
+    differs by 6e-8 of itself, and logits 6,000 tokens in by 3e-5.
     """
     freq, factor = rope_frequencies(rope, head_dim)
     angle = torch.outer(torch.arange(seq, dtype=torch.float32, device="cpu"), freq)
@@ -84,6 +93,7 @@ kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(mak
 
 
 def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype."""
     x = x_BSHC.float()
     left, right = x.chunk(2, -1)
     turned = x * cos_SC[:, None] + torch.cat([-right, left], -1) * sin_SC[:, None]

@@ -1,10 +1,11 @@
-"""The Transformer: embedding, blocks, head. Knows nothing of how many ranks there are.
+"""The Transformer: embedding, blocks, head. It knows nothing of how many ranks there are.
 
 next: model/attention.py, then moe/layer.py
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.init import initialise
 from tmoe.model.attention import Attention
-from tmoe.model.attention_backend import make_mask
+from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
 from tmoe.model.rope import rope_table
@@ -30,41 +31,55 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.dropout, self.multiplier = cfg.dropout, cfg.residual_multiplier
+        self.dropout = cfg.dropout
+        self.multiplier = cfg.residual_multiplier
         self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention = (
-            LatentAttention(cfg) if cfg.attention == "mla" else Attention(cfg, cfg.window_of(layer))
-        )
+        latent = cfg.attention == "mla"
+        self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
         self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
-        self.standing_in: Callable[[], AbstractContextManager] = (
-            nullcontext  # model/parallelize.py: what recomputing needs
-        )
+        # what recomputing needs; set by model/parallelize.py
+        self.standing_in: Callable[[], AbstractContextManager] = nullcontext
 
-    def forward(self, x: Tensor, *context) -> tuple[Tensor, Load | None]:
-        """Eager on purpose: FSDP2's hooks, of the block and of the experts' scope, stand around the compiled `compute`."""
+    def forward(self, x: Tensor, *context: Any) -> tuple[Tensor, Load | None]:
+        """`compute`, with this rank's experts gathered.
+
+        It is eager on purpose: FSDP2's hooks, of the block and of the experts' scope, stand around the
+        compiled `compute`.
+        """
         if self.moe is None:
             return self.compute(x, *context)
         return self.moe.experts(self.compute, x, *context)
 
     def compute(
-        self, x, cos_SC, sin_SC, mask, padding, experts: LocalExperts | None = None
+        self,
+        x: Tensor,
+        cos_SC: Tensor,
+        sin_SC: Tensor,
+        mask: Mask,
+        padding: Tensor | None,
+        experts: LocalExperts | None = None,
     ) -> tuple[Tensor, Load | None]:
-        if (
-            self.must_compile and not torch.compiler.is_compiling()
-        ):  # traced once, so it costs nothing when compiled
+        """The block's output [B, S, D], and its router's load (None without an MoE).
+
+        cos_SC, sin_SC, mask: see Attention. padding: bool [B, S], True at tokens to leave out of the MoE.
+        """
+        # traced once, so it costs nothing when compiled
+        if self.must_compile and not torch.compiler.is_compiling():
             raise RuntimeError("a block that should be compiled ran eager; --no-compile allows that")
         x = self.attend(x, cos_SC, sin_SC, mask)
         return self.feed_forward(x, padding, experts)
 
-    def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask) -> Tensor:
+    def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
+        """The first half: x + attention(norm(x))."""
         return x + self.branch(self.attention(self.attention_norm(x), cos_SC, sin_SC, mask))
 
     def feed_forward(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts | None
     ) -> tuple[Tensor, Load | None]:
+        """The second half: x + feed_forward(norm(x)), and the router's load."""
         if self.ffn is not None:
             return x + self.branch(self.ffn(self.ffn_norm(x))), None
         assert self.moe is not None and experts is not None
@@ -72,6 +87,7 @@ class Block(nn.Module):
         return x + self.branch(y_TD.view_as(x)), load
 
     def branch(self, y: Tensor) -> Tensor:
+        """What is added to the residual stream: y after dropout, times the multiplier."""
         y = F.dropout(y, self.dropout, self.training) if self.dropout else y
         return y if self.multiplier == 1.0 else y * self.multiplier
 
@@ -79,8 +95,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model.
 
-    `model(tokens_BS)` returns logits [B, S, V]. `model(tokens_BS, targets_BS)` returns the loss: mean cross-entropy over
-    the targets that are not -100, plus the balancing losses. Weights are initialised as init.py says.
+    `model(tokens_BS)` returns logits [B, S, V]. `model(tokens_BS, targets_BS)` returns the loss: mean
+    cross-entropy over the targets that are not -100, plus the balancing losses. Weights are initialised as
+    init.py says.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -96,12 +113,16 @@ class Transformer(nn.Module):
             warn_if_untrained(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
+        """Draws all weights anew; see init.py."""
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
 
     def update_bias(self, taken: Tensor | None = None) -> None:
-        """Once after each optimizer step, on every rank: the routers' choice bias follows the step's loads (MoEConfig.choice_bias);
-        taken: 0 for a step that was skipped."""
-        self.balancer.update_bias((block.moe.router for block in self.blocks if block.moe is not None), taken)
+        """Lets the routers' choice bias follow the step's loads (MoEConfig.choice_bias).
+
+        Call it once after each optimizer step, on every rank. taken: 0 for a step that was skipped.
+        """
+        routers = (block.moe.router for block in self.blocks if block.moe is not None)
+        self.balancer.update_bias(routers, taken)
 
     def forward(
         self,
@@ -112,13 +133,18 @@ class Transformer(nn.Module):
         padding_BS: Tensor | None = None,
         totals: Totals | None = None,
     ) -> Tensor:
-        """
+        """Logits [B, S, V], or with targets the loss.
+
         Args:
             tokens_BS, targets_BS: int64; targets of -100 count nothing.
             documents_BS: number of the document that a token belongs to; tokens attend inside their own only.
-            padding_BS: bool, True at tokens that nobody attends to, that go to no expert and count in no loss.
-            totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part of it; the
-                losses of the parts then add up. None: this call is all.
+            padding_BS: bool, True at tokens that no other attends to, that go to no expert and count in no
+            loss. totals: targets, tokens and sequences of the whole step over all ranks, when this call is a
+            part of it;
+                the losses of the parts then add up. None: this call is all.
+
+        Raises ValueError for tensors of another shape, dtype or device, or longer sequences than RoPE's
+        range.
         """
         if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `hidden` names what is none
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
@@ -128,6 +154,7 @@ class Transformer(nn.Module):
         weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BS is None:
             return F.linear(h_BSD, weight_VD)
+
         if padding_BS is not None:
             targets_BS = targets_BS.masked_fill(padding_BS, IGNORE)
         count = (targets_BS != IGNORE).sum().clamp(min=1) if totals is None else totals.targets
@@ -138,7 +165,10 @@ class Transformer(nn.Module):
     def hidden(
         self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> tuple[Tensor, Load | None]:
-        """Final hidden states [B, S, D], and the routers' load stacked over MoE layers (None: no such layer)."""
+        """Final hidden states [B, S, D], and the routers' load stacked over MoE layers.
+
+        The load is None where there is no such layer.
+        """
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
             raise ValueError(
                 f"tokens: got {getattr(tokens_BS, 'shape', type(tokens_BS))}, valid is a tensor [B, S]"
@@ -150,26 +180,31 @@ class Transformer(nn.Module):
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
-        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, tokens_BS.device)
+
+        # What all blocks share: rotations, and a mask for each window.
+        device = tokens_BS.device
+        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
         if padding_BS is not None:
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
+        mla = self.cfg.mla
+        latent = min(mla.nope_dim + mla.rope_dim, mla.v_dim)
+        width = self.cfg.head_dim if self.cfg.attention == "gqa" else latent
         windows = [self.cfg.window_of(i) for i in range(self.cfg.layers)]
-        mla, device = self.cfg.mla, tokens_BS.device
-        width = (
-            self.cfg.head_dim if self.cfg.attention == "gqa" else min(mla.nope_dim + mla.rope_dim, mla.v_dim)
-        )
         masks = {
             window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks)
             for window in set(windows)
         }
-        x, loads = self.embedding(tokens_BS), []
+
+        loads = []
+        x = self.embedding(tokens_BS)
         if self.cfg.embedding_multiplier != 1.0:
             x = x * self.cfg.embedding_multiplier
         for block, window in zip(self.blocks, windows, strict=True):
             x, load = block(x, cos_SC, sin_SC, masks[window], padding_BS)
             if load is not None:
                 loads.append(load)
+
         load = stack(loads) if loads else None
         if load is not None and self.training:
             self.balancer.record(load)

@@ -121,8 +121,7 @@ class Balancer:
         The shares of all ranks and micro-batches add up to the loss of the step.
         load: stacked over layers. totals: those of the step; None: this call is the whole step.
         A load made with gradients off, as in a checkpoint with use_reentrant=True, gives a loss without
-        gradients,
-        and no error: its tensors look like those of a frozen router, whose loss rightly has none.
+        gradients, and no error: its tensors look like those of a frozen router, whose loss rightly has none.
         """
         cfg = self.cfg
         # an evaluation between two micro-batches is not part of the step

@@ -169,15 +169,17 @@ class SymmDispatcher(Dispatcher):
         matrices = shared.matrices(x_TD)
         if matrices is None:
             return super().beside(x_TD, routing, experts, shared)
-        return self.layer(x_TD, routing, experts, *matrices)
+        return self.layer(x_TD, routing, experts, matrices)
 
-    def layer(self, x_TD: Tensor, routing: Routing, experts: Any, *shared: Tensor) -> tuple[Tensor, Any]:
+    def layer(
+        self, x_TD: Tensor, routing: Routing, experts: Any, shared: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Any]:
         """The y_TD of symm.moe, and that of a SwiGLU of the two matrices `shared` (None without them)."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
         pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
-        local = (experts.gate_up, experts.down, experts.gate_up_bias, experts.activation)
-        how = (tokens, pairs, self.fp8, self.group)
-        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, *local, *how, *shared)
+        local = symm.Local(experts.gate_up, experts.down, experts.gate_up_bias, experts.activation)
+        way = symm.Way(tokens, pairs, self.fp8, self.group)
+        return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, local, way, shared)
 
 
 def dispatcher_for(

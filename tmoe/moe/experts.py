@@ -60,8 +60,7 @@ class Experts(nn.Module):
 
     Calling it opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts gathered.
     FSDP2 attaches its all-gather and reduce-scatter to that call. The call stands outside the compiled graph,
-    which is
-    fn: inside a graph those hooks fail, on torch 2.11 and on 2.13.
+    which is fn: inside a graph those hooks fail, on torch 2.11 and on 2.13.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):

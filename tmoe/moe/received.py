@@ -7,8 +7,8 @@ launches, and 45 such layers were a tenth of what a slow host does in a step of 
 next: moe/symm.py
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,37 +73,36 @@ class Experts:
         return sums
 
 
-class Work:
+class Work(NamedTuple):
     """The operands of a call, and the steps that several parts share."""
 
-    def __init__(self, x, dy, y, weights, d_weights, gate_up, down, bias, activation, pairs):
-        self.x = x
-        self.dy = dy
-        self.y = y
-        self.weights = weights
-        self.d_weights = d_weights
-        self.gate_up = gate_up
-        self.down = down
-        self.bias = bias
-        self.activation = activation
-        self.pairs = pairs
+    x: Tensor
+    dy: Tensor
+    y: Tensor
+    weights: Tensor
+    d_weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    bias: Tensor | None
+    activation: str
+    pairs: int
 
-    def windows(self, ids):
+    def windows(self, ids: Tensor) -> Iterator[Metadata]:
         """The windows of the sorted rows, as metadata, from the ids."""
         return gpu.windows(route(ids, self.down.shape[0], self.pairs), ids.numel())
 
-    def windows_in(self, packed):
+    def windows_in(self, packed: Sequence[Tensor]) -> list[Metadata]:
         """The same windows, from metadata that `windows` has computed before."""
         first = Metadata(packed[0], self.weights.numel(), self.down.shape[0], self.pairs)
         return [first, *(first.over(i * self.pairs, more) for i, more in enumerate(packed[1:], 1))]
 
-    def layer(self, window):
+    def layer(self, window: Metadata) -> gpu.Layer:
         """The kernels of moe_mlp for a window."""
         operands = (self.gate_up, self.down, self.dy)
         K = self.weights.shape[1]
         return gpu.Layer(self.x, self.down.shape, K, window, self.weights, operands, self.activation)
 
-    def gradient_of_h(self, window, h):
+    def gradient_of_h(self, window: Metadata, h: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dH, the weighted activation, and the parts of the routing weights' gradient.
 
         H is computed again where h is None.
@@ -115,13 +114,15 @@ class Work:
         dy = self.dy if layer.config("dh").gather else layer.gathered(self.dy)
         return layer.dh(dy, self.down, h)
 
-    def gradient_of_x(self, window, dh, ds, add):
+    def gradient_of_x(self, window: Metadata, dh: Tensor, ds: Tensor, add: bool) -> None:
         """Writes dx into y, and d_weights; add: adds them to what is there."""
         layer = self.layer(window)
         rows = layer.rows("dx", dh, self.gate_up, False)
         layer.combine(rows, None, self.y, ds, self.d_weights, add, fill=False)
 
-    def gradients_of_experts(self, window, dh, act, sums=(None, None, None)):
+    def gradients_of_experts(
+        self, window: Metadata, dh: Tensor, act: Tensor, sums: Sequence[Tensor | None] = (None, None, None)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """d_gate_up, d_down, d_bias (None without a bias) of a window, added to `sums` if they are given."""
         layer = self.layer(window)
         gather_down = layer.config("dw_down").gather
@@ -141,12 +142,12 @@ class Work:
 # its own tensors before the colon, and what it computes after it.
 
 
-def taken(args):
+def taken(args: tuple[Any, ...]) -> tuple[Work, tuple[Any, ...]]:
     """Splits a part's arguments into its Work and its own tensors."""
     return Work(*args[:8], *args[-2:]), args[8:-2]
 
 
-def outputs(*args):
+def outputs(*args: Any) -> tuple[()]:
     """ids, h (or None): y of all windows; H of the first window, written into h."""
     work, (ids, h) = taken(args)
     for i, window in enumerate(work.windows(ids)):
@@ -156,7 +157,7 @@ def outputs(*args):
     return ()
 
 
-def gradient_of_x(*args):
+def gradient_of_x(*args: Any) -> tuple[Tensor, ...]:
     """ids, h: dx and d_weights of the first window.
 
     Returns its dH and weighted activation, and the packed metadata of all windows.
@@ -168,7 +169,7 @@ def gradient_of_x(*args):
     return dh, act, first.packed, *(window.packed for window in rest)
 
 
-def add_to_gradient_of_x(*args):
+def add_to_gradient_of_x(*args: Any) -> tuple[()]:
     """Packed metadata: dx and d_weights of the windows after the first, added to those of the first."""
     work, packed = taken(args)
     for window in work.windows_in(packed)[1:]:
@@ -178,13 +179,13 @@ def add_to_gradient_of_x(*args):
     return ()
 
 
-def gradients_of_experts(*args):
+def gradients_of_experts(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """dH, the weighted activation, packed metadata, all of the first window: its gradients of the experts."""
     work, (dh, act, *packed) = taken(args)
     return work.gradients_of_experts(work.windows_in(packed)[0], dh, act)
 
 
-def add_to_gradients_of_experts(*args):
+def add_to_gradients_of_experts(*args: Any) -> tuple[()]:
     """Sums, packed metadata: the experts' gradients of the windows after the first, added to the sums."""
     work, (d_gate_up, d_down, d_bias, *packed) = taken(args)
     for window in work.windows_in(packed)[1:]:

@@ -37,13 +37,12 @@ class Router(nn.Module):
     """Chooses the top K of E experts by logits = x W^T.
 
     `softmax="before"`: the K largest scores (softmax over all E, or the sigmoid of each logit), divided by
-    their
-        sum if `renormalize`.
+        their sum if `renormalize`.
     `softmax="after"`: the softmax over the K largest logits (Mixtral; the same numbers as before +
-    renormalize).
+        renormalize).
 
-    Both are multiplied by `scaling`. `groups`, `choice_bias`: see `preference`. `router_bias`: logits = x W^T
-    + b (gpt-oss).
+    Both are multiplied by `scaling`. `groups`, `choice_bias`: see `preference`.
+    `router_bias`: logits = x W^T + b (gpt-oss).
     Scores and weights are fp32, and the product has fp32 accuracy, whatever the dtypes of x and W.
     `on_matrix_units` says where bf16 is multiplied without conversion.
     """
@@ -130,7 +129,7 @@ class Router(nn.Module):
         error_E = counts_E.sum() - counts_E * self.cfg.experts
         self.choice_bias += self.cfg.bias_speed * error_E.sign()
 
-    def _apply(self, fn: Callable, recurse: bool = True):
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
         """Keeps the choice bias fp32 under `.bfloat16()`, where a step of 0.001 would round to nothing.
 
         `.to(device)` moves it as usual.

@@ -13,35 +13,33 @@ One opaque op does dispatch, experts and combine, so no other code ever holds a 
 layers share. No size in the op depends on the routing, and nothing in it needs the host: it compiles into one
 graph, and a CUDA graph can capture it.
 
-**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves rows.
-The copy engines need none: while the products run, they carry x (a second time) and the partial dX. The products
-are 3 to 8% slower for it (docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md).
+**What runs beside the products.** Products that fill the GPU leave no multiprocessor for a kernel that moves
+rows. The copy engines need none: while the products run, they carry x (a second time) and the partial dX. The
+products are 3 to 8% slower for it (docs/decisions/022-copy-engines.md, 023-exchange-beside-shared-expert.md).
 The copy engines copy every row to every rank, because only the device knows which rank needs which row. Most
-layers need most of these copies anyway (90% at K=8 on 4 ranks), and the rest costs no time where the products take
-longer than the copies (`hides`). Where they do not, kernels move those rows too, and nothing runs beside them.
-x and dy must arrive before the experts can begin. They travel beside products only where there is a shared
-expert, which needs no rows of other ranks.
+layers need most of these copies anyway (90% at K=8 on 4 ranks), and the rest costs no time where the products
+take longer than the copies (`hides`). Where they do not, kernels move those rows too, and nothing runs beside
+them. x and dy must arrive before the experts can begin. They travel beside products only where there is a
+shared expert, which needs no rows of other ranks.
 
 **What is kept for backward.** The received rows are not kept: backward moves x again. Keeping them would take
 T * ranks rows per layer (the static bound), or a copy of those that came, out of the buffer. At 24 layers of
-Qwen3-30B-A3B, 16384 tokens per GPU and ep=4 that is 5.5 GiB. So a layer keeps its inputs, and the pre-activations
-H of `pairs` routed pairs. The buffers hold four times T * ranks rows for all layers together: they do not grow
-with the number of layers.
+Qwen3-30B-A3B, 16384 tokens per GPU and ep=4 that is 5.5 GiB. So a layer keeps its inputs, and the
+pre-activations H of `pairs` routed pairs. The buffers hold four times T * ranks rows for all layers together:
+they do not grow with the number of layers.
 
-**Which rank may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, or in a copy that
-follows one. It reads a peer's y only in a pull.
-A rank that pushes has left the pull before. In that pull it met all ranks, after their experts had read x, ids and
-weights. So its rows may go, and no meeting is needed before them.
-A rank whose experts write y has met all ranks after that: in the push, or where it waited for the copies beside a
-shared expert. The others came to that meeting after their pull of the last y.
-Only in backward is this not enough: there weight gradients read x and dy, and sums are read, after the last
-meeting. So backward ends with a meeting of its own.
-All calls of one group must be made on one stream, and in the same order on every rank. A rank without tokens makes
-the call as well.
+**Which rank may write when.** A rank writes into a peer's x, dy, ids or weights only in a push, or in a copy
+that follows one. It reads a peer's y only in a pull. A rank that pushes has left the pull before. In that
+pull it met all ranks, after their experts had read x, ids and weights. So its rows may go, and no meeting is
+needed before them. A rank whose experts write y has met all ranks after that: in the push, or where it waited
+for the copies beside a shared expert. The others came to that meeting after their pull of the last y. Only in
+backward is this not enough: there weight gradients read x and dy, and sums are read, after the last meeting.
+So backward ends with a meeting of its own. All calls of one group must be made on one stream, and in the same
+order on every rank. A rank without tokens makes the call as well.
 
-**fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they leave. They are unpacked
-where they arrive, so experts and sums see the dtype of x. That halves the bytes; each movement adds rounding of
-about 2.6% of a row's norm, forward and backward.
+**fp8** on the wire: rows are packed to float8 e4m3, with one scale per row, before they leave. They are
+unpacked where they arrive, so experts and sums see the dtype of x. That halves the bytes; each movement adds
+rounding of about 2.6% of a row's norm, forward and backward.
 
 next: moe/dispatch.py
 """
@@ -51,7 +49,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +68,8 @@ _detect_dma_connectivity = find("torch._C._distributed_c10d._detect_dma_connecti
 
 LINK = 370e9  # bytes per second that one GPU's copy engines send to its peers, on an H200
 PRODUCT = 600e12  # operations per second of a matrix product
+
+Tensors = tuple[Tensor, ...]
 
 _exchanges: dict[str, "Exchange"] = {}
 
@@ -94,8 +94,8 @@ class Exchange:
     def reserve(self, tokens: int, width: int, K: int, fp8: bool = False) -> None:
         """Makes room for `tokens` rows of `width` bytes per rank; fp8: for packed rows too.
 
-        A collective where the room is not enough yet. ValueError on a rank that needs more room while another rank
-        does not: that other rank has gone on into the exchange, and waits there for this one.
+        A collective where the room is not enough yet. ValueError on a rank that needs more room while another
+        rank does not: that other rank has gone on into the exchange, and waits there for this one.
         """
         capturing = torch.cuda.is_current_stream_capturing()
         if tokens <= self.capacity and width <= self.width and K <= self.K and fp8 <= self.packs:
@@ -110,14 +110,15 @@ class Exchange:
         if asks is None:
             first = dist.get_global_rank(self.group, self.ahead()[0])
             raise ValueError(
-                f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than that "
-                f"on rank {first} of this expert group: room grows only where all its ranks ask for "
-                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or more: "
-                "train.batch * train.seq of parallelize's cfg, or tokens of apply_ep"
+                f"symm: {tokens} tokens here, room for {self.capacity}, and in the same call no more than "
+                f"that on rank {first} of this expert group: room grows only where all its ranks ask for "
+                f"more at once. Say beforehand the most tokens that any rank will have, here {tokens} or "
+                "more: train.batch * train.seq of parallelize's cfg, or tokens of apply_ep"
             )
         if len({tuple(ask[1:]) for ask in asks}) > 1:
             raise ValueError(
-                f"symm: ranks of one expert group call different layers: (tokens, bytes a row, K, fp8) is {asks}"
+                "symm: ranks of one expert group call different layers: "
+                f"(tokens, bytes a row, K, fp8) is {asks}"
             )
         self.capacity = max(self.capacity, *(ask[0] for ask in asks))
         self.width = max(self.width, width)
@@ -216,7 +217,11 @@ class Exchange:
         meet: bool = True,
         programs: int | None = None,
     ) -> None:
-        """Sends x_TD into section `name` of the ranks that hold its experts; with weights_TK also ids and weights."""
+        """Sends x_TD into section `name` of the ranks that hold its experts.
+
+        With weights_TK also ids and weights. meet: waits until all ranks have sent theirs. programs: None
+        fills the GPU.
+        """
         to = self.addresses
         (section, rows), *packed = self.wire_x(name, x_TD, fp8).items()
         scales = ()
@@ -242,7 +247,10 @@ class Exchange:
         fp8: bool,
         programs: int | None = None,
     ) -> None:
-        """Writes y_TD, the sums over all ranks' y for this rank's tokens, and d_weights_TK, unless it is None."""
+        """Writes the sums over all ranks' y for this rank's tokens into y_TD.
+
+        Also d_weights_TK, unless it is None. programs: None fills the GPU.
+        """
         of = self.addresses
         wire = self.wire_y(y_TD.shape[1], y_TD.dtype, ids_TK.shape[1], fp8)
         rows, *scales = (of[name] for name in wire)
@@ -253,7 +261,10 @@ class Exchange:
         )  # fmt: skip
 
     def copy(self, q: int, name: str, slot: int, rows: Tensor) -> None:
-        """Copies contiguous rows into section `name` of rank q, from `slot` on; to another rank without a kernel."""
+        """Copies contiguous rows into section `name` of rank q, from `slot` on.
+
+        To another rank that goes without a kernel.
+        """
         if n := len(rows):
             whole = rows.view(-1).view(torch.uint8)
             start = self.starts[name] + slot * (whole.numel() // n)
@@ -266,7 +277,7 @@ class Exchange:
                 self.copy(q, name, self.rank * self.capacity, rows)
 
     def copy_y(self, wire: dict[str, Tensor]) -> None:
-        """Copies the slots of every other rank's tokens in this rank's y to this rank's part of that rank's sums."""
+        """Copies the slots of each other rank's tokens in this rank's y to this rank's part of its sums."""
         for q in _others_first(self.rank, self.world)[:-1]:
             for name, rows in wire.items():
                 slots = rows[q * self.capacity : (q + 1) * self.capacity]
@@ -290,8 +301,8 @@ class Exchange:
     def table(self, name: str, y: Tensor) -> Tensor:
         """Addresses [world] at which a pull finds the slots of this rank's tokens in this rank's own memory.
 
-        For this rank they are in y, for another rank in that rank's part of the sums. Each address is given as if
-        the section began with rank 0's tokens.
+        For this rank they are in y, for another rank in that rank's part of the sums. Each address is given
+        as if the section began with rank 0's tokens.
         """
         width = y[0].numel() * y.itemsize
         if (name, width) in self.tables:
@@ -310,10 +321,10 @@ class Exchange:
         exchange.meet(self.addresses["main"], self.rank)
 
     def beside(self, copy: Callable[[Any], None], wire: Any) -> Any:
-        """Runs copy(wire) on the side stream while the caller's stream goes on, then tells all ranks that it is done.
+        """Runs copy(wire) on the side stream while the caller's stream goes on, then tells all ranks.
 
-        The copies start after all work that the caller's stream was given before. Returns wire, whose memory must
-        live until `arrived`.
+        The copies start after all work that the caller's stream was given before. Returns wire, whose memory
+        must live until `arrived`.
         """
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -322,9 +333,9 @@ class Exchange:
         return wire
 
     def arrived(self) -> None:
-        """The caller's stream waits until the copies of all ranks, one `beside` on each, have arrived everywhere."""
-        # First wait for this rank's own copies. Otherwise a CUDA graph might wait for peers before it runs the
-        # branch that they wait for.
+        """The caller's stream waits until the copies of all ranks, one `beside` on each, are everywhere."""
+        # First wait for this rank's own copies. Otherwise a CUDA graph might wait for peers before it runs
+        # the branch that they wait for.
         torch.cuda.current_stream().wait_stream(self.side)
         exchange.meet(self.addresses["side"], self.rank, arrive=False)
 
@@ -353,45 +364,59 @@ def exchange_of(group: str) -> Exchange:
     return ex
 
 
+class Local(NamedTuple):
+    """This rank's L experts, as moe_mlp takes them."""
+
+    gate_up_L2FD: Tensor
+    down_LDF: Tensor
+    bias_L2F: Tensor | None
+    activation: str
+
+
+class Way(NamedTuple):
+    """How tokens travel in a call."""
+
+    tokens: int
+    """the most that any rank has in this call, at least T;
+    if it is more than in any call before, the call is a collective that allocates"""
+    pairs: int | None
+    """a multiple of 128, see moe_mlp"""
+    fp8: bool
+    """rows are packed on their way, forward and backward"""
+    group: str
+    """name of the expert group"""
+
+
 def moe(
     x_TD: Tensor,
     weights_TK: Tensor,
     ids_TK: Tensor,
-    gate_up_L2FD: Tensor,
-    down_LDF: Tensor,
-    bias_L2F: Tensor | None,
-    activation: str,
-    tokens: int,
-    pairs: int | None,
-    fp8: bool,
-    group: str,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
+    local: Local,
+    way: Way,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a whole layer over an expert group: `tmoe.ops.moe_mlp` with the experts of all its ranks.
 
     Args:
-        x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and may differ between ranks.
-        weights_TK: float [T, K].
-        ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1.
-        gate_up_L2FD, down_LDF, bias_L2F (or None), activation: this rank's L experts, as moe_mlp takes them.
-        tokens: the most that any rank has in this call, at least T. If it is more than in any call before, the
-            call is a collective that allocates.
-        pairs: a multiple of 128, see moe_mlp.
-        fp8: rows are packed on their way, forward and backward.
-        group: name of the expert group.
-        shared_gate_up, shared_down: None, or [2G, D] and [D, G] of a SwiGLU for every token, on all ranks; only
-            without fp8. Rows then travel by copy engines while it runs: worth it where
+        x_TD: [T, D], float32, bfloat16 or float16, on this rank's GPU. T may be 0, and may differ between
+        ranks. weights_TK: float [T, K]. ids_TK: int32 [T, K], experts 0 .. ranks * L - 1, or -1. local, way:
+        this rank's experts, and how tokens travel. shared: None, or the matrices gate_up [2G, D] and down [D,
+        G] of a SwiGLU for every token, on all ranks;
+            only without fp8. Rows then travel by copy engines while it runs: worth it where
             `hides(ranks, bytes of a number, G)`.
 
-    Returns y_TD in x's dtype, and the y of the shared SwiGLU (None without one). Products and sums are those of
-    moe_mlp; then a token's results from several ranks are added in rank order, in float32. Differentiable in all
-    tensors but ids; every rank of the group must then call backward.
+    Returns y_TD in x's dtype, and the y of the shared SwiGLU (None without one). Products and sums are those
+    of moe_mlp; then a token's results from several ranks are added in rank order, in float32. Differentiable
+    in all tensors but ids; every rank of the group must then call backward.
     """
-    tensors = (x_TD, weights_TK, ids_TK, gate_up_L2FD, down_LDF, bias_L2F, shared_gate_up, shared_down)
+    matrices = (None, None) if shared is None else shared
+    experts = (local.gate_up_L2FD, local.down_LDF, local.bias_L2F)
+    tensors = (x_TD, weights_TK, ids_TK, *experts, *matrices)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(*tensors, activation, tokens, pairs, fp8, keep, group)
-    return y_TD, None if shared_gate_up is None else shared_TD
+    y_TD, _, shared_TD, _ = torch.ops.tmoe.symm_moe(
+        *tensors, local.activation, way.tokens, way.pairs, way.fp8, keep, way.group
+    )
+    return y_TD, None if shared is None else shared_TD
 
 
 # Library.define, as in ops/experts/op.py: the checks of the custom_op decorator cost as much as a kernel
@@ -413,31 +438,38 @@ _lib.define(
 
 
 def _forward(
-    x,
-    weights,
-    ids,
-    gate_up,
-    down,
-    bias,
-    shared_gate_up,
-    shared_down,
-    activation,
-    tokens,
-    pairs,
-    fp8,
-    keep,
-    group,
-):
-    """y, H of the first `pairs` routed pairs (empty unless keep), the shared SwiGLU's y and pre-activations (empty without it)."""
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    activation: str,
+    tokens: int,
+    pairs: int,
+    fp8: bool,
+    keep: bool,
+    group: str,
+) -> Tensors:
+    """The op symm_moe.
+
+    Returns y; H of the first `pairs` routed pairs (empty unless keep); y and the pre-activations of the
+    shared SwiGLU (empty without it).
+    """
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     if shared_gate_up is not None:
         check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
-        ex, L, (D, K) = exchange_of(group), down.shape[0], (x.shape[1], ids.shape[1])
+        ex = exchange_of(group)
+        L = down.shape[0]
+        D, K = x.shape[1], ids.shape[1]
         ex.reserve(tokens, D * x.itemsize, K, fp8)
-        if shared_gate_up is None:
-            shared_y, shared_h = x.new_empty(0), x.new_empty(0)
+        if shared_gate_up is None or shared_down is None:
+            shared_y = x.new_empty(0)
+            shared_h = x.new_empty(0)
             ex.push("x", x, ids, weights, L, fp8)
             if fp8:
                 ex.unpack("x", D, x.dtype, K)
@@ -458,44 +490,75 @@ _lib.impl("symm_moe", _forward, "CUDA")
 
 @torch.library.register_fake("tmoe::symm_moe", lib=_lib)
 def _forward_fake(
-    x,
-    weights,
-    ids,
-    gate_up,
-    down,
-    bias,
-    shared_gate_up,
-    shared_down,
-    activation,
-    tokens,
-    pairs,
-    fp8,
-    keep,
-    group,
-):
-    h, shared = x.new_empty(pairs if keep else 0, gate_up.shape[1]), shared_gate_up is not None
-    shared_h = x.new_empty(x.shape[0], shared_gate_up.shape[0]) if shared and keep else x.new_empty(0)
-    return x.new_empty(x.shape), h, x.new_empty(x.shape if shared else 0), shared_h
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    activation: str,
+    tokens: int,
+    pairs: int,
+    fp8: bool,
+    keep: bool,
+    group: str,
+) -> Tensors:
+    h = x.new_empty(pairs if keep else 0, gate_up.shape[1])
+    if shared_gate_up is None:
+        return x.new_empty(x.shape), h, x.new_empty(0), x.new_empty(0)
+    shared_h = x.new_empty(x.shape[0], shared_gate_up.shape[0]) if keep else x.new_empty(0)
+    return x.new_empty(x.shape), h, x.new_empty(x.shape), shared_h
 
 
-def _push_beside(ex, wire, ids, weights, L):
-    """All rows of `wire` on the side, behind ids and weights by a kernel; `arrived` waits for all of them."""
+def _push_beside(ex: Exchange, wire: dict[str, Tensor], ids: Tensor, weights: Tensor, L: int) -> None:
+    """Sends ids and weights by a kernel, then all rows of `wire` on the side stream.
+
+    `arrived` waits for all of them.
+    """
     ex.push("x", wire["x"][:, :0], ids, weights, L, False, meet=False)
     ex.beside(ex.copy_x, wire)
 
 
 def _backward(
-    dy, d_shared, x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, h, shared_h, activation, tokens, pairs, fp8, group
-):  # fmt: skip
-    """Gradients of x by the experts, weights, gate_up, down and the bias (empty without one), then of x by the shared SwiGLU, and of
-    its matrices (empty without it)."""
+    dy: Tensor,
+    d_shared: Tensor | None,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    h: Tensor,
+    shared_h: Tensor,
+    activation: str,
+    tokens: int,
+    pairs: int,
+    fp8: bool,
+    group: str,
+) -> Tensors:
+    """The op symm_moe_backward.
+
+    Returns gradients of x by the experts, of weights, gate_up, down and the bias (empty without one); then of
+    x by the shared SwiGLU, and of its two matrices (empty without it).
+    """
     with torch.cuda.device(x.device):
         dy, x, weights, ids = (t.contiguous() for t in (dy, x, weights, ids))
-        ex, (L, D, F), K = exchange_of(group), down.shape, ids.shape[1]
-        dx, d_weights = torch.empty_like(x), torch.empty_like(weights)
-        hidden, shared = hides(ex.world, x.itemsize, K * F), shared_gate_up is not None
-        copied = []
+        ex = exchange_of(group)
+        L, D, F = down.shape
+        K = ids.shape[1]
+        dx = torch.empty_like(x)
+        d_weights = torch.empty_like(weights)
+        hidden = hides(ex.world, x.itemsize, K * F)
+        shared = shared_gate_up is not None
+        copied = []  # what `beside` copies from, alive until it has arrived
+
+        # What travels while the shared expert's gradients are made, or before anything.
         if shared:
+            assert d_shared is not None
             _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
             of_shared = swiglu.backward(d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
             ex.arrived()
@@ -508,15 +571,17 @@ def _backward(
                 ex.push("x", x, ids, None, L, fp8)
             if fp8:
                 ex.unpack("dy", D, x.dtype, K)
+
+        # The experts' own gradients, and what travels beside them.
         experts = Experts(ex, gate_up, down, bias, activation, K, x.dtype, pairs)
 
-        def x_is_here():
+        def x_is_here() -> None:
             if hidden and not shared:
                 ex.arrived()
             if fp8:
                 ex.unpack("x", D, x.dtype, K)
 
-        def dx_is_there():
+        def dx_is_there() -> None:
             if hidden:
                 copied.append(ex.beside(ex.copy_y, ex.wire_y(D, x.dtype, K, fp8)))
             else:
@@ -528,7 +593,8 @@ def _backward(
             ex.sum(dx, d_weights, ids, L, copied[-1])
         ex.meet()  # weight gradients have read x and dy, and sums are read
     d_gate_up, d_down, d_bias = grads
-    return dx, d_weights, d_gate_up, d_down, x.new_empty(0) if d_bias is None else d_bias, *of_shared
+    d_bias = x.new_empty(0) if d_bias is None else d_bias
+    return dx, d_weights, d_gate_up, d_down, d_bias, *of_shared
 
 
 _lib.impl("symm_moe_backward", _backward, "CUDA")
@@ -536,21 +602,39 @@ _lib.impl("symm_moe_backward", _backward, "CUDA")
 
 @torch.library.register_fake("tmoe::symm_moe_backward", lib=_lib)
 def _backward_fake(
-    dy, d_shared, x, weights, ids, gate_up, down, bias, shared_gate_up, shared_down, h, shared_h, activation, tokens, pairs, fp8, group
-):  # fmt: skip
+    dy: Tensor,
+    d_shared: Tensor | None,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    shared_gate_up: Tensor | None,
+    shared_down: Tensor | None,
+    h: Tensor,
+    shared_h: Tensor,
+    activation: str,
+    tokens: int,
+    pairs: int,
+    fp8: bool,
+    group: str,
+) -> Tensors:
     shared = (x, shared_gate_up, shared_down) if shared_gate_up is not None else (None,) * 3
-    return *(t.new_empty(t.shape) for t in (x, weights, gate_up, down)), *(
-        x.new_empty(0 if t is None else t.shape) for t in (bias, *shared)
-    )
+    present = (t.new_empty(t.shape) for t in (x, weights, gate_up, down))
+    perhaps = (x.new_empty(0 if t is None else t.shape) for t in (bias, *shared))
+    return *present, *perhaps
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: Tensors) -> None:
     *tensors, ctx.activation, ctx.tokens, ctx.pairs, ctx.fp8, _, ctx.group = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, output[1], output[3])
 
 
-def _differentiate(ctx, dy, _, d_shared, __):
+def _differentiate(
+    ctx: Any, dy: Tensor | None, _: Tensor | None, d_shared: Tensor | None, __: Tensor | None
+) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: a checkpoint recomputes for each look
     x, bias, shared_down = saved[0], saved[5], saved[7]
     # zeros where a result was not used: no rank may stay away
@@ -565,9 +649,8 @@ def _differentiate(ctx, dy, _, d_shared, __):
         d_shared_gate_up = d_shared_down = None
     else:
         dx_shared, d_shared_gate_up, d_shared_down = of_shared
-        dx = (
-            dx + dx_shared
-        )  # here, where a compiled graph adds what the router and the residual give in the same pass
+        # here, where a compiled graph adds what the router and the residual give in the same pass
+        dx = dx + dx_shared
     d_bias = None if bias is None else d_bias
     return dx, d_weights, None, d_gate_up, d_down, d_bias, d_shared_gate_up, d_shared_down, *(None,) * 6
 
@@ -576,16 +659,22 @@ torch.library.register_autograd("tmoe::symm_moe", _differentiate, setup_context=
 
 
 def hides(ranks: int, itemsize: int, width: int) -> bool:
-    """Whether the copy engines bring rows of `itemsize` bytes a number to all peers while products run beside them: 6 D width
-    operations a row, of K experts' dH and dX or weight gradients (width K F), or of a shared expert (its own). All ranks must decide
-    alike: neither this rank's tokens nor their routing count.
+    """Whether the copy engines bring rows to all peers while products run beside them.
+
+    itemsize: bytes of a row's numbers. width: the products do 6 D width operations a row; it is K F for dH
+    and dX,
+        or for weight gradients, of K experts, and a shared expert's own.
+    All ranks must decide alike, so neither this rank's tokens nor their routing count.
     """
     return itemsize * (ranks - 1) / LINK < 6 * width / PRODUCT
 
 
 @functools.cache
 def obstacle(ranks: dist.ProcessGroup) -> str:
-    """Why this group cannot exchange through its peers' memory, "" if it can. A collective, with one answer on all ranks."""
+    """Why this group cannot exchange through its peers' memory, "" if it can.
+
+    A collective, with one answer on all ranks.
+    """
     if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
         return "its ranks do not run on NVIDIA's GPUs"
     gpu_here = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -601,7 +690,7 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
 
 
 def _obstacle_here(gpus: list[tuple[str, str]]) -> str:
-    """What this rank finds, given (host, GPU) of all."""
+    """What this rank finds, given (host, GPU) of all ranks."""
     known = hasattr(symmetric, "empty") and hasattr(symmetric, "rendezvous") and _detect_dma_connectivity
     if not known:
         return f"torch {torch.__version__} has no symmetric memory that tmoe knows"

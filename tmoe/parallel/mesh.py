@@ -6,9 +6,9 @@ Ranks of a 2 x 4 world, ep fastest, so that an expert group is neighbours on one
     dp=0      0     1     2     3      each row exchanges tokens (all-to-all)
     dp=1      4     5     6     7      each column shares the same experts, of which each rank trains its part
 
-Dense parameters are sharded over all eight; every rank reads its own batch. torchrun numbers a node's ranks in a row, so
-with ep dividing every node's processes the exchange of tokens stays inside nodes and dp alone crosses them; a layout that
-would take an expert group across nodes is refused unless it is asked for.
+Dense parameters are sharded over all eight; every rank reads its own batch. torchrun numbers a node's ranks
+in a row. So where ep divides every node's processes, the exchange of tokens stays inside nodes and dp alone
+crosses them. A layout that would take an expert group across nodes is refused unless it is asked for.
 
 next: parallel/collectives.py
 """
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tmoe.config.axes import Axes
 from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
@@ -36,31 +37,36 @@ _get_default_store = take(
     "torch.distributed.distributed_c10d._get_default_store",
     "ranks meet in a store of their own beside the group's",
 )
-# FSDP2's hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of moe-pilot-14b's step when each of its 45 blocks was a
-# unit. Two blocks a unit took as long on a fast host, where nobody waits for Python
-# (docs/decisions/005-units-of-blocks.md).
-UNIT, UNIT_BLOCKS = 2**26, 4
+# What FSDP2 gathers at once. Its hooks are Python: 3.6 ms a unit and step on a slow host, a quarter of
+# moe-pilot-14b's step when each of its 45 blocks was a unit. Two blocks a unit took as long on a fast host,
+# where nothing waits for Python (docs/decisions/005-units-of-blocks.md).
+UNIT = 2**26  # bytes that are enough for a unit
+UNIT_BLOCKS = 4  # blocks of a unit at most
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`grid`: the 2D (dp, ep) mesh of the experts; `world`: the same ranks in one row, for everything dense."""
+    """The meshes that a model is laid out over, all of the same ranks."""
 
+    axes: Axes
     grid: DeviceMesh
+    """the 2D (dp, ep) mesh of the experts"""
     world: DeviceMesh
+    """the ranks in one row, for everything dense"""
 
     @property
     def dp(self) -> DeviceMesh:
+        """The ranks that share this rank's experts."""
         return self.grid["dp"]
 
     @property
     def ep(self) -> DeviceMesh:
+        """This rank's expert group, which exchanges tokens."""
         return self.grid["ep"]
 
 
-_meetings = (
-    itertools.count()
-)  # a key in the store for each mesh of this process group: ranks build them in one order
+# A key in the store for each mesh of this process group: ranks build them in one order.
+_meetings = itertools.count()
 
 
 def build_mesh(
@@ -70,33 +76,43 @@ def build_mesh(
     cp: int = 1,
     pp: int = 1,
     *,
+    replicate: int = 1,
+    etp: int = 1,
     ep_across_nodes: bool = False,
 ) -> Mesh:
-    """Mesh over the default process group. Where there is none, it joins the world that torchrun, mpiexec or srun announces, and takes
-    this rank's GPU; without a launcher the world is this process.
+    """The mesh of the default process group.
 
-    dp None takes what the other axes leave of the world. Raises ValueError, on every rank and before any collective, when
-    the axes do not multiply to the world, or when an expert group would span nodes (the launcher's, else by host and local rank) without
-    ep_across_nodes, naming the flag to change; and where launcher.py cannot join, with what to type. tp, cp and pp are axes to come: only 1 is valid today.
+    Where there is no group, it joins the world that torchrun, mpiexec or srun announces, and takes this
+    rank's GPU; without a launcher the world is this process. dp None takes what the other axes leave of the
+    world. tp, cp, pp, replicate and etp are axes to come: only 1 is valid today.
+
+    Raises ValueError, on every rank and before any collective, when the axes do not multiply to the world, or
+    when an expert group would span nodes (the launcher's, else by host and local rank) without
+    ep_across_nodes; it names the flag to change. It also raises where launcher.py cannot join, and says what
+    to type.
     """
     if missing := lacks():
         raise RuntimeError(missing)
     if not dist.is_initialized():
         join()
-    dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
+    others = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, etp=etp)
+    axes = Axes.over(dist.get_world_size(), dp=dp, ep=ep, **others)
     if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
         require_ep_inside_nodes(ep, nodes_of_ranks())
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
+    grid = init_device_mesh(device, (axes.dp, axes.ep), mesh_dim_names=("dp", "ep"))
     if dist.get_backend() != "fake":
         for group in grid.get_all_groups():
             set_timeout(patience(), group)
-    return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
+    return Mesh(axes, grid, init_device_mesh(device, (axes.shard,), mesh_dim_names=("world",)))
 
 
 def patience() -> timedelta:
-    """How long a collective of the default group waits for its peers. Every other group is to wait as long: torch would give it
-    half an hour on gloo, and a rank that stopped would hold its subgroup for that time after the others had ended."""
+    """How long a collective of the default group waits for its peers.
+
+    Every other group is to wait as long. torch would give it half an hour on gloo, and a rank that stopped
+    would hold its subgroup for that time after the others had ended.
+    """
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     devices = getattr(world, "_device_types", None)
@@ -106,19 +122,23 @@ def patience() -> timedelta:
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
-    """How long the group's collectives wait, by torch 2.14's public name or the private one before it."""
+    """Sets how long a group's collectives wait, by torch 2.14's public name or the private one before."""
     change = getattr(dist, "set_timeout", None) or find("torch.distributed.distributed_c10d._set_pg_timeout")
     if change is None:
         note(
-            f"torch {torch.__version__} cannot change a group's timeout: subgroups wait as long as torch lets them"
+            f"torch {torch.__version__} cannot change a group's timeout: "
+            "subgroups wait as long as torch lets them"
         )
     else:
         change(limit, group)
 
 
 def default_store() -> dist.Store:
-    """The store where the default group met. Where torch does not give it away, one for all ranks: the first call
-    is then a collective of them."""
+    """The store where the default group met.
+
+    Where torch does not give it away, it is a new one for all ranks, and the first call is a collective of
+    them.
+    """
     return _get_default_store() if _get_default_store else _own_store(dist.group.WORLD)
 
 
@@ -140,34 +160,12 @@ def _own_store(group: dist.ProcessGroup) -> dist.Store:
     return store or dist.TCPStore(host, port, group.size(), is_master=False, timeout=patience())
 
 
-def mesh_shape(world: int, dp: int | None, ep: int, tp: int = 1, cp: int = 1, pp: int = 1) -> tuple[int, int]:
-    """(dp, ep) for a world, or ValueError."""
-    for name, size in dict(tp=tp, cp=cp, pp=pp).items():
-        if size != 1:
-            raise ValueError(f"{name}={size}: this axis is not built yet; valid: 1")
-    for name, size in dict(dp=1 if dp is None else dp, ep=ep).items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
-    if dp is None:
-        if world % ep:
-            valid = [d for d in range(1, world + 1) if world % d == 0]
-            raise ValueError(
-                f"--parallel.ep={ep}: must divide the world of {world} processes; valid: {valid}"
-            )
-        dp = world // ep
-    if dp * ep != world:
-        hint = f"--parallel.dp {world // ep}" if world % ep == 0 else f"torchrun with {dp * ep} processes"
-        raise ValueError(
-            f"--parallel.dp={dp} x --parallel.ep={ep} = {dp * ep} is not the world of {world} processes; use {hint}"
-        )
-    return dp, ep
-
-
 def nodes_of_ranks() -> list[str]:
-    """The node of each rank, as the launcher numbers them. Where it sets local ranks at most, ranks of one host whose local ranks go on
-    where they began are a node.
+    """The node of each rank, as the launcher numbers them.
 
-    No rank knows what the others' nodes hold, which may differ; they tell each other through the process group's store.
+    Where the launcher sets local ranks at most, ranks of one host whose local ranks go on where they began
+    are a node. No rank knows what the others' nodes hold, which may differ; they tell each other through the
+    process group's store.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore(f"tmoe nodes {next(_meetings)}", default_store())
@@ -192,37 +190,51 @@ def require_ep_inside_nodes(ep: int, nodes: Sequence[str]) -> None:
         sizes = sorted(set(Counter(nodes).values()))
         valid = [e for e in range(1, len(nodes) + 1) if len(nodes) % e == 0 and not spanning(e)]
         raise ValueError(
-            f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes (of {sizes} processes); "
+            f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes "
+            f"(of {sizes} processes); "
             f"valid: {valid}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
         )
 
 
-def require_a_group_per_node(world: int, ep: int) -> None:
-    """ValueError if there are more nodes than expert groups, so that one must span two: all that is certain, on every rank
-    alike, before a process group exists. `build_mesh` finds the other cases."""
+def require_a_group_per_node(axes: Axes) -> None:
+    """ValueError if there are more nodes than expert groups, so that one must span two.
+
+    That is all that is certain, on every rank alike, before a process group exists. `build_mesh` finds the
+    other cases.
+    """
     nodes = launcher_world().nodes or 1
+    world, ep = axes.world, axes.ep
     if world // ep < nodes:
         raise ValueError(
-            f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; valid: what divides "
-            f"the processes of every node ({world // nodes} on average), or --parallel.ep-across-nodes to exchange tokens "
-            "over the slower network"
+            f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; "
+            f"valid: what divides the processes of every node ({world // nodes} on average), "
+            "or --parallel.ep-across-nodes to exchange tokens over the slower network"
         )
 
 
 def shard_dim(shapes: Sequence[Sequence[int]], dp: int) -> int:
-    """Dimension along which the dp ranks cut a rank's expert parameters of these shapes: the experts, or 2F and D where dp divides
-    those only. FSDP2 cuts dimension 0 unevenly, some ranks then hold less or nothing, and no other dimension."""
+    """Dimension along which the dp ranks cut a rank's expert parameters of these shapes.
+
+    It is the experts, or 2F and D where dp divides those only. FSDP2 cuts dimension 0 unevenly, so that some
+    ranks hold less or nothing, but no other dimension.
+    """
     even = [all(len(shape) > dim and shape[dim] % dp == 0 for shape in shapes) for dim in (0, 1)]
     return 1 if even == [False, True] else 0
 
 
 def keeps_whole(dp: int, experts: Sequence[int], size: float, most: float) -> bool:
-    """Whether dp ranks that share experts, so many of each layer and `size` bytes in all, keep them whole: up to `most` GiB."""
+    """Whether dp ranks that share experts keep them whole.
+
+    experts: how many a rank has of each layer. size: their bytes in all. most: GiB up to which they are kept.
+    """
     return dp > 1 and 0 < size <= most * 2**30 and all(n % dp == 0 for n in experts)
 
 
 def units(sizes: Sequence[int]) -> list[list[int]]:
-    """Which neighbouring blocks FSDP2 gathers together, given the bytes of each: the fewest that reach UNIT, at most UNIT_BLOCKS."""
+    """Which neighbouring blocks FSDP2 gathers together, given the bytes of each.
+
+    A unit has the fewest blocks that reach UNIT bytes, at most UNIT_BLOCKS.
+    """
     found: list[list[int]] = []
     for i in range(len(sizes)):
         last = found[-1] if found else []
@@ -234,7 +246,10 @@ def units(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The slices of the full tensor that this rank holds: tensor.full_tensor()[local_slices(tensor)] is its local shard."""
+    """The slices of the full tensor that this rank holds.
+
+    tensor.full_tensor()[local_slices(tensor)] is its local shard.
+    """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, n) for n in tensor.shape)
     (held,) = tensor.__create_chunk_list__()  # what DCP plans its shards with
@@ -242,4 +257,5 @@ def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds: a DTensor's local shard, else the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -19,12 +19,13 @@ from typing import Any, get_type_hints
 import tyro
 
 from tmoe.checkpoint.manifest import is_step
+from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
-from tmoe.parallel.mesh import mesh_shape, require_a_group_per_node
+from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run.memory import padding
 
 LAG_S = 10.0  # s by which rank 0 may start later than others
@@ -64,12 +65,14 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
         yield f"{untrained}, as in the model that this run goes on with"
 
     world = planned_world(cfg, world)
-    experts, ep = cfg.model.moe.experts, cfg.parallel.ep
-    times = padding(cfg, world // ep, ep)
+    axes = Axes.of(cfg.parallel, world)
+    experts, ep = cfg.model.moe.experts, axes.ep
+    times = padding(cfg, axes)
     if times > 1.5:
-        degrees = [e for e in divisors(math.gcd(experts, world)) if padding(cfg, world // e, e) <= 1.1]
+        folds = [Axes(dp=world // e, ep=e) for e in divisors(math.gcd(experts, world))]
+        degrees = [other.ep for other in folds if padding(cfg, other) <= 1.1]
         yield (
-            f"--parallel.ep={ep}: FSDP2 cuts a rank's {experts // ep} experts over dp {world // ep} "
+            f"--parallel.ep={ep}: FSDP2 cuts a rank's {experts // ep} experts over dp {axes.dp} "
             f"unevenly and moves {times:.1f} times their bytes at each gather; "
             f"--parallel.ep without that: {', '.join(map(str, degrees)) or 'none in this world'}"
         )
@@ -114,10 +117,10 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         raise ConfigError(
             f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
         )
-    mesh_shape(planned_world(cfg, world), cfg.parallel.dp, cfg.parallel.ep)
+    axes = Axes.of(cfg.parallel, planned_world(cfg, world))
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
-        require_a_group_per_node(world, cfg.parallel.ep)
+        require_a_group_per_node(axes)
     if trains_routers(cfg) and begins_anew(cfg):
         cfg.model.moe.require_trained()
     if cfg.init:

@@ -36,16 +36,15 @@ def dry_run(cfg: Config) -> None:
     with torch.device("meta"):
         model = Transformer(cfg.model)
     parallelize(model, mesh, cfg, whole_forwards=True)
-    dp, ep = mesh.grid.shape
     counts = count_parameters(cfg.model)
     console = Console(width=150)
-    console.print(f"{world} ranks: dp {dp} x ep {ep}")
+    console.print(f"{world} ranks: {mesh.axes}")
     console.print(
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
         f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
     )
     console.print(placements(model))
-    console.print(memory(memory_per_rank(cfg, dp, ep)))
+    console.print(memory(memory_per_rank(cfg, mesh.axes)))
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
+from tmoe.config.axes import Axes
 from tmoe.config.check import require
 from tmoe.config.run import Config
 from tmoe.model.count import Shape, block_shapes, numel, qk_width, root_shapes, v_width
@@ -25,8 +26,8 @@ INT32 = 4
 NODE = 8  # GPUs of a host that reach each other's memory
 
 
-def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
-    """Bytes that the fullest rank of a (dp, ep) mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
+def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
+    """Bytes that the fullest rank of a mesh of GPUs holds, by purpose. `peak_bytes` adds them up.
 
     parameters, gradients, moments, ema: fp32, sharded. moments are AdamW's two, 0 with optim.offload. ema is
         0 where no average is kept. Gradients that need no reduction stay in the compute type, unless
@@ -42,30 +43,31 @@ def memory_per_rank(cfg: Config, dp: int, ep: int) -> dict[str, int]:
     Raises ConfigError if ep does not divide the experts.
     """
     model = cfg.model
+    dp, ep, shard = axes.dp, axes.ep, axes.shard
     require(
         not any(map(model.is_moe, range(model.layers))) or model.moe.experts % ep == 0,
         f"--parallel.ep={ep}: must divide --model.moe.experts={model.moe.experts}",
     )
     width = compute_bytes(cfg)
-    alone = dp * ep == 1
-    keeps = kept_whole(cfg, dp, ep)
+    alone = axes.world == 1
+    keeps = kept_whole(cfg, axes)
     blocks = [block_shapes(model, layer) for layer in range(model.layers)]
     root = root_shapes(model)
 
     # Elements: this rank's share of all parameters, and of each block its parts whole.
-    own = sharded(root, dp * ep) + sum(sharded(d, dp * ep) + expert_shard(e, dp, ep) for d, e in blocks)
+    own = sharded(root, shard) + sum(sharded(d, shard) + expert_shard(e, axes) for d, e in blocks)
     dense = [numel(shapes) for shapes, _ in blocks]
-    padded = [sharded(shapes, dp * ep) * dp * ep for shapes, _ in blocks]  # as FSDP2 gathers them
+    padded = [sharded(shapes, shard) * shard for shapes, _ in blocks]  # as FSDP2 gathers them
     experts = [numel(shapes) // ep for _, shapes in blocks]
     held = own if alone else sum(experts) if dp == 1 else 0  # by this rank alone
 
     # What passes through FSDP2's hands at each block: its unit of blocks, and experts that are not kept.
     together = [[i] for i in range(model.layers)] if alone else units([width * n for n in dense])
     passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
-    shared = [0 if keeps or dp == 1 else dp * expert_shard(shapes, dp, ep) for _, shapes in blocks]
+    shared = [0 if keeps or dp == 1 else dp * expert_shard(shapes, axes) for _, shapes in blocks]
     gathered = sum(experts) if keeps else 0
     if not alone:
-        gathered += sharded(root, dp * ep) * dp * ep
+        gathered += sharded(root, shard) * shard
         gathered += 2 * max(map(sum, zip(passing, shared, strict=True)))
 
     # Activations, and what the backward of a block holds besides.
@@ -102,14 +104,14 @@ def peak_bytes(memory: dict[str, int]) -> int:
     return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
 
 
-def require_room(cfg: Config, dp: int, ep: int, room: int) -> None:
+def require_room(cfg: Config, axes: Axes, room: int) -> None:
     """Raises ConfigError where a rank of `room` bytes surely cannot hold its part.
 
     Its part is parameters, gradients and moments, which every step has at one time, or half of what
     `peak_bytes` estimates; with eval_only its parameters. Between that and the full estimate the run is
     tried: the estimate is for balanced routing.
     """
-    parts = memory_per_rank(cfg, dp, ep)
+    parts = memory_per_rank(cfg, axes)
     if cfg.eval_only:
         need, what = parts["parameters"], "parameters"
     else:
@@ -118,7 +120,7 @@ def require_room(cfg: Config, dp: int, ep: int, room: int) -> None:
         need, what = max((state, "parameters, gradients and moments"), (half, "half of a step"))
     require(
         need <= room,
-        f"--parallel.dp={dp} --parallel.ep={ep}: a rank has {room / 2**30:.1f} GiB of memory "
+        f"--parallel.dp={axes.dp} --parallel.ep={axes.ep}: a rank has {room / 2**30:.1f} GiB of memory "
         f"and needs {need / 2**30:.1f} for {what}; use more ranks, a smaller --model or --train.batch, "
         "--parallel.checkpoint or --optim.offload (--dry-run lists the parts)",
     )
@@ -137,28 +139,30 @@ def sharded(shapes: list[Shape], ranks: int) -> int:
     return sum(-(-rows // ranks) * prod(rest) for rows, *rest in shapes)
 
 
-def expert_shard(shapes: list[Shape], dp: int, ep: int) -> int:
+def expert_shard(shapes: list[Shape], axes: Axes) -> int:
     """Elements on the fullest rank: L = E/ep experts, cut over dp along mesh.py's shard_dim."""
-    local = [(rows // ep, *rest) for rows, *rest in shapes]
-    by_row = shard_dim(local, dp) == 1
-    return sum(sharded([(M, L, *N) if by_row else (L, M, *N)], dp) for L, M, *N in local)
+    local = [(rows // axes.ep, *rest) for rows, *rest in shapes]
+    by_row = shard_dim(local, axes.dp) == 1
+    return sum(sharded([(M, L, *N) if by_row else (L, M, *N)], axes.dp) for L, M, *N in local)
 
 
-def kept_whole(cfg: Config, dp: int, ep: int) -> bool:
+def kept_whole(cfg: Config, axes: Axes) -> bool:
     """Whether ranks that share experts keep them whole."""
-    size = sum(numel(block_shapes(cfg.model, layer)[1]) // ep for layer in range(cfg.model.layers))
-    return keeps_whole(dp, [cfg.model.moe.experts // ep], compute_bytes(cfg) * size, cfg.parallel.whole_gib)
+    elements = sum(numel(block_shapes(cfg.model, layer)[1]) // axes.ep for layer in range(cfg.model.layers))
+    experts = [cfg.model.moe.experts // axes.ep]
+    return keeps_whole(axes.dp, experts, compute_bytes(cfg) * elements, cfg.parallel.whole_gib)
 
 
-def padding(cfg: Config, dp: int, ep: int) -> float:
+def padding(cfg: Config, axes: Axes) -> float:
     """How many times a rank's experts FSDP2 moves when it gathers them, or reduces their gradients.
 
     More than 1 where it cuts them unevenly, as each piece travels as long as the longest.
     """
     shapes = [block_shapes(cfg.model, layer)[1] for layer in range(cfg.model.layers)]
-    if dp == 1 or not any(shapes) or kept_whole(cfg, dp, ep):
+    if axes.dp == 1 or not any(shapes) or kept_whole(cfg, axes):
         return 1.0
-    return sum(dp * expert_shard(experts, dp, ep) for experts in shapes) / (sum(map(numel, shapes)) / ep)
+    moved = sum(axes.dp * expert_shard(experts, axes) for experts in shapes)
+    return moved / (sum(map(numel, shapes)) / axes.ep)
 
 
 def layer_bytes(cfg: Config, ep: int, layer: int, checkpoint: str = "none") -> int:

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, require
 from tmoe.config.run import Config
 from tmoe.disk import written_whole
@@ -407,7 +408,8 @@ def write_config(
     there.
     """
     path = run / "config.json"
-    mesh = {"dp": world // cfg.parallel.ep, "ep": cfg.parallel.ep}
+    axes = Axes.of(cfg.parallel, world)
+    mesh = {"dp": axes.dp, "ep": axes.ep}
     start = {
         "step": start_step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
