@@ -1,11 +1,14 @@
 """Watches the ranks of a run: if one stops, dies, raises or takes another path, all say which and where.
 
-    heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls
-    silent standstill  a step in which nothing moves for --train.timeout ends the process, wherever its main
-    thread waits journal     each collective's name, size, type and call site, chained into one checksum a
-    step vote        once a step, before the weights change: count and checksum are equal on all ranks, or all
-    ranks raise note        an exception that ends the run gets a note: who failed first, who is silent, where
-    the paths parted
+    heartbeat     a thread writes its rank's step into the store five times a second; a stopped rank falls
+                  silent
+    standstill    a step in which nothing moves for --train.timeout ends the process, wherever its main
+                  thread waits
+    journal       each collective's name, size, type and call site, chained into one checksum a step
+    vote          once a step, before the weights change: count and checksum are equal on all ranks, or all
+                  ranks raise
+    note          an exception that ends the run gets a note: which rank failed first, which are silent, where
+                  the paths parted
 
 Gloo and NCCL name none of these. A peer that hangs reads as a timeout on the rank that waits. A collective
 that one rank skips pairs with its next one and returns a wrong sum. Gloo aborts the process that receives
