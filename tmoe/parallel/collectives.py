@@ -11,21 +11,16 @@ made by `plan` alone, so nothing recompiles when the routing changes.
 next: moe/dispatch.py
 """
 
-import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.parallel.mesh import default_store
 from tmoe.stack import find
 
-# how functional collectives find a group by name, and where a group met
+# how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
-_get_process_group_store = find("torch.distributed.distributed_c10d._get_process_group_store")
 _named: dict[str, dist.ProcessGroup] = {}  # by `name_of`, for a torch that does not find groups by name
 
 
@@ -38,13 +33,6 @@ def name_of(group: dist.ProcessGroup) -> str:
 def group_of(name: str) -> dist.ProcessGroup:
     """The group of this name, as `name_of` gave it."""
     return _resolve_process_group(name) if _resolve_process_group else _named[name]
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store in which the group met, or keys of its own in the default store."""
-    if _get_process_group_store:
-        return _get_process_group_store(group)
-    return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
@@ -150,52 +138,3 @@ def _pull_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
 
 push.register_autograd(_push_backward, setup_context=_push_setup)
 pull.register_autograd(_pull_backward, setup_context=_pull_setup)
-
-
-def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]) -> list[Any] | None:
-    """The words of all ranks of a group that call this with one key, in rank order, through its store.
-
-    None once ahead() says that a rank never will call. For what should be a collective although other ranks
-    may see no reason for it: all_gather_object would wait for them until the watchdog ends the process.
-
-    word: what JSON can hold. ahead: waits for this rank's own work; then whether the others have gone on.
-    Raises TimeoutError after the store's timeout.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    store, rank = store_of(group), group.rank()
-    calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
-    call = store.add(calls, 0)
-    prefix = f"{calls} {call}"
-    keys = [f"{prefix} {q}" for q in ranks]
-
-    def wait(done: Callable[[], bool], left: str) -> None:
-        end = time.monotonic() + store.timeout.total_seconds()
-        while not done():
-            if time.monotonic() > end:
-                missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
-                store.delete_key(left)
-                raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
-            time.sleep(0.01)
-
-    # `ahead` waits for this rank's own work: once its word is out, no rank waits for work that it still does.
-    if ahead():
-        return None
-    store.set(keys[rank], json.dumps(word))
-    passed = False
-
-    def all_here() -> bool:
-        nonlocal passed
-        passed = bool(ahead())  # before the words: a peer's may be of a later call
-        return passed or store.check(keys)
-
-    wait(all_here, keys[rank])
-    if passed:
-        store.delete_key(keys[rank])  # or a rank that comes later would read it in another call
-        return None
-    words = [json.loads(store.get(k)) for k in keys]
-    if store.add(prefix, 1) == len(keys):  # all have read: the next call may begin
-        for k in (*keys, prefix):
-            store.delete_key(k)
-        store.add(calls, 1)
-    wait(lambda: store.add(calls, 0) > call, prefix)  # or this rank's next word would be read as this one
-    return words

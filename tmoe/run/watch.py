@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import c10d_logger, distributed_c10d
 
+from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
 
 BEAT_S = 0.2
@@ -81,7 +82,7 @@ METHODS = dict(
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
 # Files whose frames lie between a call site and the process group.
-INSIDE = {distributed_c10d.__file__, c10d_logger.__file__}
+INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
 
 
 class DivergenceError(RuntimeError):
@@ -156,8 +157,7 @@ class Watch:
         votes = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(votes, mine, group=self.control)
         if any(not torch.equal(vote, mine) for vote in votes):
-            journals: list[Any] = [None] * self.world
-            dist.all_gather_object(journals, self.sites, group=self.control)
+            journals = agree.gathered(self.sites, self.control)
             raise DivergenceError(f"step {self.step}: {_parting(dict(enumerate(journals)))}")
         self.votes += 1
         self._begin_journal()
