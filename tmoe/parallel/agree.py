@@ -43,7 +43,7 @@ def attempt(
     errors: tuple[type[Exception], ...] = (Exception,),
     words: Callable[[Exception], str] = named,
 ) -> tuple[T | None, Exception | None, dict[int, str]]:
-    """Runs `work` on every rank and tells every rank which failed. A collective; group None: this process alone.
+    """Runs `work` on every rank; every rank hears which failed. A collective; group None: this process alone.
 
     errors: what counts as a failure; others are not caught. words: puts an error into words.
     Returns the result and the error of this rank, and the words of each rank that failed.
