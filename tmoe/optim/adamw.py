@@ -192,9 +192,12 @@ def stream_moments(
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device
+    named_parameters: Iterable[tuple[str, Tensor]],
+    cfg: OptimConfig,
+    device: torch.device,
+    keeps_fresh: bool = False,
 ) -> AdamW:
-    """AdamW over `parameter_groups`, fused on CUDA and CPU.
+    """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as AdamW's.
 
     60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms. The difference
     is DTensor's dispatch, which fused passes once a group.
@@ -204,6 +207,7 @@ def build_optimizer(
         for p in (p for group in groups for p in group["params"]):
             p.grad_dtype = None  # any: a bf16 gradient that is not reduced need not become fp32
     optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
     return optimizer
 

@@ -64,13 +64,14 @@ class Sharers:
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.copies: weakref.WeakSet[GatheredCopy] = weakref.WeakSet()
         self.numbers = itertools.count()
-        gpu.waves = 4  # of this process: collectives as large as the experts run beside their products
 
     def follow(self, model: FSDPModule) -> None:
-        """Takes part, from now on, when the model's forward begins and ends and when micro-batches sync.
+        """Attaches the sharers to the model; all that they write outside of themselves is written here.
 
-        The model's `set_requires_gradient_sync` tells the sharers what it tells FSDP2.
+        Hooks tell when the model's forward begins and ends. The model's `set_requires_gradient_sync` tells
+        the sharers what it tells FSDP2. The experts' kernels of this process run in four waves.
         """
+        gpu.waves = 4  # collectives as large as the experts run beside their products
         on_gpu = "nccl" in dist.get_backend(self.group)
 
         def begin(*_: Any) -> None:

@@ -107,7 +107,6 @@ class Watch:
         self.sites: list[str] = []  # since the last vote
         self.checksum = 0
         self.timeout = 0.0
-        # Whether a save is under way. For one a step may wait as long as a collective may.
         self.saving: Callable[[], bool] = lambda: False
         self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
@@ -120,13 +119,17 @@ class Watch:
         self._beats = self._told = 0
         self._telling = threading.Lock()
 
-    def over(self, steps: Iterable[int], timeout: float = 0.0) -> Iterator[int]:
+    def over(
+        self, steps: Iterable[int], timeout: float = 0.0, saving: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
         """The steps, one by one, each noted as the one under way.
 
         timeout: seconds for which a step may stand still before this process ends, on top of the time that
         the step before took (a host may have all of that to wait for). 0: no limit. The first step, which
         compiles, has none.
+        saving: whether a save is under way. For one a step may wait as long as a collective may.
         """
+        self.saving = saving
         began = None
         for self.step in steps:
             if timeout and began and self._originals and self._moved is None:
