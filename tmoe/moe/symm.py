@@ -59,7 +59,8 @@ from tmoe.moe.received import Experts
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch.launch import cdiv, device_facts
-from tmoe.parallel.collectives import group_of, together
+from tmoe.parallel.agree import gathered, together
+from tmoe.parallel.collectives import group_of
 from tmoe.stack import find
 
 log = logging.getLogger(__name__)
@@ -678,10 +679,8 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
     if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
         return "its ranks do not run on NVIDIA's GPUs"
     gpu_here = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    gpus: list[tuple[str, str]] = [("", "")] * ranks.size()
-    dist.all_gather_object(gpus, (socket.gethostname(), gpu_here), group=ranks)
-    verdicts = [""] * ranks.size()
-    dist.all_gather_object(verdicts, _obstacle_here(gpus), group=ranks)
+    gpus = gathered((socket.gethostname(), gpu_here), ranks)
+    verdicts = gathered(_obstacle_here(gpus), ranks)
     verdict = next(filter(None, verdicts), "")
     if dist.get_rank() == 0:
         how = f"nccl, since {verdict}" if verdict else "symm: kernels that store into the peers' memory"

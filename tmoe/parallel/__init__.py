@@ -6,8 +6,8 @@ from tmoe.parallel.mesh import Mesh, build_mesh
 __all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize"]
 
 
-def __getattr__(name: str):
-    # late, because apply.py stands above the model, and the model's dispatch.py lives in this package
+def __getattr__(name: str) -> object:
+    # Looked up late: it lives in tmoe/model, which stands above this package.
     if name == "parallelize":
         from tmoe.model.parallelize import parallelize
 

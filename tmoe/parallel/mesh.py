@@ -10,7 +10,7 @@ Dense parameters are sharded over all eight; every rank reads its own batch. tor
 in a row. So where ep divides every node's processes, the exchange of tokens stays inside nodes and dp alone
 crosses them. A layout that would take an expert group across nodes is refused unless it is asked for.
 
-next: parallel/collectives.py
+next: parallel/agree.py
 """
 
 import functools
