@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tmoe.ops.launch.launch import cdiv, launch
 
@@ -47,7 +48,8 @@ def adamw_kernel(
     at = (program - tl.load(line)) * BLOCK + tl.arange(0, BLOCK)
     here = at < numel
     weight, mean, square = (
-        pointer(line + 2, tl.float32, WIDE), pointer(line + 4, tl.float32, WIDE), pointer(line + 5, tl.float32, WIDE),
+        pointer(line + 2, tl.float32, WIDE), pointer(line + 4, tl.float32, WIDE), pointer(line + 5,
+        tl.float32, WIDE),
     )  # fmt: skip
     n = tl.load(pointer(line + 7, tl.float32, False))
     correction1 = 1 - tl.exp2(n * tl.log2(beta1))
@@ -67,7 +69,15 @@ def adamw_kernel(
         tl.store(pointer(line + 6, COPY, WIDE) + at, w.to(COPY), here)
 
 
-def adamw_(tensors, factor, finite, lr, betas, eps, decay):
+def adamw_(
+    tensors: Iterable[tuple[Tensor | None, ...]],
+    factor: Tensor,
+    finite: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
     """One step of AdamW (Loshchilov & Hutter 2017, algorithm 2) in place, on the GPU.
 
     Args:
@@ -122,12 +132,13 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
                 factor.device, non_blocking=True
             )
             launch(
-                adamw_kernel, (programs[key],), table, len(lines), factor, finite, lr, *betas, eps, decay, *key, BLOCK,
+                adamw_kernel, (programs[key],), table, len(lines), factor, finite, lr, *betas, eps, decay,
+                *key, BLOCK,
                 num_warps=4,
             )  # fmt: skip
 
 
-def trace(dtype):
+def trace(dtype: torch.dtype) -> None:
     """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside compile_only."""
     # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
     weight, number = torch.empty(17, device="meta"), torch.empty((), device="meta")

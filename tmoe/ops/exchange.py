@@ -20,6 +20,7 @@ Memory order: a barrier of its threads orders a program's stores before its rele
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
@@ -257,7 +258,7 @@ def meet_kernel(
         tl.store(own + MET, wait(own, 1, WORLD, WP))
 
 
-def _tiling(tokens, programs, D, K, world):
+def _tiling(tokens: int, programs: int, D: int, K: int, world: int) -> tuple[tuple[int], tuple[int, ...]]:
     """How many programs, the same on all ranks, and the kernels' sizes."""
     # one for each multiprocessor and TOKENS rows, if not fewer: where it had 8 rows, the second cost 1 us of 17 or 2 of 38
     programs = min(programs, max(programs // 2, cdiv(tokens, TOKENS)))
@@ -269,9 +270,11 @@ def _tiling(tokens, programs, D, K, world):
 
 
 def push(
-    x_TD, ids_TK, weights_TK, to_x, to_ids, to_weights, states, rank, capacity, local_experts, programs, meet=True,
-    scales_T=None, to_scales=None,
-):  # fmt: skip
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, to_x: Tensor, to_ids: Tensor,
+    to_weights: Tensor, states: Tensor, rank: int, capacity: int, local_experts: int, programs: int,
+    meet: bool = True,
+    scales_T: Tensor | None = None, to_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights of every slot of mine.
 
     Args:
@@ -294,9 +297,10 @@ def push(
 
 
 def pull(
-    y_TD, d_weights_TK, ids_TK, from_y, from_weights, states, rank, capacity, local_experts, programs, meet=True,
-    from_scales=None,
-):  # fmt: skip
+    y_TD: Tensor, d_weights_TK: Tensor | None, ids_TK: Tensor, from_y: Tensor, from_weights: Tensor,
+    states: Tensor, rank: int, capacity: int, local_experts: int, programs: int, meet: bool = True,
+    from_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """y_TD = sums over ranks, in rank order in float32, of my tokens' slots; d_weights_TK (unless None) from the owner's slots.
 
     Arguments as those of push; meet: whether all ranks meet before any reads; from_scales: y is packed, and these are its scales.
@@ -305,12 +309,13 @@ def pull(
     grid, sizes = _tiling(T, programs, D, ids_TK.shape[1], from_y.shape[0])
     launch(
         pull_kernel, grid,
-        y_TD, d_weights_TK, ids_TK, from_y, from_scales, from_weights, states, T, capacity, rank, local_experts,
+        y_TD, d_weights_TK, ids_TK, from_y, from_scales, from_weights, states, T, capacity, rank,
+        local_experts,
         *sizes, from_scales is not None, d_weights_TK is not None, meet, num_warps=WARPS,
     )  # fmt: skip
 
 
-def _pack(kernel, x, ids_RK, packed, scales):
+def _pack(kernel: JITFunction, x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
     (n, D), K = x.shape, 1 if ids_RK is None else ids_RK.shape[1]
     block = min(4096, power_of_2(D))
     rows = max(1, TILE // 2 // block)
@@ -319,24 +324,24 @@ def _pack(kernel, x, ids_RK, packed, scales):
     )  # fmt: skip
 
 
-def pack(x, ids_RK, packed, scales):
+def pack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
     """Rows of x [n, D], with ids those of slots that a token came to, into packed (float8 e4m3) times scales (float32 [n])."""
     _pack(pack_kernel, x, ids_RK, packed, scales)
 
 
-def unpack(x, ids_RK, packed, scales):
+def unpack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
     """The inverse: x of the slots that a token came to."""
     _pack(unpack_kernel, x, ids_RK, packed, scales)
 
 
-def meet(states, rank, arrive=True, wait=True):
+def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> None:
     """All ranks' streams wait here for each other. Or in two halves: a stream that arrives, with what it has copied to the peers,
     goes on; a later launch waits."""
     world = states.shape[0]
     launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
 
 
-def trace(T, D, K, world, dtype, fp8=False):
+def trace(T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = False) -> None:
     """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
     x, ids = (
         torch.empty(T, D, dtype=dtype, device="meta"),
@@ -368,7 +373,7 @@ def trace(T, D, K, world, dtype, fp8=False):
             pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)
 
 
-def trace_routes(T, K, world, dtype):
+def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:
     """The same for the push of ids and weights alone, whose rows copy engines bring."""
     x, ids = (
         torch.empty(T, 0, dtype=dtype, device="meta"),

@@ -12,6 +12,7 @@ gradient of a softmax adds up to zero over experts, and what is left of the sum 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tmoe.ops.check import check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
@@ -24,7 +25,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 ALIGN = 8  # experts: rows of bf16 pieces start on 16 bytes, or cuBLAS reads them without its fast loads
 
 
-def router_product(x_TD, weight_ED):
+def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """x W^T with fp32's accuracy whatever the settings for fp32 products (TF32) or autocast.
 
     Args: x_TD [T, D] bfloat16; T may be 0 and may change without recompilation. weight_ED [E, D] of any float type (float64
@@ -52,45 +53,45 @@ _lib.define(
 
 
 @torch.library.impl("tmoe::router_product", "CPU", lib=_lib)
-def _forward_cpu(x, weight):
+def _forward_cpu(x: Tensor, weight: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return forward(x, weight)
 
 
 @torch.library.impl("tmoe::router_product", "CUDA", lib=_lib)
-def _forward_gpu(x, weight):
+def _forward_gpu(x: Tensor, weight: Tensor) -> Tensor:
     with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
         return forward(x, weight)
 
 
 @torch.library.register_fake("tmoe::router_product", lib=_lib)
-def _forward_fake(x, weight):
+def _forward_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
 @torch.library.impl("tmoe::router_product_backward", "CPU", lib=_lib)
-def _backward_cpu(dlogits, x, weight):
+def _backward_cpu(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     with torch.autocast("cpu", enabled=False):
         return backward(dlogits, x, weight)
 
 
 @torch.library.impl("tmoe::router_product_backward", "CUDA", lib=_lib)
-def _backward_gpu(dlogits, x, weight):
+def _backward_gpu(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
         return backward(dlogits, x, weight)
 
 
 @torch.library.register_fake("tmoe::router_product_backward", lib=_lib)
-def _backward_fake(dlogits, x, weight):
+def _backward_fake(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, dlogits):
+def _differentiate(ctx: Any, dlogits: Tensor | None) -> tuple:
     if dlogits is None:
         return None, None
     check_tensors(dlogits=dlogits)
@@ -105,7 +106,7 @@ torch.library.register_autograd("tmoe::router_product_backward", no_second_deriv
 # The arithmetic, on any device ----------------------------------------------------------------------------------------
 
 
-def forward(x, weight):
+def forward(x: Tensor, weight: Tensor) -> Tensor:
     """logits [T, E] fp32: one product, and with a W of several pieces the sum of theirs."""
     (T, _), E = x.shape, weight.shape[0]
     pieces = PIECES.get(weight.dtype, 3)
@@ -118,7 +119,7 @@ def forward(x, weight):
     return add(parts.unbind(1), torch.float32)
 
 
-def backward(dlogits, x, weight):
+def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dx [T, D] and dW [E, D]: dlogits split once; two products; the pieces of dx are added inside its product."""
     (E, D), pieces = weight.shape, PIECES.get(weight.dtype, 3)
     if not x.shape[0]:
@@ -134,14 +135,14 @@ def backward(dlogits, x, weight):
     return product(d[:, -factors.shape[0] :], factors, x.dtype), add(parts.unbind(0), weight.dtype)
 
 
-def product(a, b, dtype=torch.float32):
+def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """a b of bf16 operands, added in fp32 and rounded once to dtype."""
     if not a.is_cuda or torch.version.hip:  # bf16 in, fp32 out is cuBLAS's alone
         return (a.float() @ b.float()).to(dtype)
     return torch.mm(a, b, out_dtype=dtype)
 
 
-def add(parts, dtype):
+def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Their sum in fp32, the small ones (which come first) first, rounded once to dtype."""
     total = parts[0]
     for part in parts[1:-1]:
@@ -149,7 +150,7 @@ def add(parts, dtype):
     return torch.add(total, parts[-1], out=torch.empty(total.shape, dtype=dtype, device=total.device))
 
 
-def beside(a_RC, order):
+def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
     """[R, pieces * columns]: the pieces of a in this order, side by side, each padded with zeros to a multiple of ALIGN."""
     R, C = a_RC.shape
     columns = cdiv(C, ALIGN) * ALIGN
@@ -158,7 +159,7 @@ def beside(a_RC, order):
     return out
 
 
-def stacked(a_RC, order):
+def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
     """[pieces * rows, C]: the pieces of a in this order, below each other, padded likewise."""
     R, C = a_RC.shape
     rows = cdiv(R, ALIGN) * ALIGN
@@ -167,7 +168,7 @@ def stacked(a_RC, order):
     return out
 
 
-def split(a_RC, order, out_PRC):
+def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
     """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a and zeros around."""
     if a_RC.device.type != "cpu":  # meta: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
@@ -178,7 +179,7 @@ def split(a_RC, order, out_PRC):
         out[:R, :C] = pieces[piece]
 
 
-def three_pieces(a):
+def three_pieces(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(hi, mid, lo), bf16. Where bf16(a) would be inf and a is not, hi is bf16's largest; of inf and NaN all is in hi."""
     a = a.float()
     finite = a.abs() < float("inf")
@@ -191,7 +192,8 @@ def three_pieces(a):
 @triton.jit(do_not_specialize=["R", "rows"])
 def split_kernel(
     a, out, R, rows,
-    C: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROW: tl.constexpr, PIECES: tl.constexpr, ORDER: tl.constexpr,
+    C: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROW: tl.constexpr, PIECES: tl.constexpr,
+    ORDER: tl.constexpr,
     LARGEST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`three_pieces` of BR x BC elements; PIECE, ROW: strides of out; two bits of ORDER name a piece."""
@@ -214,7 +216,7 @@ def split_kernel(
         tl.store(out + row * ROW + column + i * PIECE, piece, mask=stored)
 
 
-def split_gpu(a_RC, order, out_PRC):
+def split_gpu(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
     """`split` in one launch, which reads a once."""
     R, C = a_RC.shape
     pieces, rows, columns = out_PRC.shape
@@ -222,12 +224,13 @@ def split_gpu(a_RC, order, out_PRC):
     BR = 2048 // BC
     launch(
         split_kernel, (cdiv(rows, BR), cdiv(columns, BC)), a_RC, out_PRC, R, rows,
-        C, columns, out_PRC.stride(0), out_PRC.stride(1), pieces, sum(piece << 2 * i for i, piece in enumerate(order)),
+        C, columns, out_PRC.stride(0), out_PRC.stride(1), pieces, sum(piece << 2 * i for i,
+        piece in enumerate(order)),
         LARGEST, BR, BC, num_warps=4,
     )  # fmt: skip
 
 
-def trace(T, D, E, dtype):
+def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     """Run the op on meta tensors inside compile_only, as precompile.py does; dtype: of the weight."""
     x, weight = (
         torch.empty(T, D, dtype=torch.bfloat16, device="meta"),

@@ -45,7 +45,7 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def trace(dtype):
+def trace(dtype: torch.dtype) -> None:
     """Launch it for gradients of dtype and for sums over micro-batches, on meta tensors, inside compile_only."""
     for kind in {dtype, torch.float32}:
         sum_parts(torch.empty(2, 64, dtype=kind, device="meta"))

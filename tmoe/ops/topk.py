@@ -7,6 +7,7 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tmoe.ops import reference
@@ -16,7 +17,7 @@ from tmoe.ops.launch.eager import no_second_derivative, unwatched
 from tmoe.ops.launch.launch import cdiv, early, launch
 
 
-def softmax_topk(logits_TE, K, renormalize):
+def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The K largest of softmax(logits[t]), in decreasing order, and which they are; divided by their sum if renormalize.
 
     With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert comes first (on a
@@ -60,27 +61,27 @@ _lib.define(
 )
 
 
-def _wide(logits):
+def _wide(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _forward_cpu(logits, K, renormalize):
+def _forward_cpu(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, ids = reference.softmax_topk(logits, K, renormalize)
     return weights.contiguous(), ids.contiguous()
 
 
-def _forward_gpu(logits, K, renormalize):
+def _forward_gpu(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(logits.device):
         return forward(logits, K, renormalize)
 
 
 @torch.library.register_fake("tmoe::softmax_topk", lib=_lib)
-def _forward_fake(logits, K, renormalize):
+def _forward_fake(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     T = logits.shape[0]
     return logits.new_empty(T, K, dtype=_wide(logits)), logits.new_empty(T, K, dtype=torch.int32)
 
 
-def _backward_cpu(dw, logits, weights, ids, renormalize):
+def _backward_cpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     """w_k (dw_k - <w, dw>) at the chosen; without renormalize the pull -p_e <w, dw> goes to all experts."""
     weighted = weights * dw
     pull = weighted.sum(-1, keepdim=True)
@@ -91,13 +92,13 @@ def _backward_cpu(dw, logits, weights, ids, renormalize):
     )
 
 
-def _backward_gpu(dw, logits, weights, ids, renormalize):
+def _backward_gpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     with torch.cuda.device(logits.device):
         return backward(dw, logits, weights, ids, renormalize)
 
 
 @torch.library.register_fake("tmoe::softmax_topk_backward", lib=_lib)
-def _backward_fake(dw, logits, weights, ids, renormalize):
+def _backward_fake(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -107,7 +108,7 @@ _lib.impl("softmax_topk_backward", _backward_cpu, "CPU")
 _lib.impl("softmax_topk_backward", _backward_gpu, "CUDA")
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     logits, _, ctx.renormalize = inputs
     weights, ids = output
     ctx.mark_non_differentiable(ids)
@@ -115,7 +116,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(logits, weights, ids)
 
 
-def _differentiate(ctx, dw, _):
+def _differentiate(ctx: Any, dw: Tensor | None, _: None) -> tuple:
     if dw is None:
         return None, None, None
     check_tensors(dw=dw)
@@ -130,13 +131,13 @@ class _Straight(torch.autograd.Function):
     """The op on a GPU, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, logits, K, renormalize):
+    def forward(ctx: Any, logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         weights, ids = _forward_gpu(logits, K, renormalize)
         _save(ctx, (logits, K, renormalize), (weights, ids))
         return weights, ids
 
     @staticmethod
-    def backward(ctx, dw, _):
+    def backward(ctx: Any, dw: Tensor | None, _: None) -> tuple:
         if dw is None:
             return None, None, None
         check_tensors(dw=dw)
@@ -149,7 +150,8 @@ class _Straight(torch.autograd.Function):
 @triton.jit(do_not_specialize=["T"])
 def topk_kernel(
     logits, weights, ids, T,
-    E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed.
@@ -208,7 +210,8 @@ def topk_kernel(
 @triton.jit(do_not_specialize=["T"])
 def topk_backward_kernel(
     dw, logits, weights, ids, d_logits, T,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """As in `_backward_cpu`; a chosen expert's is w (dw - <w, dw>) in both cases, and stored by itself."""
     r = tl.program_id(0) * R + tl.arange(0, R)
@@ -234,20 +237,20 @@ def topk_backward_kernel(
     tl.store(d_logits + row + i, (w * (g - pull[:, None])).to(d_logits.dtype.element_ty), mask=mine)
 
 
-def rows_a_program(E, T):
+def rows_a_program(E: int, T: int) -> int:
     """Tokens whose logits fill 16 registers of each of 128 threads, or fewer: so many that about 128 programs share the work (512
     tokens of 128 experts: 8.3 to 2.9 us)."""
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
 
-def tile_width(E, K, R):
+def tile_width(E: int, K: int, R: int) -> int:
     """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times; few rows need more, or
     threads would do each other's work. No more than 128 tile maxima (or K) in the program, which is unrolled."""
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
 
 
-def forward(logits, K, renormalize):
+def forward(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The op on the GPU."""
     logits = logits.contiguous()
     T, E = logits.shape
@@ -255,13 +258,14 @@ def forward(logits, K, renormalize):
     R = rows_a_program(E, T)
     if T:
         launch(
-            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K, power_of_2(K), R, renormalize,
+            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K,
+            power_of_2(K), R, renormalize,
             bool(early(logits.device)), num_warps=4,
         )  # fmt: skip
     return weights, ids
 
 
-def backward(dw, logits, weights, ids, renormalize):
+def backward(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     """Its gradient on the GPU."""
     dw, logits, weights, ids = (t.contiguous() for t in (dw, logits, weights, ids))
     T, E = logits.shape

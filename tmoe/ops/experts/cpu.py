@@ -6,11 +6,12 @@ order, nothing else.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tmoe.ops.reference import ACTIVATIONS, ALPHA, LIMIT
 
 
-def route(ids_TK, E):
+def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
     """Sort rows by expert, stably. Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
 
     Raises ValueError for an id that is neither -1 nor in [0, E).
@@ -27,12 +28,12 @@ def route(ids_TK, E):
     return order, [end - ends[0] for end in ends[1:]]
 
 
-def spans(ends):
+def spans(ends: list[int]) -> list[tuple[int, int, int]]:
     """(expert, lo, hi) of every expert that has rows."""
     return [(e, lo, hi) for e, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False)) if hi > lo]
 
 
-def combine(rows_ND, order, weights_TK, T, K):
+def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K: int) -> Tensor:
     """Each token's rows, weighted, summed in fp32 in slot order: y[t] = sum_k w[t, k] * rows[row of (t, k)]."""
     dtype, acc_dtype = rows_ND.dtype, torch.promote_types(rows_ND.dtype, torch.float32)
     n, D = order.numel(), rows_ND.shape[1]
@@ -54,13 +55,25 @@ def combine(rows_ND, order, weights_TK, T, K):
     return y_TD.to(dtype)
 
 
-def pre_activations(x_TD, tokens, gate_up_FD, bias_F, out):
+def pre_activations(
+    x_TD: Tensor, tokens: Tensor, gate_up_FD: Tensor, bias_F: Tensor | None, out: Tensor
+) -> Tensor:
     """One expert's rows of H, into out."""
     h = torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
     return h if bias_F is None else h.add_(bias_F)
 
 
-def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, bias_E2F, activation, h):
+def moe_mlp_forward(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    order: Tensor,
+    ends: list[int],
+    bias_E2F: Tensor | None,
+    activation: str,
+    h: Tensor,
+) -> Tensor:
     """Returns y_TD; writes the pre-activations into h [>= rows, 2F]."""
     T, D = x_TD.shape
     K = weights_TK.shape[1]
@@ -74,7 +87,18 @@ def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, bias_
     return combine(out_ND, order, weights_TK, T, K)
 
 
-def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, ends, bias_E2F, activation):
+def moe_mlp_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    h: Tensor,
+    order: Tensor,
+    ends: list[int],
+    bias_E2F: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Returns gradients (x, gate_up, down, weights, bias)."""
     T, D = x_TD.shape
     K = weights_TK.shape[1]
@@ -106,7 +130,9 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
     return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds, d_bias
 
 
-def activation_gradient(gate, up, d_act, d_gate, d_up, activation):
+def activation_gradient(
+    gate: Tensor, up: Tensor, d_act: Tensor, d_gate: Tensor, d_up: Tensor, activation: str
+) -> None:
     """Writes d_gate and d_up; d_act is used up."""
     if activation == "swiglu":
         torch.mul(d_act, F.silu(gate), out=d_up)
@@ -119,11 +145,11 @@ def activation_gradient(gate, up, d_act, d_gate, d_up, activation):
     d_gate.copy_(d_act.mul_((u + 1) * (sig + ALPHA * glu * (1 - sig)))).masked_fill_(gate > LIMIT, 0)
 
 
-def _acc(t):
+def _acc(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def grouped_mm(a_ND, b_EFD, ends):
+def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> Tensor:
     """c_NF of the definition in reference.py; ends is a list."""
     c_NF = a_ND.new_empty(a_ND.shape[0], b_EFD.shape[1])
     for e, lo, hi in spans(ends):
@@ -132,7 +158,7 @@ def grouped_mm(a_ND, b_EFD, ends):
     return c_NF
 
 
-def grouped_mm_backward(dc_NF, a_ND, b_EFD, ends):
+def grouped_mm_backward(dc_NF: Tensor, a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
     """Returns gradients (a, b)."""
     da_ND, db_EFD = a_ND.new_empty(a_ND.shape), b_EFD.new_zeros(b_EFD.shape)
     for e, lo, hi in spans(ends):

@@ -79,9 +79,11 @@ def room(it, full, empty, S: gl.constexpr, FLIGHT: gl.constexpr):
 
 @gluon.jit
 def load_weights(
-    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full, empty,
+    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full,
+    empty,
     drawn, told, heard, guessed,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr, GUESS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr,
+    GUESS: gl.constexpr,
     Q: gl.constexpr,
 ):  # fmt: skip
     """The weights' loader: draws tiles, one ahead; the ring's room holds it up, and that only FLIGHT stages may be on their way.
@@ -165,9 +167,11 @@ def feed(
 
 @gluon.jit
 def load_rows(
-    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, bufs, full, empty,
+    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, bufs, full,
+    empty,
     drawn, told, heard,
-    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr,
+    LAYOUT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
@@ -198,7 +202,8 @@ def load_rows(
 @gluon.jit
 def multiply(
     steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, MMA: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
     """One tile's product, and the places in both rings behind it."""
     acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=MMA))
@@ -239,7 +244,8 @@ def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
 def consume(
     bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
     a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, ACT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr,
+    SB: gl.constexpr, ACT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
@@ -296,8 +302,10 @@ def consume(
 
 @gluon.jit(do_not_specialize=["capacity"])
 def few_rows(
-    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, FLIGHT: gl.constexpr,
+    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up,
+    num_down, up_steps, down_steps,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr,
+    SB: gl.constexpr, FLIGHT: gl.constexpr,
     GUESS: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
@@ -338,10 +346,16 @@ def few_rows(
     fence_async_shared()  # a guess may come back at once
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
     gl.warp_specialize([
-        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),
-        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps,
-                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB, FLIGHT, GUESS, Q)),
-        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-                     a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q, GATHER)),
+        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,
+        down_steps,
+                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA,
+                   SB, ACT, Q, WARPS)),
+        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps,
+        down_steps,
+                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB,
+                        FLIGHT, GUESS, Q)),
+        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,
+        down_steps,
+                     a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q,
+                     GATHER)),
     ], [1, GATHER], [24, 96])  # fmt: skip

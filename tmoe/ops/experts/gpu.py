@@ -8,6 +8,7 @@ kernels that read it.
 """
 
 import torch
+from torch import Tensor
 
 from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
@@ -27,7 +28,7 @@ except ImportError:  # no GPU then counts as one that they are for: launch.py's 
 waves = 1
 
 
-def has_tma(x, D, F, *tensors):
+def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
     """Whether descriptors can describe the operands: Hopper or later, 16-bit elements, whole 64-wide steps, aligned bases."""
     return (
         device_facts(x.device)[2]
@@ -38,17 +39,17 @@ def has_tma(x, D, F, *tensors):
     )
 
 
-def plain(t, block, tma):
+def plain(t: Tensor, block: list[int], tma: bool) -> Operand:
     """A tensor as kernels take it: a descriptor with this box, or itself."""
     return describe(t, block) if tma else t
 
 
-def ragged(t, block, tma):
+def ragged(t: Tensor, block: list[int], tma: bool) -> Operand:
     """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at an expert's last row, or itself."""
     return describe_ragged(t, block) if tma else t
 
 
-def halves(h_N2F, F, block, tma):
+def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand, Operand]:
     """The gate and up columns of H as two operands, so that a box never reaches from one into the other."""
     return ragged(h_N2F[:, :F], block, tma), ragged(h_N2F[:, F:], block, tma)
 
@@ -56,7 +57,16 @@ def halves(h_N2F, F, block, tma):
 class Layer:
     """One call's shapes and choices, and a method for each kernel launch."""
 
-    def __init__(self, x, shape, K, meta, weights=None, operands=(), activation="swiglu"):
+    def __init__(
+        self,
+        x: Tensor,
+        shape: tuple[int, ...],
+        K: int,
+        meta: Metadata,
+        weights: Tensor | None = None,
+        operands: tuple[Tensor, ...] = (),
+        activation: str = "swiglu",
+    ) -> None:
         """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
         self.x, self.K, self.meta, self.weights, self.activation = x, K, meta, weights, activation
         self.E, self.D, self.F = shape
@@ -70,26 +80,26 @@ class Layer:
         fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton knows no other chip's
         self.precision = "tf32" if fast else "ieee"
 
-    def config(self, kernel):
+    def config(self, kernel: str) -> Config:
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
 
-    def grid(self, cfg, tiles):
+    def grid(self, cfg: Config, tiles: int) -> tuple[int]:
         """As many programs as stay resident, in `waves`; tiles is the host's upper bound on the work."""
         return (max(1, min(self.sms * cfg.ctas * waves, tiles)),)
 
-    def row_tiles(self, cfg, width, columns):
+    def row_tiles(self, cfg: Config, width: int, columns: int) -> int:
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
-    def tile_args(self, cfg):
+    def tile_args(self, cfg: Config) -> tuple[Tensor, int, Tensor]:
         return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
-    def even(self, cfg, length):
+    def even(self, cfg: Config, length: int) -> bool:
         return length % cfg.BL == 0
 
-    def empty(self, *shape, dtype=None):
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty(shape, dtype or self.x.dtype, self.x.device)
 
-    def gathered(self, t_TD):
+    def gathered(self, t_TD: Tensor) -> Tensor:
         """The rows of a [T, D] tensor in expert order."""
         rows = self.empty(self.N, self.D)
         R, block = 8, min(1024, power_of_2(self.D))
@@ -100,7 +110,19 @@ class Layer:
         return rows
 
     def specialised(
-        self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", h=None, ds=None, bias=None
+        self,
+        kind: str,
+        cfg,
+        a: Tensor,
+        b: Tensor,
+        outs,
+        width: int,
+        length: int = 0,
+        b_rows: bool = False,
+        gather: str = "",
+        h: Tensor = None,
+        ds: Tensor | None = None,
+        bias: Tensor | None = None,
     ):
         """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
 
@@ -133,11 +155,12 @@ class Layer:
             a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
-            kind == "up" and c is not None, gather, dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
+            kind == "up" and c is not None, gather,
+            dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
             num_warps=cfg.warps,
         )  # fmt: skip
 
-    def up(self, gate_up, bias, h_N2F):
+    def up(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None) -> Tensor:
         """act [N, F]; writes H unless it is None."""
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
@@ -157,12 +180,13 @@ class Layer:
             kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
             x, w, bias, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
             self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather, self.tma,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None,
+            cfg.gather, self.tma,
             self.even(cfg, self.D), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return act
 
-    def rows(self, kernel, a, b, b_rows):
+    def rows(self, kernel: str, a: Tensor, b: Tensor, b_rows: bool) -> Tensor:
         """[N, W] = rows of a times each expert's matrix b, [W, L] rows if b_rows else [L, W]."""
         cfg = self.config(kernel)
         (R, C), L = b.shape[1:], a.shape[1]
@@ -182,7 +206,7 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def products(self, gate_up, bias, h_N2F, down):
+    def products(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None, down: Tensor) -> Tensor:
         """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready` and `counter`."""
         cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
@@ -195,14 +219,17 @@ class Layer:
         guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
-            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
-            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
-            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, cfg.flight, guess, self.K,
+            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1,
+            BN, BL]),
+            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg),
+            self.D, self.F, num_up, num_down,
+            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages,
+            cfg.flight, guess, self.K,
             self.activation, num_warps=cfg.BM // 16, **early(self.x.device),
         )  # fmt: skip
         return y
 
-    def dh(self, dy, down, h_N2F):
+    def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
         parts = cdiv(self.F, cfg.BN)
@@ -222,12 +249,13 @@ class Layer:
             *halves(h_N2F, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
             ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
             self.N, self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, cfg.gather, self.tma, self.even(cfg, self.D),
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, cfg.gather, self.tma,
+            self.even(cfg, self.D),
             self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
 
-    def dw(self, kernel, a, b, gather, c=None):
+    def dw(self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None) -> Tensor:
         """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or "".
 
         Added to c, if it is given.
@@ -250,7 +278,16 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def combine(self, rows, weights, y=None, ds=None, d_weights=None, add=None, fill=True):
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        y: Tensor | None = None,
+        ds: Tensor | None = None,
+        d_weights: Tensor | None = None,
+        add: bool | None = None,
+        fill: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
         """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
 
         Added to y and d_weights, if they are given, or with add=False written over them. fill=False leaves the rows of tokens
@@ -265,13 +302,15 @@ class Layer:
         block, ahead = min(block, power_of_2(self.D)), early(self.x.device)
         launch(
             kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
-            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
-            0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None, ds is not None, add,
+            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N,
+            self.E, self.T, self.D,
+            0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None,
+            ds is not None, add,
             fill or add, bool(ahead), num_warps=warps, **ahead,
         )  # fmt: skip
         return y, d_weights
 
-    def bias_gradient(self, dh, d_bias=None):
+    def bias_gradient(self, dh: Tensor, d_bias: Tensor | None = None) -> Tensor:
         """[E, 2F], the sum of each expert's rows of dH; added to d_bias, if it is given."""
         add, W, block = d_bias is not None, dh.shape[1], 128
         d_bias = d_bias if add else self.empty(self.E, W)
@@ -289,7 +328,7 @@ class Layer:
         )
         return d_bias
 
-    def clear_rest(self, c):
+    def clear_rest(self, c: Tensor) -> Tensor:
         """Zeros in the rows of c [N, W] that belong to no expert."""
         N, W = c.shape
         R, block = 16, min(1024, power_of_2(W))
@@ -300,14 +339,24 @@ class Layer:
         return c
 
 
-def windows(first, N):
+def windows(first: Metadata, N: int) -> Iterator[Metadata]:
     """The metadata of each window of the N sorted rows."""
     yield first
     for base in range(first.P, N, first.P):
         yield first.window(base)
 
 
-def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+def forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """moe_mlp: y, H of the first window (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
@@ -323,7 +372,18 @@ def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     return y, h, meta.packed
 
 
-def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor | None, ...]:
     """moe_mlp's gradients of x, gate_up, down, weights and bias (None without one)."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
@@ -352,7 +412,7 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
-def grouped_mm(a, b, ends):
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """c of grouped_mm: the down projection of rows that are sorted already."""
     a, b = a.contiguous(), b.contiguous()
     if a.shape[0] == 0:
@@ -361,7 +421,7 @@ def grouped_mm(a, b, ends):
     return layer.clear_rest(layer.rows("down", a, b, True))
 
 
-def grouped_mm_backward(dc, a, b, ends):
+def grouped_mm_backward(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """grouped_mm's gradients of a and b."""
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     if a.shape[0] == 0:

@@ -1,13 +1,14 @@
 """grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
 import torch
+from torch import Tensor
 
 from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.launch.eager import no_second_derivative
 
 
-def grouped_mm(a_ND, b_EFD, ends_E):
+def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T, rows past the last end give zeros.
 
     Args:
@@ -33,7 +34,7 @@ _lib.define(
 
 
 @torch.library.impl("tmoe::grouped_mm", "CPU", lib=_lib)
-def _forward_cpu(a, b, ends):
+def _forward_cpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(a, b, ends)
     bounds = [0, *ends.tolist(), a.shape[0]]
     require(bounds == sorted(bounds), "ends", bounds[1:-1], f"non-decreasing, 0 to N={a.shape[0]}")
@@ -41,39 +42,39 @@ def _forward_cpu(a, b, ends):
 
 
 @torch.library.impl("tmoe::grouped_mm", "CUDA", lib=_lib)
-def _forward_gpu(a, b, ends):
+def _forward_gpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(a, b, ends)
     with torch.cuda.device(a.device):
         return gpu.grouped_mm(a, b, ends)
 
 
 @torch.library.register_fake("tmoe::grouped_mm", lib=_lib)
-def _forward_fake(a, b, ends):
+def _forward_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_device(a, b=b, ends=ends)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
 @torch.library.impl("tmoe::grouped_mm_backward", "CPU", lib=_lib)
-def _backward_cpu(dc, a, b, ends):
+def _backward_cpu(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return cpu.grouped_mm_backward(dc, a, b, ends.tolist())
 
 
 @torch.library.impl("tmoe::grouped_mm_backward", "CUDA", lib=_lib)
-def _backward_gpu(dc, a, b, ends):
+def _backward_gpu(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(a.device):
         return gpu.grouped_mm_backward(dc, a, b, ends)
 
 
 @torch.library.register_fake("tmoe::grouped_mm_backward", lib=_lib)
-def _backward_fake(dc, a, b, ends):
+def _backward_fake(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), b.new_empty(b.shape)
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, dc):
+def _differentiate(ctx: Any, dc: Tensor) -> tuple:
     check_tensors(dc=dc)
     return *torch.ops.tmoe.grouped_mm_backward(dc, *ctx.saved_tensors), None
 

@@ -127,8 +127,10 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
 
 @gluon.jit
 def consume_tiles(
-    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
+    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out,
+    staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
+    OUTS: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumer: the product of every tile of this program, rounded into shared memory.
@@ -208,7 +210,8 @@ def chunk(out, j, i, BM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, LAYOUT:
 @gluon.jit
 def finish_up(
     c, c2, act, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr,
+    R: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The finishers of "up": H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores."""
     W: gl.constexpr = BN // SUB
@@ -251,7 +254,8 @@ def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, LAYOUT: gl.cons
 @gluon.jit
 def finish_dh(
     h, dh, act, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, R: gl.constexpr,
+    LAYOUT: gl.constexpr,
     CREW: gl.constexpr,
 ):  # fmt: skip
     """The finishers of "dh": from the staged gradient of act and from H, the gradients of both halves of H, s * act and this
@@ -311,15 +315,18 @@ def finish_tiles(
         )  # fmt: skip
     elif KIND == "dh":
         finish_dh(
-            h, c, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
+            h, c, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged,
+            taken,
             BM, BN, SUB, ACT, 4 * CREW, LAYOUT, CREW,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
-    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps, GROUP, stride,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
+    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps,
+    GROUP, stride,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
+    OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip

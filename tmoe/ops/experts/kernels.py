@@ -217,7 +217,8 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_kernel(
     x, gate_up, bias, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up, for BN/2 columns of each half at a time."""
@@ -265,8 +266,10 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "N", "GROUP"])
 def dh_kernel(
-    dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F, stride_dy,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
+    dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F,
+    stride_dy,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    ACT: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """From dA = dY[tokens] @ down[e], with the activation recomputed from H: dH, s * act (for down's gradient), ds partials.
@@ -298,7 +301,8 @@ def dh_kernel(
 
 @triton.jit
 def dw_operand(
-    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
+    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Rows lo+k*BL.. of the expert, BW columns from col; zeros past the expert's end."""
     if GATHER:
@@ -410,7 +414,8 @@ def add_parts(
 @triton.jit
 def combine_token(
     t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr,
+    DS: tl.constexpr,
     ADD: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """combine_kernel for one token and BLOCK columns."""
@@ -444,7 +449,8 @@ def combine_token(
 @triton.jit(do_not_specialize=["base", "N", "E", "T"])
 def combine_kernel(
     rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, T, D, num_parts,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr,
+    DS: tl.constexpr,
     ADD: tl.constexpr, FILL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
@@ -461,7 +467,8 @@ def combine_kernel(
             combine_token(t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
                           WEIGHTED, DS, True, FILL)  # fmt: skip
     else:
-        combine_token(tl.program_id(0), rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
+        combine_token(tl.program_id(0), rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K,
+        KP, BLOCK, G,
                       WEIGHTED, DS, False, FILL)  # fmt: skip
 
 

@@ -6,6 +6,7 @@ needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
+from torch import Tensor
 
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
@@ -16,8 +17,15 @@ from tmoe.ops.reference import ACTIVATIONS
 
 
 def moe_mlp(
-    x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F=None, activation="swiglu", pairs=None
-):
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    gate_up_bias_E2F: Tensor | None = None,
+    activation: str = "swiglu",
+    pairs: int | None = None,
+) -> Tensor:
     """Each token through its K experts: y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
 
     Args:
@@ -79,12 +87,22 @@ _lib.define(
 torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
 
 
-def _rows(x, ids, pairs):
+def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
     """Rows of H: the CPU has room for all of them, since pages that nobody touches cost nothing."""
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
-def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+def _forward_cpu(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     N, (E, F2, _) = ids.numel(), gate_up.shape
@@ -97,14 +115,34 @@ def _forward_cpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     return y, h if keep else h.new_empty(0, F2), meta.packed
 
 
-def _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+def _forward_gpu(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
     with torch.cuda.device(x.device):
         return remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), activation, pairs, keep)
 
 
 @torch.library.register_fake("tmoe::moe_mlp", lib=_lib)
-def _forward_fake(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+def _forward_fake(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     N, (E, F2, _) = ids.numel(), gate_up.shape
@@ -112,7 +150,18 @@ def _forward_fake(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
 
-def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+def _backward_cpu(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor, ...]:
     """The gradients of x, gate_up, down, weights and the bias (empty without one)."""
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
@@ -122,7 +171,18 @@ def _backward_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
     return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 
-def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+def _backward_gpu(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor, ...]:
     with torch.cuda.device(x.device):
         tensors = dy, x, gate_up, down, weights, h, packed, bias
         *grads, d_bias = remembered(gpu.backward, tensors, activation, pairs)
@@ -130,7 +190,18 @@ def _backward_gpu(dy, x, gate_up, down, weights, h, packed, bias, activation, pa
 
 
 @torch.library.register_fake("tmoe::moe_mlp_backward", lib=_lib)
-def _backward_fake(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor, ...]:
     return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(
         0 if bias is None else bias.shape
     )
@@ -142,14 +213,14 @@ _lib.impl("moe_mlp_backward", _backward_cpu, "CPU")
 _lib.impl("moe_mlp_backward", _backward_gpu, "CUDA")
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, gate_up, down, weights, _, bias, ctx.activation, ctx.pairs, _ = inputs
     _, h, packed = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
 
 
-def _differentiate(ctx, dy, *_):
+def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple:
     if dy is None:
         return (None,) * 9
     check_tensors(dy=dy)
@@ -166,7 +237,18 @@ class _Straight(torch.autograd.Function):
     """The op on a GPU, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        pairs: int,
+        keep: bool,
+    ) -> Tensor:
         y, h, packed = _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
         ctx.activation, ctx.pairs = activation, pairs
         ctx.set_materialize_grads(False)
@@ -174,7 +256,7 @@ class _Straight(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor | None) -> tuple:
         if dy is None:
             return (None,) * 9
         check_tensors(dy=dy)

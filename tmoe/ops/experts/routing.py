@@ -11,6 +11,7 @@ the blocks of each expert, stable rank of each slot inside its block. One does, 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.launch.launch import cdiv, early, empty, launch
@@ -21,7 +22,7 @@ BLOCK = 512  # slots a program counts and ranks
 FEW = 8192  # up to so many slots one launch does it all
 
 
-def _pad(n):
+def _pad(n: int) -> int:
     """Sections start on 16 bytes, so that the kernels' pointer specialisation never depends on T."""
     return (n + 3) // 4 * 4
 
@@ -34,7 +35,7 @@ class Metadata:
     Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
-    def __init__(self, packed, N, E, P=None):
+    def __init__(self, packed: Tensor, N: int, E: int, P: int | None = None) -> None:
         P = N if P is None else P
         self.packed, self.N, self.E, self.P, self.base = packed, N, E, P, 0
         sections = self.sections(N, E, P)
@@ -49,33 +50,33 @@ class Metadata:
         self.row_of = packed[starts[7] : starts[7] + N]
 
     @staticmethod
-    def sections(N, E, P):
+    def sections(N: int, E: int, P: int) -> list[int]:
         """Entries of each section. A table of BM-row tiles has at most P // BM + E entries: known to the host."""
         tables = [4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES]
         return [_pad(E + 1), _pad(E), _pad(E + 1), *tables, _pad(E), _pad(N), _pad(N)]
 
     @staticmethod
-    def capacity(P, E, bm):
+    def capacity(P: int, E: int, bm: int) -> int:
         return _pad(P // bm + E)
 
-    def capacities(self):
+    def capacities(self) -> list[int]:
         return [self.capacity(self.P, self.E, bm) for bm in TILES]
 
     @staticmethod
-    def size(N, E, P=None):
+    def size(N: int, E: int, P: int | None = None) -> int:
         return sum(Metadata.sections(N, E, N if P is None else P))
 
     @classmethod
-    def fake(cls, N, E, P, like):
+    def fake(cls, N: int, E: int, P: int | None, like: Tensor) -> Tensor:
         return like.new_empty(cls.size(N, E, P), dtype=torch.int32)
 
-    def window(self, base):
+    def window(self, base: int) -> "Metadata":
         """The metadata of the P rows from base on."""
         meta = self.over(base, empty((self.size(0, self.E, self.P),), torch.int32, self.packed.device))
         tabulate_from(self.ends, meta)
         return meta
 
-    def over(self, base, packed):
+    def over(self, base: int, packed: Tensor) -> "Metadata":
         """The same, where its tables lie in `packed` already."""
         meta = Metadata(packed, 0, self.E, self.P)
         meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
@@ -222,7 +223,8 @@ def place(
 @triton.jit(do_not_specialize=["units", "P", "cap0", "cap1"])
 def place_few(
     ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, units, P,
-    UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr, EARLY: tl.constexpr,
+    UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr,
+    BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p.
 
@@ -275,16 +277,16 @@ def place_few(
     )
 
 
-def power_of_2(n):
+def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def empty_metadata(N, E, P, device):
+def empty_metadata(N: int, E: int, P: int | None, device: torch.device) -> Metadata:
     return Metadata(empty((Metadata.size(N, E, P),), torch.int32, device), N, E, P)
 
 
-def route(ids_TK, E, P=None):
+def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
     """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync.
 
     P: rows of the window that the tables speak of; None: all.
@@ -296,7 +298,8 @@ def route(ids_TK, E, P=None):
     if 0 < N <= FEW:
         ahead, unit = early(ids_TK.device), 1 if N % 16 else 16
         launch(
-            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2, power_of_2(E)), *TILES, bool(ahead),
+            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2,
+            power_of_2(E)), *TILES, bool(ahead),
             num_warps=8, **ahead,
         )  # fmt: skip
         return meta
@@ -307,21 +310,23 @@ def route(ids_TK, E, P=None):
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
     launch(
-        place, (max(NB, E),), ids_TK, counts, totals, *tables, N, NB, meta.P, E, power_of_2(E), BLOCK, *TILES, num_warps=4,
+        place, (max(NB, E),), ids_TK, counts, totals, *tables, N, NB, meta.P, E, power_of_2(E), BLOCK,
+        *TILES, num_warps=4,
     )  # fmt: skip
     return meta
 
 
-def tabulate_from(ends_E, meta):
+def tabulate_from(ends_E: Tensor, meta: Metadata) -> None:
     """Fill meta's tables from the cumulative ends of the groups of all rows."""
     E = meta.E
     launch(
-        tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(), *meta.capacities(), meta.base, meta.P,
+        tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(),
+        *meta.capacities(), meta.base, meta.P,
         E, power_of_2(E), *TILES, num_warps=4,
     )  # fmt: skip
 
 
-def group(ends_E, N):
+def group(ends_E: Tensor, N: int) -> Metadata:
     """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
     meta = empty_metadata(N, ends_E.shape[0], N, ends_E.device)
     tabulate_from(ends_E, meta)

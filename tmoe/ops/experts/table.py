@@ -34,25 +34,27 @@ PATH = Path(__file__).with_name("table.json")
 
 
 @functools.cache
-def entries(arch):
+def entries(arch: str) -> list[Entry]:
     """[(kernel, D, F, rows per expert, Config)] of this architecture."""
     table = json.loads(PATH.read_text()).get(arch, [])
     return [(e["kernel"], e["D"], e["F"], e["rows"], Config(*e["config"])) for e in table]
 
 
 @functools.cache
-def tuned(kernel, arch, D, F, bucket):
+def tuned(kernel: str, arch: str, D: int, F: int, bucket: float) -> Config:
     """The nearest entry: rows per expert count most, since they decide the tile height."""
     key = (math.log2(D), math.log2(F), bucket)
 
-    def distance(entry):
+    def distance(entry: Entry) -> float:
         return sum(w * abs(math.log2(v) - k) for w, v, k in zip((0.5, 0.5, 1), entry[1:4], key, strict=True))
 
     mine = [e for e in entries(arch) if e[0] == kernel]
     return min(mine, key=distance)[4] if mine else DESCRIPTOR[kernel]
 
 
-def pick(kernel, arch, dtype, D, F, rows_per_expert, tma):
+def pick(
+    kernel: str, arch: str, dtype: torch.dtype, D: int, F: int, rows_per_expert: float, tma: bool
+) -> Config:
     """Configuration of a kernel for an architecture ("cuda:90"), element type and shape."""
     if tma:
         return tuned(kernel, arch, D, F, round(2 * math.log2(max(rows_per_expert, 1))) / 2)  # half octaves
@@ -69,7 +71,7 @@ class Few(NamedTuple):
     flight: int  # stages of weights that may be on their way at once
 
 
-def few(arch, rows_per_expert, tma):
+def few(arch: str, rows_per_expert: float, tma: bool) -> Few | None:
     """The cut of few.py's kernel, or None where experts have too many rows for it to pay, or it cannot run.
 
     One launch against two, forward of a layer alone on an H200, means over shapes: 0.98 of the time at 4 to 32 rows an expert, 0.97 at
@@ -95,7 +97,7 @@ DESCRIPTOR = {
 }
 
 
-def portable(kernel, arch, dtype, even):
+def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> Config:
     """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles.
 
     Where the widths fit no whole tiles the masks take registers, so tiles are smaller still, and the epilogues that read as well

@@ -8,6 +8,7 @@ next: mlp.py
 """
 
 import torch
+from torch import Tensor
 
 from tmoe.stack import take
 
@@ -22,7 +23,7 @@ _is_batch = take(
 _SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether torch says who watches
 
 
-def unwatched(*tensors):
+def unwatched(*tensors: Tensor | None) -> bool:
     """Whether nobody would see or change the op between here and its kernels: no compiler or tracer, no dispatch mode (fakes, checkpoint
     policies, counters), no functional transform, no tensor of a class of its own. None counts as a tensor."""
     return (
@@ -35,17 +36,17 @@ def unwatched(*tensors):
     )
 
 
-def no_second_derivative(ctx, *_):
+def no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
     """The autograd rule of an op that is a gradient itself. Not once_differentiable: that says nothing where the first gradient needs none
     (behind a sum), nor where torch.autograd.grad names its inputs."""
     raise RuntimeError("tmoe's ops have no second derivative")
 
 
-def mapped(t):
+def mapped(t: Tensor) -> bool:
     """Whether torch.vmap runs the op once for each of many tensors behind this one. It says that it needs no gradient though they may."""
     return not torch.compiler.is_compiling() and (_is_batch is None or _is_batch(t))
 
 
-def _plain(t):
+def _plain(t: Tensor) -> bool:
     """Neither of a class of its own nor a batch behind one tensor (`is_grads_batched`), which has no address."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and not _is_legacy_batch(t)

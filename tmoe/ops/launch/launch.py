@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -40,7 +41,7 @@ class Address(NamedTuple):
 
     address: int
 
-    def data_ptr(self):
+    def data_ptr(self) -> int:
         return self.address
 
 
@@ -55,7 +56,7 @@ class Descriptor(NamedTuple):
     round_f32_to_tf32: bool = False  # triton 3.8 asks
 
 
-def strides_of(t):
+def strides_of(t: Tensor) -> tuple[int, ...]:
     """A tensor's strides; those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy engine
     takes multiples of 16 bytes."""
     strides = list(t.stride())
@@ -65,19 +66,19 @@ def strides_of(t):
     return tuple(strides)
 
 
-def describe(t, block):
+def describe(t: Tensor, block: list[int]) -> Descriptor:
     """A whole tensor."""
     return Descriptor(t, t.shape, strides_of(t), block)
 
 
-def describe_ragged(t_NW, block):
+def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
     """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
     stride = strides_of(t_NW)[0]
     shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
     return Descriptor(t_NW, shape, ((1 << 34) - stride, stride, stride, 1), [1, 1, *block])
 
 
-def _native(arg, kernel):
+def _native(arg: Any, kernel: Any) -> Any:
     """What triton itself accepts in place of a Descriptor."""
     if not isinstance(arg, Descriptor):
         return arg
@@ -91,24 +92,24 @@ def _native(arg, kernel):
     return GluonDescriptor(*tensor, cast(Any, gl.NVMMASharedLayout.get_default_for(arg.block, element)))
 
 
-def cdiv(a, b):
+def cdiv(a: int, b: int) -> int:
     """triton.cdiv costs 10 us a call outside kernels."""
     return -(-a // b)
 
 
-def device_facts(device):
+def device_facts(device: torch.device) -> tuple[str, int, bool]:
     """(architecture "cuda:90" or "hip:gfx942", number of SMs, whether tensor descriptors are in hardware)."""
     return _facts(device.index) if _target is None else (_target, 1, _has_descriptors(_target))
 
 
 @functools.cache
-def _facts(index):
+def _facts(index: int) -> tuple[str, int, bool]:
     p = torch.cuda.get_device_properties(index)
     arch = f"hip:{p.gcnArchName.split(':')[0]}" if torch.version.hip else f"cuda:{p.major}{p.minor}"
     return arch, p.multi_processor_count, _has_descriptors(arch)
 
 
-def early(device):
+def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch whose programs may take their places while the kernel before it still runs (programmatic dependent launch).
 
     Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream has ended. Empty where a
@@ -117,12 +118,12 @@ def early(device):
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
 
 
-def tf32():
+def tf32() -> bool:
     """Whether fp32 products may use TF32, however that was set: who has set `fp32_precision` may not ask for `allow_tf32`."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _has_descriptors(arch):
+def _has_descriptors(arch: str) -> bool:
     # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
     if arch != "cuda:90":
         return False
@@ -151,7 +152,7 @@ def gluon_lacks() -> str:
     return ", ".join(sorted(missing))
 
 
-def _settle(module):
+def _settle(module: str) -> None:
     """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from, callees first.
 
     A key holds the constants of all functions that are called, but triton leaves out those of a function whose own key it does not
@@ -165,7 +166,7 @@ def _settle(module):
         f.cache_key  # noqa: B018
 
 
-def _fixed(kernel):
+def _fixed(kernel: Any) -> tuple[bool, ...]:
     """Per parameter: whether the binary does not depend on its value. Kept with the kernel, whose own hash is Python's work."""
     for module in (
         "triton.language.standard",
@@ -177,7 +178,7 @@ def _fixed(kernel):
     return fixed
 
 
-def _key(args, fixed):
+def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
     """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
     as its launcher takes them."""
     hip = torch.version.hip or str(_target).startswith("hip")
@@ -203,7 +204,7 @@ def _key(args, fixed):
     return key, values
 
 
-def launcher(compiled, kernel, values):
+def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, ...], int, list], None]:
     """A function (grid, stream, values) that launches a binary: triton's own C function, past the Python in front of it.
 
     That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
@@ -214,7 +215,7 @@ def launcher(compiled, kernel, values):
     values: those of the first launch.
     """
 
-    def as_triton_does(grid, stream, values):
+    def as_triton_does(grid: tuple[int, ...], stream: int, values: list) -> None:
         compiled[grid](*[_native(value, kernel) for value in values], stream=stream)
 
     own = _own_launcher(compiled, kernel, values)
@@ -224,7 +225,7 @@ def launcher(compiled, kernel, values):
     maps = [(i, encode, {}) for i, encode in own.maps]
     hooks = knobs.runtime
 
-    def direct(grid, stream, values):
+    def direct(grid: tuple[int, ...], stream: int, values: list) -> None:
         if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
             return as_triton_does(grid, stream, values)
         flat, start = [], 0
@@ -239,7 +240,7 @@ def launcher(compiled, kernel, values):
     return direct
 
 
-def encoded(descriptor, encode, known):
+def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known: dict) -> list:
     """What the C function takes for a descriptor, from `known` if it was made before."""
     key = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides
     found = known.get(key)
@@ -250,7 +251,7 @@ def encoded(descriptor, encode, known):
     return found
 
 
-def heard(hook):
+def heard(hook: Any) -> Any:
     """Whether anybody hears of launches: triton keeps a chain of calls, but takes None or a function as well."""
     return getattr(hook, "calls", hook)
 
@@ -265,7 +266,7 @@ class Short(NamedTuple):
     )
 
 
-def _own_launcher(compiled, kernel, values):
+def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
     """The way past triton's launcher of a CUDA binary; None where there is none: another GPU's, one that needs scratch memory, or
     one that hands its C function something else than tmoe would, of which a note tells."""
     try:
@@ -286,7 +287,7 @@ def _own_launcher(compiled, kernel, values):
     return None
 
 
-def _short_way(compiled, encode):
+def _short_way(compiled: Any, encode: Callable) -> Short | None:
     """A Short by the names in triton 3.6 or 3.8; None for descriptors that no tensor map stands for."""
     run = compiled.run
     options = compiled.function, run.launch_cooperative_grid, run.launch_pdl
@@ -300,7 +301,7 @@ def _short_way(compiled, encode):
         head = (*options, compiled.packed_metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
         fixed = 4 + len(head)
 
-        def call(*args):
+        def call(*args: Any) -> None:
             function(*args[:fixed], args[fixed:])
 
         at = sorted(wrapped["relevant_paths"]) if wrapped else []
@@ -312,11 +313,11 @@ def _short_way(compiled, encode):
     return Short(call, head, list(zip(at, makers, strict=True)))
 
 
-def _hands_over_the_same(short, compiled, kernel, values):
+def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list) -> bool:
     """Whether triton's own launcher, called for these values, gives its C function what the short way would. Nothing is launched."""
     grid, stream, told = (2, 3, 5), 7, []
 
-    def hear(*args):
+    def hear(*args: Any) -> None:
         told.append(args)
 
     run = copy.copy(compiled.run)
@@ -338,7 +339,7 @@ def _hands_over_the_same(short, compiled, kernel, values):
     )
 
 
-def _with_function(launch, function):
+def _with_function(launch: Any, function: Callable) -> Callable:
     """A launcher's `launch` with another function in place of the C function."""
     if not inspect.isfunction(launch):
         return function
@@ -349,7 +350,7 @@ def _with_function(launch, function):
     )
 
 
-def launch(kernel, grid, *args, **options):
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
     if _compiling is not None:
         compile = functools.partial(kernel.warmup, *[_native(a, kernel) for a in args], grid=grid, **options)
@@ -375,7 +376,7 @@ def launch(kernel, grid, *args, **options):
     run(grid, current_stream(), values)
 
 
-def current_stream():
+def current_stream() -> int:
     """The current device's, for a launch that this thread makes now."""
     if not hasattr(_thread, "ready"):
         # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
@@ -387,7 +388,7 @@ def current_stream():
     return driver.get_current_stream(driver.get_current_device())
 
 
-def empty(shape, dtype, device):
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty, of which a tape hears."""
     t = torch.empty(shape, dtype=dtype, device=device)
     if tape := getattr(_thread, "tape", None):
@@ -396,7 +397,7 @@ def empty(shape, dtype, device):
 
 
 @contextlib.contextmanager
-def recording(tape):
+def recording(tape: Any) -> Iterator[None]:
     """This thread's allocations and launches are told to tape: replay.py."""
     _thread.tape = tape
     try:
@@ -405,7 +406,7 @@ def recording(tape):
         _thread.tape = None
 
 
-def compiling():
+def compiling() -> bool:
     """Whether inside compile_only."""
     return _compiling is not None
 
@@ -413,25 +414,25 @@ def compiling():
 class _Driver:
     """What triton's compiler asks a driver, for a target that is only named."""
 
-    def __init__(self, arch):
+    def __init__(self, arch: str) -> None:
         kind, version = arch.split(":")
         self.target = GPUTarget("cuda", int(version), 32) if kind == "cuda" else GPUTarget("hip", version, 64)
 
-    def get_current_target(self):
+    def get_current_target(self) -> GPUTarget:
         return self.target
 
-    def get_current_device(self):
+    def get_current_device(self) -> str:
         return str(self.target)  # the key of triton's per-device caches: no mixing with a real device's
 
-    def get_current_stream(self, device):
+    def get_current_stream(self, device: Any) -> int:
         return 0
 
-    def get_active_torch_device(self):
+    def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
 
 
 @contextlib.contextmanager
-def compile_only(arch, visit):
+def compile_only(arch: str, visit: Callable[[str, str, Callable], Any]) -> Iterator[None]:
     """Instead of launching, call visit(kernel's name, key, compile) at every launch; tensors may be on the meta device.
 
     compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must be called inside.

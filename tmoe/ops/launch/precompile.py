@@ -31,7 +31,17 @@ FileCacheManager: Any = take(
 )
 
 
-def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
+def trace(
+    T: int,
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype,
+    pairs: int | None = None,
+    activation: str = "swiglu",
+    biased: bool = False,
+) -> None:
     """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
     x = torch.empty(T, D, dtype=dtype, device="meta")
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
@@ -56,7 +66,7 @@ class WholeCache(FileCacheManager or object):  # pyrefly: ignore
     """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
     them at each start, and finds out about a torn binary when it is loaded."""
 
-    def get_group(self, filename):
+    def get_group(self, filename: str) -> dict | None:
         try:
             group = super().get_group(filename) or {}
             json.loads(Path(group[filename]).read_text())
@@ -66,7 +76,7 @@ class WholeCache(FileCacheManager or object):  # pyrefly: ignore
         return group if binaries and all(binaries) else None
 
 
-def whole(path):
+def whole(path: str) -> bool:
     """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
     with open(path, "rb") as file:
         head, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -77,7 +87,7 @@ def whole(path):
     return size >= max(programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
 
 
-def compile_under_locks(wanted, folder):
+def compile_under_locks(wanted: dict[str, Callable], folder: Path) -> None:
     """wanted: {key: compile}. Returns when every one is in the cache."""
     # each its own order
     names = sorted(wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest())
@@ -93,7 +103,7 @@ def compile_under_locks(wanted, folder):
         names = busy
 
 
-def _compile(compile, path, wait):
+def _compile(compile: Callable, path: Path, wait: bool) -> bool:
     """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false.
 
     Without a lock where there can be none: in a cache that is whole and read-only, or another user's, triton only reads.
@@ -110,14 +120,14 @@ def _compile(compile, path, wait):
         return True
 
 
-def trace_router(T, E, K, renormalize):
+def trace_router(T: int, E: int, K: int, renormalize: bool) -> None:
     """Run softmax_topk forward and backward on meta tensors, inside compile_only."""
     logits = torch.empty(T, E, device="meta")
     weights, ids = topk.forward(logits, K, renormalize)
     topk.backward(weights, logits, weights, ids, renormalize)
 
 
-def work(arch, traces):
+def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
     """One process's share: returns how many kernels it compiled itself, and how many there are."""
     compiled, wanted = [], {}
     before, cache = knobs.compilation.listener, knobs.cache.manager_class
@@ -140,7 +150,7 @@ def work(arch, traces):
     return len(compiled), len(wanted)
 
 
-def precompile(arch, traces, processes):
+def precompile(arch: str, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
     """Compile all kernels that traces [(trace or its like, *arguments)] launch on arch, in this many processes.
 
     Returns (compiled, wanted).
@@ -176,7 +186,7 @@ def precompile(arch, traces, processes):
     return sum(compiled for compiled, _ in done), done[0][1]
 
 
-def _tell(sender, arch, traces):
+def _tell(sender: Connection, arch: str, traces: Sequence[tuple]) -> None:
     try:
         answer = work(arch, traces)
     except Exception as error:

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 from tmoe.ops.launch import launch
@@ -27,7 +28,9 @@ KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
 _programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
 
 
-def remembered(run, tensors, *how):
+def remembered(
+    run: Callable[..., tuple[Tensor | None, ...]], tensors: Tensors, *how: Hashable
+) -> tuple[Tensor | None, ...]:
     """run(*tensors, *how), a function of gpu.py; tensors (or None) lie on the current device, and results are tensors that it has
     allocated, or None."""
     hooks = knobs.runtime
@@ -65,7 +68,7 @@ def remembered(run, tensors, *how):
 class Tape:
     """Hears what `launch` and `empty` do, and finds out whose memory an address is. `whole` until something cannot be replayed."""
 
-    def __init__(self, tensors):
+    def __init__(self, tensors: Tensors) -> None:
         self.spans, self.holders, self.events, self.whole = [], [], [], True
         self.inputs = len(tensors)
         for t in tensors:
@@ -74,12 +77,12 @@ class Tape:
         if any(before[1] > after[0] for before, after in itertools.pairwise(known)):
             self.whole = False  # an address in both could be either's
 
-    def _add(self, t):
+    def _add(self, t: Tensor | None) -> None:
         begin = 0 if t is None else t.data_ptr()
         self.spans.append((begin, begin if t is None else begin + t.nbytes))
         self.holders.append((lambda: None) if t is None else weakref.ref(t))
 
-    def _find(self, address):
+    def _find(self, address: int) -> tuple[int, int]:
         """(number of the buffer, bytes from its start). A buffer counts while its own tensor lives: another one may get its memory."""
         for i in reversed(range(len(self.spans))):
             begin, end = self.spans[i]
@@ -88,11 +91,11 @@ class Tape:
         self.whole = False
         return 0, 0
 
-    def allocated(self, t):
+    def allocated(self, t: Tensor) -> None:
         self._add(t)
         self.events.append(("empty", t.shape, t.dtype))
 
-    def launched(self, run, grid, args, values):
+    def launched(self, run: Any, grid: tuple[int, ...], args: Sequence, values: Sequence) -> None:
         if not hasattr(run, "parts"):
             self.whole = False  # triton's own launcher
             return
@@ -116,7 +119,7 @@ class Tape:
                 flat.append(value)
         self.events.append(("launch", call, grid, head, flat, slots, boxes, used))
 
-    def program(self, results):
+    def program(self, results: Tensors) -> "Program | Literal[False]":
         numbers = {
             id(holder()): i
             for i, holder in enumerate(self.holders)
@@ -139,11 +142,11 @@ class Tape:
 class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
     """Tells a tape of torch's own ops: what they do, no program repeats."""
 
-    def __init__(self, tape):
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not torch.ops.aten.empty.memory_format and not func.is_view:
             self.tape.whole = False
         return func(*args, **(kwargs or {}))
@@ -152,10 +155,10 @@ class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
 class Program:
     """What a call does. Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use."""
 
-    def __init__(self, steps, results):
+    def __init__(self, steps: list[tuple], results: list[int | None]) -> None:
         self.steps, self.results = steps, results
 
-    def __call__(self, tensors):
+    def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         device, stream = tensors[0].device, launch.current_stream()
         held = list(tensors)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
