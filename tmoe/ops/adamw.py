@@ -1,4 +1,7 @@
-"""AdamW on any number of tensors in one pass over their memory: clipping, the choice not to step, and the copy to compute with, all included."""
+"""AdamW on any number of tensors in one pass over their memory.
+
+Clipping, the choice not to step, and the copy to compute with, all included.
+"""
 
 from collections import defaultdict
 
@@ -10,7 +13,8 @@ from torch import Tensor
 from tmoe.ops.launch.launch import cdiv, launch
 
 BLOCK = 1024
-# numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step
+# numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight,
+# grad, mean, square, copy, step
 ROW = tl.constexpr(8)
 DTYPES = {
     torch.float32: tl.float32,
@@ -83,15 +87,19 @@ def adamw_(
     Args:
         tensors: (weight, grad, mean, square, copy, step) of each parameter, all on one GPU.
             weight, mean, square: fp32 and contiguous; weight decays by lr * decay.
-            grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not written.
+            grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not
+            written.
             copy: contiguous, receives the new weight, rounded to its type; or None.
             step: 0-dim fp32, the number of this step, from 1.
-        betas: the corrections 1 - beta^step are fp32's: in the first steps the step's length is off by 1e-6 of itself at 0.99, 1e-5 at
+        betas: the corrections 1 - beta^step are fp32's: in the first steps the step's length is off by 1e-6
+        of itself at 0.99, 1e-5 at
             0.999, 1e-4 at 0.9999. (A series that has no such loss spilled registers.)
-        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody waits for them.
-    28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it takes on the GPU.
-    One launch takes all tensors of equal types: with one for each, 408 in moe-pilot-14b, the host was slower than the GPU.
-    ValueError for tensors that are not as above; RuntimeError where a CUDA graph is captured.
+        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody
+        waits for them.
+    28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it
+    takes on the GPU. One launch takes all tensors of equal types: with one for each, 408 in moe-pilot-14b,
+    the host was slower than the GPU. ValueError for tensors that are not as above; RuntimeError where a CUDA
+    graph is captured.
     """
     tables, programs = defaultdict(list), defaultdict(int)
     for *parts, step in tensors:
@@ -113,8 +121,9 @@ def adamw_(
                 f"weight, grad, mean, square, copy, step, finite: {got}"
             )
         starts = [0 if t is None else t.data_ptr() for t in parts]
-        # What is not wide apart, so that one and the same binary works on an element however a tensor is cut: another one may round
-        # otherwise. All pieces of a tensor cut at multiples of 16 elements are wide where it is.
+        # What is not wide apart, so that one and the same binary works on an element however a tensor is cut:
+        # another one may round otherwise. All pieces of a tensor cut at multiples of 16 elements are wide
+        # where it is.
         wide = 0 if any(start % 16 for start in starts) else numel - numel % 16
         for begin, end in ((0, wide), (wide, numel)):
             if begin < end:
@@ -139,7 +148,8 @@ def adamw_(
 
 
 def trace(dtype: torch.dtype) -> None:
-    """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside compile_only."""
+    """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside
+    compile_only."""
     # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
     weight, number = torch.empty(17, device="meta"), torch.empty((), device="meta")
     for grad in {torch.float32, dtype}:

@@ -19,7 +19,10 @@ INTS = (torch.int32, torch.int64)
 
 
 def require(ok: object, name: str, got: object, valid: object) -> None:
-    """Raise ValueError unless ok. Hot paths test first and call this with False: the words cost more than the test."""
+    """Raise ValueError unless ok.
+
+    Hot paths test first and call this with False: the words cost more than the test.
+    """
     if not ok:
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
@@ -30,8 +33,8 @@ def autocasts(x: Tensor) -> bool:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop,
-    and for torch.func's gradients, of which torch would say something else."""
+    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent,
+    which torch would drop, and for torch.func's gradients, of which torch would say something else."""
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")
@@ -131,6 +134,9 @@ def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
 
 
 def check_device(x: Tensor, **others: Tensor) -> None:
-    """Raise ValueError unless all lie where x does. Fakes ask too: of tensors on several devices, torch runs the fake if one is meta."""
+    """Raise ValueError unless all lie where x does.
+
+    Fakes ask too: of tensors on several devices, torch runs the fake if one is meta.
+    """
     for name, t in others.items():
         require(t.device == x.device, name, t.device, f"the input's {x.device}")

@@ -1,4 +1,7 @@
-"""Cross-entropy of a block of logits and its gradient in their place: one kernel that reads each row twice and writes it once."""
+"""Cross-entropy of a block of logits and its gradient in their place.
+
+One kernel that reads each row twice and writes it once.
+"""
 
 import torch
 import triton
@@ -55,17 +58,20 @@ def cross_entropy_kernel(
 
 
 def aligned(V: int, width: int) -> int:
-    """Columns of logits for V tokens, of `width` bytes each, so that each row begins at a multiple of 16 bytes: products with others run at a sixth of the speed
-    (V = 49155 in bf16, 16384 rows of 1536, H200: loss and gradients 62 ms, and 11 for 49152; rows that are only spaced so: 49)."""
+    """Columns of logits for V tokens, of `width` bytes each, so that each row begins at a multiple of 16
+    bytes: products with others run at a sixth of the speed (V = 49155 in bf16, 16384 rows of 1536, H200:
+    loss and gradients 62 ms, and 11 for 49152; rows that are only spaced so: 49)."""
     return cdiv(V * width, 16) * 16 // width
 
 
 def cross_entropy_(logits_RW: Tensor, targets_R: Tensor, V: int, ignore: int, grad: bool) -> Tensor:
     """-log softmax(logits[:, :V])[target] of each row, fp32 [R], 0 where the target is `ignore`; on the GPU.
 
-    With grad the logits become softmax - onehot (zeros in rows to ignore, and from column V on), rounded to their type; else they stay.
-    A target that is neither `ignore` nor in 0 .. V - 1 makes its row's loss and gradient NaN: to raise, the host would have to wait.
-    logits_RW: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read from memory once.
+    With grad the logits become softmax - onehot (zeros in rows to ignore, and from column V on), rounded to
+    their type; else they stay. A target that is neither `ignore` nor in 0 .. V - 1 makes its row's loss and
+    gradient NaN: to raise, the host would have to wait.
+    logits_RW: contiguous, of any float type; the arithmetic is fp32. A row that fits in the cache is read
+    from memory once.
     """
     R, W = logits_RW.shape
     losses = torch.empty(R, dtype=torch.float32, device=logits_RW.device)
@@ -89,8 +95,10 @@ def scale_kernel(x, factor, out, numel, BLOCK: tl.constexpr):
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor (0-dim, on the GPU) rounded to dtype in one pass; x contiguous. torch.mul(x, factor, out=...) runs at a third of the
-    bandwidth where types differ."""
+    """x * factor (0-dim, on the GPU) rounded to dtype in one pass.
+
+    X contiguous. torch.mul(x, factor, out=...) runs at a third of the bandwidth where types differ.
+    """
     out = torch.empty_like(x, dtype=dtype)
     if n := x.numel():
         with torch.cuda.device_of(x):
@@ -99,7 +107,8 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def trace(V: int, D: int, ignore: int, dtype: torch.dtype) -> None:
-    """Launch the kernels, for logits with and without gradient and for that of the head [V, D], on meta tensors, inside compile_only."""
+    """Launch the kernels, for logits with and without gradient and for that of the head [V, D], on meta
+    tensors, inside compile_only."""
     logits = torch.empty(1, aligned(V, dtype.itemsize), dtype=dtype, device="meta")
     for grad in (True, False):
         cross_entropy_(logits, torch.empty(1, dtype=torch.int64, device="meta"), V, ignore, grad)

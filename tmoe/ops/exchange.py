@@ -1,20 +1,26 @@
-"""Exchanges rows between the GPUs of one node: kernels that store into the peers' memory, or read it, given addresses alone.
+"""Exchanges rows between the GPUs of one node.
 
-Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the addresses of all ranks'
-sections as int64 [WORLD]; whose they are and how they came to be mapped here it does not know. In every section rank p's token t
-has slot p * capacity + t on whichever rank it goes to: no rank needs to know what another sends, no count is exchanged, nothing is
-sorted, and equal inputs give equal bits. Slots to which no token went have ids -1, and nobody reads their rows.
+Kernels that store into the peers' memory, or read it, given addresses alone.
 
-    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once); then all ranks meet
-    pull    all ranks meet; then y[t] = sum of my token's slots on those ranks, in float32, in rank order
+Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the
+addresses of all ranks' sections as int64 [WORLD]; whose they are and how they came to be mapped here it does
+not know. In every section rank p's token t has slot p * capacity + t on whichever rank it goes to: no rank
+needs to know what another sends, no count is exchanged, nothing is sorted, and equal inputs give equal bits.
+Slots to which no token went have ids -1, and nobody reads their rows.
+
+    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once);
+    then all ranks meet pull    all ranks meet; then y[t] = sum of my token's slots on those ranks, in
+    float32, in rank order
 
 Rows may be packed for the way: float8 e4m3 and a float32 scale a row, half the bytes of bfloat16.
 
-To meet: each program of a rank adds one to the rank's cell on every rank, when its stores are done (of a pull, one program, before it
-reads); whoever waits does so until all cells have grown by as many. What they have grown to is kept on the device, so a captured graph
-replays and the host never waits; and an exchange needs no further launch: the last program of a push waits, and every program of a pull.
+To meet: each program of a rank adds one to the rank's cell on every rank, when its stores are done (of a
+pull, one program, before it reads); whoever waits does so until all cells have grown by as many. What they
+have grown to is kept on the device, so a captured graph replays and the host never waits; and an exchange
+needs no further launch: the last program of a push waits, and every program of a pull.
 
-Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the peers' cells.
+Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the
+peers' cells.
 """
 
 import torch
@@ -25,11 +31,13 @@ from torch import Tensor
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
 
-RANKS = 32  # cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+# cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+RANKS = 32
 MET = tl.constexpr(RANKS)  # what every cell had grown to at the last meeting
 PASSED = tl.constexpr(RANKS + 1)  # programs of the running pull that have read MET
 STATE = 2 * RANKS  # int32 of one state, zero before its first use
-TOKENS = 16  # a program moves so many tokens at a time, fewer where they would not fill the GPU: seen best on H200s
+# a program moves so many tokens at a time, fewer where they would not fill the GPU: seen best on H200s
+TOKENS = 16
 TILE = 16384  # elements
 WARPS = 8
 
@@ -51,7 +59,10 @@ def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
-    """Until every rank has arrived so many times since the last meeting; returns what MET then is. Counts may wrap."""
+    """Until every rank has arrived so many times since the last meeting; returns what MET then is.
+
+    Counts may wrap.
+    """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + arrivals
     while tl.min(tl.load(own + q, mask=q < WORLD, other=meeting, volatile=True) - meeting) < 0:
@@ -63,9 +74,12 @@ def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def pass_together(own, WORLD: tl.constexpr, WP: tl.constexpr):
-    """The same for every program of a launch, which then all go on; returns what MET then is, and how many programs came through before.
+    """The same for every program of a launch, which then all go on.
 
-    PASSED grows in the operation that acquires: one trip to memory, where the count at a program's end was one more (0.5 to 0.8 us).
+    Returns what MET then is, and how many programs came through before.
+
+    PASSED grows in the operation that acquires: one trip to memory, where the count at a program's end was
+    one more (0.5 to 0.8 us).
     """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + 1
@@ -95,7 +109,9 @@ def push_kernel(
     K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, ROUTES: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [T, D] to their slots; SCALED: with a scale each. ROUTES: also each slot's K ids, local to the receiver, and weights.
+    """Rows of x [T, D] to their slots; SCALED: with a scale each.
+
+    ROUTES: also each slot's K ids, local to the receiver, and weights.
 
     MEET: then meet.
     """
@@ -211,7 +227,8 @@ def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
 def pack_kernel(
     x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """x [n, D] = packed * scales, packed in float8 e4m3, scales the rows' largest magnitude over 448, that of the type."""
+    """x [n, D] = packed * scales, packed in float8 e4m3, scales the rows' largest magnitude over 448, that of
+    the type."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
     rows = t.to(tl.int64)[:, None] * D
@@ -260,7 +277,8 @@ def meet_kernel(
 
 def _tiling(tokens: int, programs: int, D: int, K: int, world: int) -> tuple[tuple[int], tuple[int, ...]]:
     """How many programs, the same on all ranks, and the kernels' sizes."""
-    # one for each multiprocessor and TOKENS rows, if not fewer: where it had 8 rows, the second cost 1 us of 17 or 2 of 38
+    # one for each multiprocessor and TOKENS rows, if not fewer: where it had 8 rows, the second cost 1 us of
+    # 17 or 2 of 38
     programs = min(programs, max(programs // 2, cdiv(tokens, TOKENS)))
     rows = TOKENS
     while rows > 2 and cdiv(tokens, rows) < programs:
@@ -275,17 +293,22 @@ def push(
     meet: bool = True,
     scales_T: Tensor | None = None, to_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights of every slot of mine.
+    """Rows x_TD to their slots on the ranks that hold their experts.
+
+    With weights_TK also ids and weights of every slot of mine.
 
     Args:
         x_TD: [T, D] of any float type, T <= capacity; contiguous, as all.
-        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q * local_experts on.
+        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q *
+        local_experts on.
         weights_TK: float [T, K], or None: the receivers have ids and weights already.
-        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD * capacity, D], ids
+        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD *
+        capacity, D], ids
             (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
         programs: at most so many, half of them where rows are few; the same on all ranks.
         meet: whether the kernel ends only when all ranks' rows have arrived everywhere.
-        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's, [WORLD * capacity].
+        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's, [WORLD *
+        capacity].
     """
     T, D = x_TD.shape
     grid, sizes = _tiling(capacity, programs, D, ids_TK.shape[1], to_x.shape[0])
@@ -301,9 +324,12 @@ def pull(
     states: Tensor, rank: int, capacity: int, local_experts: int, programs: int, meet: bool = True,
     from_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """y_TD = sums over ranks, in rank order in float32, of my tokens' slots; d_weights_TK (unless None) from the owner's slots.
+    """y_TD = sums over ranks, in rank order in float32, of my tokens' slots.
 
-    Arguments as those of push; meet: whether all ranks meet before any reads; from_scales: y is packed, and these are its scales.
+    D_weights_TK (unless None) from the owner's slots.
+
+    Arguments as those of push; meet: whether all ranks meet before any reads; from_scales: y is packed, and
+    these are its scales.
     """
     T, D = y_TD.shape
     grid, sizes = _tiling(T, programs, D, ids_TK.shape[1], from_y.shape[0])
@@ -325,7 +351,8 @@ def _pack(kernel: JITFunction, x: Tensor, ids_RK: Tensor | None, packed: Tensor,
 
 
 def pack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
-    """Rows of x [n, D], with ids those of slots that a token came to, into packed (float8 e4m3) times scales (float32 [n])."""
+    """Rows of x [n, D], with ids those of slots that a token came to, into packed (float8 e4m3) times scales
+    (float32 [n])."""
     _pack(pack_kernel, x, ids_RK, packed, scales)
 
 
@@ -335,8 +362,11 @@ def unpack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> 
 
 
 def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> None:
-    """All ranks' streams wait here for each other. Or in two halves: a stream that arrives, with what it has copied to the peers,
-    goes on; a later launch waits."""
+    """All ranks' streams wait here for each other.
+
+    Or in two halves: a stream that arrives, with what it has copied to the peers, goes on; a later launch
+    waits.
+    """
     world = states.shape[0]
     launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
 

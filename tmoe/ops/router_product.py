@@ -1,12 +1,14 @@
 """router_product: a router's logits as accurate as an fp32 product, on the matrix units that multiply bf16.
 
-A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi - mid, exact down to
-2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in fp32, and fp32 is what the units add
-in; so the product of x with the pieces of W side by side, and the sum of what they give, is fp32's. A bf16 W is one piece.
+A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi -
+mid, exact down to 2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in
+fp32, and fp32 is what the units add in; so the product of x with the pieces of W side by side, and the sum of
+what they give, is fp32's. A bf16 W is one piece.
 
-The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two (right to 2^-17 of
-each element, where bf16 shows 2^-8). dx is bf16: two of dlogits and at most two of W. One would do for a plain sum, but the
-gradient of a softmax adds up to zero over experts, and what is left of the sum must not be the rounding of its terms.
+The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two
+(right to 2^-17 of each element, where bf16 shows 2^-8). dx is bf16: two of dlogits and at most two of W. One
+would do for a plain sum, but the gradient of a softmax adds up to zero over experts, and what is left of the
+sum must not be the rounding of its terms.
 """
 
 import torch
@@ -28,10 +30,12 @@ ALIGN = 8  # experts: rows of bf16 pieces start on 16 bytes, or cuBLAS reads the
 def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """x W^T with fp32's accuracy whatever the settings for fp32 products (TF32) or autocast.
 
-    Args: x_TD [T, D] bfloat16; T may be 0 and may change without recompilation. weight_ED [E, D] of any float type (float64
+    Args: x_TD [T, D] bfloat16; T may be 0 and may change without recompilation. weight_ED [E, D] of any float
+    type (float64
         counts as float32). Any E and D; on a GPU multiples of 4 and 8 are fast.
-    Returns: logits_TE fp32. Differentiable, once, in both; gradients in the types of x and weight. Keeps nothing but its inputs.
-    Raises ValueError for shapes, types or devices that do not fit. What an fp32 product makes inf or NaN, this makes inf or NaN.
+    Returns: logits_TE fp32. Differentiable, once, in both; gradients in the types of x and weight. Keeps
+    nothing but its inputs. Raises ValueError for shapes, types or devices that do not fit. What an fp32
+    product makes inf or NaN, this makes inf or NaN.
 
     Not for float16 x: it takes two pieces, so twice the work, and nothing here trains in it.
     """
@@ -103,7 +107,8 @@ torch.library.register_autograd("tmoe::router_product", _differentiate, setup_co
 torch.library.register_autograd("tmoe::router_product_backward", no_second_derivative, lib=_lib)
 
 
-# The arithmetic, on any device ----------------------------------------------------------------------------------------
+# The arithmetic, on any device
+# ----------------------------------------------------------------------------------------
 
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -120,12 +125,15 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, D] and dW [E, D]: dlogits split once; two products; the pieces of dx are added inside its product."""
+    """dx [T, D] and dW [E, D]: dlogits split once; two products.
+
+    The pieces of dx are added inside its product.
+    """
     (E, D), pieces = weight.shape, PIECES.get(weight.dtype, 3)
     if not x.shape[0]:
         return torch.empty_like(x), torch.zeros_like(weight)
-    # [lo |] mid | hi        times x: dW
-    #        mid | hi [| hi] times the rows of W hi, hi [, mid]: dx, without mid * mid, which is 2^-16 of hi * hi
+    # [lo |] mid | hi        times x: dW mid | hi [| hi] times the rows of W hi, hi [, mid]: dx, without mid *
+    # mid, which is 2^-16 of hi * hi
     several = pieces > 1
     d = beside(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
     width = cdiv(E, ALIGN) * ALIGN
@@ -151,7 +159,10 @@ def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[R, pieces * columns]: the pieces of a in this order, side by side, each padded with zeros to a multiple of ALIGN."""
+    """[R, pieces * columns].
+
+    The pieces of a in this order, side by side, each padded with zeros to a multiple of ALIGN.
+    """
     R, C = a_RC.shape
     columns = cdiv(C, ALIGN) * ALIGN
     out = torch.empty(R, len(order) * columns, dtype=torch.bfloat16, device=a_RC.device)
@@ -169,7 +180,8 @@ def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
-    """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a and zeros around."""
+    """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a
+    and zeros around."""
     if a_RC.device.type != "cpu":  # meta: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
     R, C = a_RC.shape
@@ -180,7 +192,10 @@ def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
 
 
 def three_pieces(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(hi, mid, lo), bf16. Where bf16(a) would be inf and a is not, hi is bf16's largest; of inf and NaN all is in hi."""
+    """(hi, mid, lo), bf16.
+
+    Where bf16(a) would be inf and a is not, hi is bf16's largest; of inf and NaN all is in hi.
+    """
     a = a.float()
     finite = a.abs() < float("inf")
     hi = torch.where(finite, a.clamp(-LARGEST, LARGEST), a).to(torch.bfloat16)

@@ -1,6 +1,8 @@
-"""The sum of the parts of a gradient that several ranks computed, in fp32 and in their order, in one pass over memory.
+"""The sum of the parts of a gradient that several ranks computed, in fp32 and in their order, in one pass
+over memory.
 
-torch's own reduction over an outer axis of 2 goes at a third of the memory's rate, beside products that want the same multiprocessors.
+torch's own reduction over an outer axis of 2 goes at a third of the memory's rate, beside products that want
+the same multiprocessors.
 """
 
 import torch
@@ -14,7 +16,10 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["P", "units"])
 def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [n] = parts [P, n] added up; n is `units` times UNIT: of 16 the compiler knows that it may load them 16 bytes at a time."""
+    """out [n] = parts [P, n] added up; n is `units` times UNIT.
+
+    Of 16 the compiler knows that it may load them 16 bytes at a time.
+    """
     n = units.to(tl.int64) * UNIT
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n

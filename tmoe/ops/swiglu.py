@@ -3,7 +3,8 @@
     forward     h = x gate_up^T   act = silu(gate) up   y = act down^T
     backward    d_act = dy down   act again, dh         the gradients of down, x and gate_up
 
-Products are torch.mm. Between two of them stands one pass over memory, which in backward makes act and dh at once.
+Products are torch.mm. Between two of them stands one pass over memory, which in backward makes act and dh at
+once.
 
 next: exchange.py
 """

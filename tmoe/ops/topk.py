@@ -1,7 +1,9 @@
-"""softmax_topk: a router's choice as one differentiable op, which keeps nothing that its callers do not keep anyway.
+"""softmax_topk.
 
-Eager, softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms of a layer of 64 experts and
-32768 tokens. Here backward computes them again from the logits.
+A router's choice as one differentiable op, which keeps nothing that its callers do not keep anyway.
+
+Eager, softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms of a layer of 64
+experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
 import torch
@@ -18,10 +20,13 @@ from tmoe.ops.launch.launch import cdiv, early, launch
 
 
 def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The K largest of softmax(logits[t]), in decreasing order, and which they are; divided by their sum if renormalize.
+    """The K largest of softmax(logits[t]), in decreasing order, and which they are.
 
-    With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert comes first (on a
-    GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are NaN.
+    Divided by their sum if renormalize.
+
+    With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert
+    comes first (on a GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are
+    NaN.
 
     Args: logits_TE [T, E], any float type (fp64 on a CPU only); 1 <= K <= E. T may be 0.
     Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
@@ -154,9 +159,12 @@ def topk_kernel(
     RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed.
+    """R tokens a program: K times the largest key.
 
-    A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it asks others.
+    A key is the logit's order-preserving bits above its expert's, reversed.
+
+    A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it
+    asks others.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -238,14 +246,19 @@ def topk_backward_kernel(
 
 
 def rows_a_program(E: int, T: int) -> int:
-    """Tokens whose logits fill 16 registers of each of 128 threads, or fewer: so many that about 128 programs share the work (512
-    tokens of 128 experts: 8.3 to 2.9 us)."""
+    """Tokens whose logits fill 16 registers of each of 128 threads, or fewer.
+
+    So many that about 128 programs share the work (512 tokens of 128 experts: 8.3 to 2.9 us).
+    """
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
 
 def tile_width(E: int, K: int, R: int) -> int:
-    """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times; few rows need more, or
-    threads would do each other's work. No more than 128 tile maxima (or K) in the program, which is unrolled."""
+    """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times.
+
+    Few rows need more, or threads would do each other's work. No more than 128 tile maxima (or K) in the
+    program, which is unrolled.
+    """
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
 

@@ -1,7 +1,9 @@
-"""The ops on the CPU: rows sorted by expert, one matrix product per expert that has rows, gradients written by hand.
+"""The ops on the CPU.
 
-Same contract, same saved tensors as the Triton path: between forward and backward live the pre-activations H and the row
-order, nothing else.
+Rows sorted by expert, one matrix product per expert that has rows, gradients written by hand.
+
+Same contract, same saved tensors as the Triton path: between forward and backward live the pre-activations H
+and the row order, nothing else.
 """
 
 import torch
@@ -12,7 +14,9 @@ from tmoe.ops.reference import ACTIVATIONS, ALPHA, LIMIT
 
 
 def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
-    """Sort rows by expert, stably. Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
+    """Sort rows by expert, stably.
+
+    Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
 
     Raises ValueError for an id that is neither -1 nor in [0, E).
     """
@@ -34,7 +38,10 @@ def spans(ends: list[int]) -> list[tuple[int, int, int]]:
 
 
 def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K: int) -> Tensor:
-    """Each token's rows, weighted, summed in fp32 in slot order: y[t] = sum_k w[t, k] * rows[row of (t, k)]."""
+    """Each token's rows, weighted, summed in fp32 in slot order.
+
+    Y[t] = sum_k w[t, k] * rows[row of (t, k)].
+    """
     dtype, acc_dtype = rows_ND.dtype, torch.promote_types(rows_ND.dtype, torch.float32)
     n, D = order.numel(), rows_ND.shape[1]
     row_TK = torch.full(

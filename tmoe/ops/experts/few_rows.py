@@ -1,15 +1,20 @@
-"""Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon): the weights flow through without a stop.
+"""Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon).
 
-With few rows the time is that of reading the weights. Two launches of `specialised` lose a ramp and a tail each, and its tiles of 64
-rows bring the weights of an expert with 65 through L2 twice. Here one warp streams the weights of all up tiles and then of all down
-tiles through a ring and waits for nothing but room in it; other warps bring the rows, those of `act` once their expert's up tiles
-are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
+The weights flow through without a stop.
 
-Tiles are drawn from a counter, all of up before any of down: whoever holds a down tile knows that every up tile that it may wait for is
-held by a program that runs. So a kernel on another stream (NCCL's, beside compute) may keep multiprocessors for as long as it likes.
+With few rows the time is that of reading the weights. Two launches of `specialised` lose a ramp and a tail
+each, and its tiles of 64 rows bring the weights of an expert with 65 through L2 twice. Here one warp streams
+the weights of all up tiles and then of all down tiles through a ring and waits for nothing but room in it;
+other warps bring the rows, those of `act` once their expert's up tiles are stored, by whichever programs had
+them. The consumers do the epilogues themselves, while the ring fills.
 
-Weights that are on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128 KB a multiprocessor are 4 us
-at the speed of memory. Two stages are enough to keep it busy; with a ring of four the others hold what has come (docs/kernels.md, eleventh).
+Tiles are drawn from a counter, all of up before any of down: whoever holds a down tile knows that every up
+tile that it may wait for is held by a program that runs. So a kernel on another stream (NCCL's, beside
+compute) may keep multiprocessors for as long as it likes.
+
+Weights that are on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128
+KB a multiprocessor are 4 us at the speed of memory. Two stages are enough to keep it busy; with a ring of
+four the others hold what has come (docs/kernels.md, eleventh).
 """
 
 from triton.experimental import gluon
@@ -36,7 +41,8 @@ thread_barrier = getattr(gl, "thread_barrier", None) or getattr(
 def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
     """Tile t's expert e, the expert's rows lo..hi, the tile's first row and its column block.
 
-    Expert by expert, and within one rows run fastest: what several row tiles multiply with comes from memory once.
+    Expert by expert, and within one rows run fastest: what several row tiles multiply with comes from memory
+    once.
     """
     m = t // num_n
     e = gl.load(tiles + 4 + m)
@@ -86,11 +92,14 @@ def load_weights(
     GUESS: gl.constexpr,
     Q: gl.constexpr,
 ):  # fmt: skip
-    """The weights' loader: draws tiles, one ahead; the ring's room holds it up, and that only FLIGHT stages may be on their way.
+    """The weights' loader: draws tiles, one ahead.
 
-    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every expert has one row tile:
-    they are thrown away, but somebody is going to ask for them again, and L2 has them then. Two steps asked for at once, and L2
-    fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
+    The ring's room holds it up, and that only FLIGHT stages may be on their way.
+
+    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every
+    expert has one row tile: they are thrown away, but somebody is going to ask for them again, and L2 has
+    them then. Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings
+    than four stages gain nothing.
     """
     if GUESS > 0:
         p = gl.program_id(0)
@@ -135,7 +144,10 @@ def load_weights(
 def rows_at(
     index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """For each CHUNK rows of a tile, where they lie in memory: rows index[r] // K, or r itself without an index."""
+    """For each CHUNK rows of a tile, where they lie in memory.
+
+    Rows index[r] // K, or r itself without an index.
+    """
     offsets = ()
     for i in gl.static_range(BM // CHUNK):
         r = gl.minimum(row + i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)), hi - 1)
@@ -150,7 +162,10 @@ def feed(
     source, offsets, count, steps, it, bufs, full, empty,
     BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile's rows, step by step; chunks behind the last of its `count` rows are left out, for no row of theirs is stored."""
+    """One tile's rows, step by step.
+
+    Chunks behind the last of its `count` rows are left out, for no row of theirs is stored.
+    """
     cols = gl.expand_dims(gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT)), 0)
     chunks = bufs._reinterpret(bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
     for k in range(steps):
@@ -174,7 +189,10 @@ def load_rows(
     LAYOUT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
+    """The rows' loader.
+
+    Tokens through the routing order, then rows of act when all of their expert's have been stored.
+    """
     gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
@@ -230,7 +248,8 @@ def multiply(
 def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
     """A slice of a tile to rows below hi of c, by ordinary stores.
 
-    L2 is to keep them before the weights that flow past: act and y are read again soon, and H finds its way to memory later, too.
+    L2 is to keep them before the weights that flow past: act and y are read again soon, and H finds its way
+    to memory later, too.
     """
     part = gl.convert_layout(part.to(c.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -308,11 +327,15 @@ def few_rows(
     SB: gl.constexpr, FLIGHT: gl.constexpr,
     GUESS: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
+    """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F].
 
-    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and counter [1], int32, must be zero.
-    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at most SB): see load_weights; not 0
-    only where routing lets this kernel in as it begins. Each kind of warps waits for the kernels before by itself (gdc_wait) for its sake.
+    Y [N, D] = act @ down[e]^T.
+
+    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and
+    counter [1], int32, must be zero.
+    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at
+    most SB): see load_weights; not 0 only where routing lets this kernel in as it begins. Each kind of warps
+    waits for the kernels before by itself (gdc_wait) for its sake.
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2

@@ -1,10 +1,10 @@
 """moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
 
-Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few rows. Backward: dh
-(gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine. With a bound on the routed pairs, the
-same walk goes over windows of so many sorted rows, adding up; windows behind the first are empty in all but skewed routing, and H
-is recomputed for them. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy serves all
-kernels that read it.
+Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few
+rows. Backward: dh (gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine.
+With a bound on the routed pairs, the same walk goes over windows of so many sorted rows, adding up; windows
+behind the first are empty in all but skewed routing, and H is recomputed for them. Where a configuration asks
+for gathered copies instead of gathering inside a kernel, one copy serves all kernels that read it.
 """
 
 import torch
@@ -22,14 +22,18 @@ try:
 except ImportError:  # no GPU then counts as one that they are for: launch.py's gluon_lacks
     hopper = few_rows = None
 
-# Of programs in a launch. One is best where products have the GPU for themselves. A program that finds its multiprocessor taken, by a
-# collective's kernel, begins when another ends: a launch in one wave then takes twice its time, in four a quarter more. Measured on
-# two GPUs that share experts: 96.8, 97.4, 99.6 and 99.9 thousand tokens/s in 1, 2, 4 and 8; with ep=2, 48.3 and 48.1 in 1 and 4.
+# Of programs in a launch. One is best where products have the GPU for themselves. A program that finds its
+# multiprocessor taken, by a collective's kernel, begins when another ends: a launch in one wave then takes
+# twice its time, in four a quarter more. Measured on two GPUs that share experts: 96.8, 97.4, 99.6 and 99.9
+# thousand tokens/s in 1, 2, 4 and 8; with ep=2, 48.3 and 48.1 in 1 and 4.
 waves = 1
 
 
 def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
-    """Whether descriptors can describe the operands: Hopper or later, 16-bit elements, whole 64-wide steps, aligned bases."""
+    """Whether descriptors can describe the operands.
+
+    Hopper or later, 16-bit elements, whole 64-wide steps, aligned bases.
+    """
     return (
         device_facts(x.device)[2]
         and x.element_size() == 2
@@ -45,7 +49,10 @@ def plain(t: Tensor, block: list[int], tma: bool) -> Operand:
 
 
 def ragged(t: Tensor, block: list[int], tma: bool) -> Operand:
-    """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at an expert's last row, or itself."""
+    """Expert-sorted rows [N, width] as kernels take them.
+
+    A descriptor that clips at an expert's last row, or itself.
+    """
     return describe_ragged(t, block) if tma else t
 
 
@@ -124,7 +131,9 @@ class Layer:
         ds: Tensor | None = None,
         bias: Tensor | None = None,
     ):
-        """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
+        """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw.
+
+        Over each expert's rows).
 
         outs are its c, c2, c3. See there for the rest.
         """
@@ -207,7 +216,10 @@ class Layer:
         return c
 
     def products(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None, down: Tensor) -> Tensor:
-        """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready` and `counter`."""
+        """act @ down^T [N, D], expert by expert; writes H unless it is None.
+
+        Once for each metadata: it may spend `ready` and `counter`.
+        """
         cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
             return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
@@ -256,7 +268,9 @@ class Layer:
         return dh, act, ds
 
     def dw(self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None) -> Tensor:
-        """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or "".
+        """[E, P, Q] = rows of a transposed times rows of b.
+
+        Gather names the operand ("a", "b") that is still [T, D], or "".
 
         Added to c, if it is given.
         """
@@ -288,10 +302,13 @@ class Layer:
         add: bool | None = None,
         fill: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
+        """y [T, D] in fixed order, weighted unless weights is None.
 
-        Added to y and d_weights, if they are given, or with add=False written over them. fill=False leaves the rows of tokens
-        that have no slot here (in any window) as they are, in y and in d_weights, instead of writing zeros.
+        With ds also the routing weights' gradient.
+
+        Added to y and d_weights, if they are given, or with add=False written over them. fill=False leaves
+        the rows of tokens that have no slot here (in any window) as they are, in y and in d_weights, instead
+        of writing zeros.
         """
         add = y is not None if add is None else add
         y = self.empty(self.T, self.D) if y is None else y

@@ -14,12 +14,13 @@ def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
     Args:
         a_ND: rows [N, D]; float32, bfloat16 or float16 (float64 on the CPU).
         b_EFD: one matrix a group [E, F, D]; dtype of a.
-        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the device, so
+        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the
+        device, so
             only the CPU refuses others.
 
     Returns:
-        c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b.
-        Raises ValueError for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
+        c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b. Raises ValueError
+        for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
     """
     check_tensors(a=a_ND, b=b_EFD, ends=ends_E)
     return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)

@@ -1,11 +1,14 @@
-"""The products for Hopper, warp-specialised (Gluon): a loader feeds, consumers multiply, finishers do the costly epilogues.
+"""The products for Hopper, warp-specialised (Gluon).
 
-The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here the loader keeps
-the ring of operand tiles full all through it. The consumers are eight warps on a 128x256 tile, or four on 64x256 where experts
-have few rows; all they do with a finished tile is to round it into shared memory. From there a plain product leaves by the copy
-engine; the epilogues that cost instructions are the finishers', while the next tile is multiplied. Two warpgroups taking turns on
-128x128 tiles hide epilogues too, but read more shared memory and L2 for each product (docs/kernels.md has the figures).
-The loader gathers rows itself (GATHER: two or four warps of cp.async), or is one warp that issues bulk copies.
+A loader feeds, consumers multiply, finishers do the costly epilogues.
+
+The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here
+the loader keeps the ring of operand tiles full all through it. The consumers are eight warps on a 128x256
+tile, or four on 64x256 where experts have few rows; all they do with a finished tile is to round it into
+shared memory. From there a plain product leaves by the copy engine; the epilogues that cost instructions are
+the finishers', while the next tile is multiplied. Two warpgroups taking turns on 128x128 tiles hide epilogues
+too, but read more shared memory and L2 for each product (docs/kernels.md has the figures). The loader gathers
+rows itself (GATHER: two or four warps of cp.async), or is one warp that issues bulk copies.
 
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
 """
@@ -59,8 +62,9 @@ def load_tiles(
             n_steps = gl.cdiv(hi - lo, BL)
         if GATHER == "a" and KIND != "dw":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-            # rows past the end are never stored. Where they are many they are left out, which costs full tiles 5%; reading
-            # token 0 for them all, every program at the same time, cost half of a tile's time
+            # rows past the end are never stored. Where they are many they are left out, which costs full
+            # tiles 5%; reading token 0 for them all, every program at the same time, cost half of a tile's
+            # time
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
@@ -135,7 +139,8 @@ def consume_tiles(
 ):  # fmt: skip
     """The consumer: the product of every tile of this program, rounded into shared memory.
 
-    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are the finishers'.
+    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are
+    the finishers'.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
@@ -153,7 +158,8 @@ def consume_tiles(
             s = it % S
             mbarrier.wait(full.index(s), it // S & 1)
             if GATHER != "":
-                fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+                # cp.async wrote through the generic proxy, wgmma reads through the async one
+                fence_async_shared()
             a_tile = a_bufs.index(s)
             if KIND == "dw":
                 a_tile = a_tile.reshape([BL, BM]).permute((1, 0))
@@ -213,7 +219,10 @@ def finish_up(
     BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr,
     R: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "up": H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores."""
+    """The finishers of "up".
+
+    H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores.
+    """
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
     phase = 0
@@ -258,10 +267,13 @@ def finish_dh(
     LAYOUT: gl.constexpr,
     CREW: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "dh": from the staged gradient of act and from H, the gradients of both halves of H, s * act and this
-    column tile's part of <d_act, act>.
+    """The finishers of "dh".
 
-    H is loaded 2 R rows ahead: with R the loads' latency, not the arithmetic, set the pace (dh of Qwen3's shape 1.57 ms, so 1.43).
+    From the staged gradient of act and from H, the gradients of both halves of H, s * act and this column
+    tile's part of <d_act, act>.
+
+    H is loaded 2 R rows ahead: with R the loads' latency, not the arithmetic, set the pace (dh of Qwen3's
+    shape 1.57 ms, so 1.43).
     """
     W: gl.constexpr = BN // SUB
     phase = 0
@@ -330,19 +342,22 @@ def specialised(
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c3 = dH, s * act, from h = H, and ds partials.
-    "dw": C[e] = A[rows]^T @ B[rows].
+    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh".
 
-    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
-    EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act alone. ACT: the activation, see `activate`.
-    bias [E, 2F] or None is added to H.
+    C, c3 = dH, s * act, from h = H, and ds partials. "dw": C[e] = A[rows]^T @ B[rows].
+
+    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the
+    routing order.
+    EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act alone. ACT: the
+    activation, see `activate`. bias [E, 2F] or None is added to H.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
     B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
     FINISH: gl.constexpr = KIND == "up" or KIND == "dh"
-    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers for 256 columns
+    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers
+    # for 256 columns
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
     ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
     OUT_BOX: gl.constexpr = [BM, BN // SUB]

@@ -1,8 +1,10 @@
-"""moe_mlp: a whole layer of SwiGLU experts as one differentiable op, forward and backward each one opaque custom op.
+"""moe_mlp.
 
-Opaque (custom_op, not triton_op): inductor would otherwise re-trace the launches, and it models neither the ragged tensor
-descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing here makes a graph break,
-needs the host, or keeps a CUDA graph from being captured.
+A whole layer of SwiGLU experts as one differentiable op, forward and backward each one opaque custom op.
+
+Opaque (custom_op, not triton_op): inductor would otherwise re-trace the launches, and it models neither the
+ragged tensor descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing
+here makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
 import torch
@@ -26,31 +28,40 @@ def moe_mlp(
     activation: str = "swiglu",
     pairs: int | None = None,
 ) -> Tensor:
-    """Each token through its K experts: y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
+    """Each token through its K experts.
+
+    Y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
 
     Args:
-        x_TD: tokens [T, D]; float32, bfloat16 or float16 (float64 on the CPU). T may be 0 and may change without recompilation.
+        x_TD: tokens [T, D]; float32, bfloat16 or float16 (float64 on the CPU). T may be 0 and may change
+        without recompilation.
         gate_up_E2FD: [E, 2F, D], gate rows first, then up; dtype of x.
         down_EDF: [E, D, F]; dtype of x.
         weights_TK: routing weights [T, K]; float32 or the dtype of x.
-        ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot that is not here and adds nothing. Any routing: empty
-            experts, all tokens on one, an expert twice for one token. On a GPU an id outside the range counts as -1 (checking it
-            would stall the stream); on the CPU it raises. The row of a token whose slots are all -1 is not read.
+        ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot that is not here and adds nothing.
+        Any routing: empty
+            experts, all tokens on one, an expert twice for one token. On a GPU an id outside the range counts
+            as -1 (checking it would stall the stream); on the CPU it raises. The row of a token whose slots
+            are all -1 is not read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
         activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.ops.reference.clamped`.
-        pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When more are here, as
-            only the device knows, they pass in further rounds of `pairs` whose pre-activations are computed again in
-            backward: any routing stays right, with memory that follows `pairs` (an expert group receives T of each rank's
-            tokens at most, but on average only one share of their pairs).
+        pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When
+        more are here, as
+            only the device knows, they pass in further rounds of `pairs` whose pre-activations are computed
+            again in
+            backward: any routing stays right, with memory that follows `pairs` (an expert group receives T of
+            each rank's tokens at most, but on average only one share of their pairs).
 
     Returns:
-        y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in float32 in slot order,
-        so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to the dtype of x: y's, and those of the
-        matrices' gradients, which in bf16 are off by 0.4% in one round and by up to 1% in sixty.)
+        y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in float32
+        in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to the
+        dtype of x: y's, and those of the matrices' gradients, which in bf16 are off by 0.4% in one round and
+        by up to 1% in sixty.)
 
-    Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the pre-activations H
-    [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for shapes, dtypes or devices that do not fit
-    together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of what is kept: SonicMoE, Guo et al. 2025.
+    Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the
+    pre-activations H [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for
+    shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of
+    what is kept: SonicMoE, Guo et al. 2025.
     """
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
     biased = {} if gate_up_bias_E2F is None else {"gate_up_bias": gate_up_bias_E2F}
@@ -69,7 +80,8 @@ def moe_mlp(
     return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
 
 
-# Library.define instead of @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long as a whole forward.
+# Library.define instead of @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long as
+# a whole forward.
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
     "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, SymInt pairs, "
@@ -83,7 +95,8 @@ _lib.define(
 )
 
 
-# Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph must not be found again.
+# Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph
+# must not be found again.
 torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
 
 

@@ -1,11 +1,15 @@
-"""Routing metadata: which row of the expert-sorted order belongs to which slot of ids, in one packed int32 tensor.
+"""Routing metadata.
 
-Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The other tables speak of
-a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it), so that memory follows P, not N. Inside an
-expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
+Which row of the expert-sorted order belongs to which slot of ids, in one packed int32 tensor.
 
-On the GPU three kernels compute it without a sort of all slots, an atomic or the host: histogram of each block of slots, scan along
-the blocks of each expert, stable rank of each slot inside its block. One does, where slots are few.
+Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The
+other tables speak of a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it),
+so that memory follows P, not N. Inside an expert, rows keep the order of their slots (a stable sort), so
+every sum has one fixed order.
+
+On the GPU three kernels compute it without a sort of all slots, an atomic or the host: histogram of each
+block of slots, scan along the blocks of each expert, stable rank of each slot inside its block. One does,
+where slots are few.
 """
 
 import torch
@@ -28,11 +32,13 @@ def _pad(n: int) -> int:
 
 
 class Metadata:
-    """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
+    """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was
+    asked for).
 
-    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E] and counter [1],
-    zeros until few.py has counted there; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
-    Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
+    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E]
+    and counter [1], zeros until few.py has counted there; tiles[BM]: count [4, only the first used], then
+    expert [capacity], then first row [capacity] of each BM-row tile. Of all rows: ends [E]; order [N]; row_of
+    [N]. The window's first row is `base`; `order` is cut to start there.
     """
 
     def __init__(self, packed: Tensor, N: int, E: int, P: int | None = None) -> None:
@@ -51,7 +57,10 @@ class Metadata:
 
     @staticmethod
     def sections(N: int, E: int, P: int) -> list[int]:
-        """Entries of each section. A table of BM-row tiles has at most P // BM + E entries: known to the host."""
+        """Entries of each section.
+
+        A table of BM-row tiles has at most P // BM + E entries: known to the host.
+        """
         tables = [4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES]
         return [_pad(E + 1), _pad(E), _pad(E + 1), *tables, _pad(E), _pad(N), _pad(N)]
 
@@ -112,7 +121,10 @@ def scan(counts, totals, NB, CHUNK: tl.constexpr):
 def write_tiles(
     table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """This expert's part of the table of BM-row tiles, from its `first` on; the last expert also writes how many there are."""
+    """This expert's part of the table of BM-row tiles, from its `first` on.
+
+    The last expert also writes how many there are.
+    """
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):
         q = s * CHUNK + tl.arange(0, CHUNK)
@@ -155,7 +167,10 @@ def tabulate(
     ends, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, base, P,
     E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
-    """The tables of rows that are sorted already: program e writes expert e's entries from the ends of all."""
+    """The tables of rows that are sorted already.
+
+    Program e writes expert e's entries from the ends of all.
+    """
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
@@ -173,8 +188,9 @@ def place(
 ):  # fmt: skip
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB).
 
-    A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting the earlier slots of
-    the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots of 128 experts; all of it takes 18 with this.
+    A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting
+    the earlier slots of the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots
+    of 128 experts; all of it takes 18 with this.
     """
     p = tl.program_id(0)
     ee = tl.arange(0, EP)
@@ -226,7 +242,9 @@ def place_few(
     UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr,
     BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p.
+    """All of it in one launch, for at most NP slots.
+
+    Program p looks at every slot and places those of expert p.
 
     The slots are `units` times UNIT: of 16 the compiler knows that it may load them 16 bytes at a time.
     """
@@ -287,7 +305,9 @@ def empty_metadata(N: int, E: int, P: int | None, device: torch.device) -> Metad
 
 
 def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
-    """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync.
+    """Metadata of ids [T, K] (int32 or int64.
+
+    Anything outside 0..E-1 is not here), on its device, without a host sync.
 
     P: rows of the window that the tables speak of; None: all.
     """
@@ -327,7 +347,10 @@ def tabulate_from(ends_E: Tensor, meta: Metadata) -> None:
 
 
 def group(ends_E: Tensor, N: int) -> Metadata:
-    """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
+    """Metadata of N rows that are sorted already, from the cumulative ends of their groups.
+
+    Order and row_of stay empty.
+    """
     meta = empty_metadata(N, ends_E.shape[0], N, ends_E.device)
     tabulate_from(ends_E, meta)
     return meta

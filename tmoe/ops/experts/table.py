@@ -1,8 +1,9 @@
 """Which configuration a kernel launches with: the tuned table, and the rule between its entries.
 
-Nothing is benchmarked in training. `table.json` is filled offline by benchmarks/tune.py, keyed by architecture, kernel, D, F
-and rows per expert; a shape that it lacks takes the entry nearest in the logarithms of these numbers, which on all ranks of a
-job is the same one. Kernels without tensor descriptors (other GPUs, other dtypes, odd widths) take fixed portable tiles.
+Nothing is benchmarked in training. `table.json` is filled offline by benchmarks/tune.py, keyed by
+architecture, kernel, D, F and rows per expert; a shape that it lacks takes the entry nearest in the
+logarithms of these numbers, which on all ranks of a job is the same one. Kernels without tensor descriptors
+(other GPUs, other dtypes, odd widths) take fixed portable tiles.
 """
 
 import functools
@@ -74,9 +75,10 @@ class Few(NamedTuple):
 def few(arch: str, rows_per_expert: float, tma: bool) -> Few | None:
     """The cut of few.py's kernel, or None where experts have too many rows for it to pay, or it cannot run.
 
-    One launch against two, forward of a layer alone on an H200, means over shapes: 0.98 of the time at 4 to 32 rows an expert, 0.97 at
-    64, 0.98 at 96, 0.90 at 128, 0.94 at 192. Two stages on their way in place of four, and a guess: 0.98 at 64, with a fifth stage of rows;
-    at 32 1.00 where tokens spread evenly, 1.02 where half of the experts have none; 1.00 at 128, 1.01 at 4.
+    One launch against two, forward of a layer alone on an H200, means over shapes: 0.98 of the time at 4 to
+    32 rows an expert, 0.97 at 64, 0.98 at 96, 0.90 at 128, 0.94 at 192. Two stages on their way in place of
+    four, and a guess: 0.98 at 64, with a fifth stage of rows; at 32 1.00 where tokens spread evenly, 1.02
+    where half of the experts have none; 1.00 at 128, 1.01 at 4.
     """
     if arch != "cuda:90" or not tma or rows_per_expert > 192:
         return None
@@ -98,10 +100,12 @@ DESCRIPTOR = {
 
 
 def portable(kernel: str, arch: str, dtype: torch.dtype, even: bool) -> Config:
-    """Pointer kernels: Ampere's cp.async wants three stages, CDNA two; float32 multiplies without matrix units, in small tiles.
+    """Pointer kernels: Ampere's cp.async wants three stages, CDNA two.
 
-    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still, and the epilogues that read as well
-    as write go by halves (no spills: tests hold it to that).
+    Float32 multiplies without matrix units, in small tiles.
+
+    Where the widths fit no whole tiles the masks take registers, so tiles are smaller still, and the
+    epilogues that read as well as write go by halves (no spills: tests hold it to that).
     """
     sub = 2 if arch.startswith("cuda") and (kernel == "dh" or (kernel == "dw_add" and even)) else 1
     if dtype == torch.float32:

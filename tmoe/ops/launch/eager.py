@@ -1,8 +1,10 @@
-"""Whether an op may go straight to its kernels: in eager mode torch's dispatcher costs as much as the launches of a small layer.
+"""Whether an op may go straight to its kernels.
 
-A registered op passes the dispatcher and a Python autograd rule of torch.library, forward and backward. On a slow host that was 0.3 to
-0.4 of 1.3 ms for a layer of 512 tokens (docs/decisions/015-launch-fast-path.md); a plain
-autograd.Function around the same code needs none of it.
+In eager mode torch's dispatcher costs as much as the launches of a small layer.
+
+A registered op passes the dispatcher and a Python autograd rule of torch.library, forward and backward. On a
+slow host that was 0.3 to 0.4 of 1.3 ms for a layer of 512 tokens (docs/decisions/015-launch-fast-path.md); a
+plain autograd.Function around the same code needs none of it.
 
 next: mlp.py
 """
@@ -24,8 +26,11 @@ _SEES = None not in (_modes, _transform, _trace, _is_legacy_batch)  # whether to
 
 
 def unwatched(*tensors: Tensor | None) -> bool:
-    """Whether nobody would see or change the op between here and its kernels: no compiler or tracer, no dispatch mode (fakes, checkpoint
-    policies, counters), no functional transform, no tensor of a class of its own. None counts as a tensor."""
+    """Whether nobody would see or change the op between here and its kernels.
+
+    No compiler or tracer, no dispatch mode (fakes, checkpoint policies, counters), no functional transform,
+    no tensor of a class of its own. None counts as a tensor.
+    """
     return (
         not torch.compiler.is_compiling()
         and _SEES
@@ -37,13 +42,19 @@ def unwatched(*tensors: Tensor | None) -> bool:
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> NoReturn:
-    """The autograd rule of an op that is a gradient itself. Not once_differentiable: that says nothing where the first gradient needs none
-    (behind a sum), nor where torch.autograd.grad names its inputs."""
+    """The autograd rule of an op that is a gradient itself.
+
+    Not once_differentiable: that says nothing where the first gradient needs none (behind a sum), nor where
+    torch.autograd.grad names its inputs.
+    """
     raise RuntimeError("tmoe's ops have no second derivative")
 
 
 def mapped(t: Tensor) -> bool:
-    """Whether torch.vmap runs the op once for each of many tensors behind this one. It says that it needs no gradient though they may."""
+    """Whether torch.vmap runs the op once for each of many tensors behind this one.
+
+    It says that it needs no gradient though they may.
+    """
     return not torch.compiler.is_compiling() and (_is_batch is None or _is_batch(t))
 
 

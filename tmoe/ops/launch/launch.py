@@ -1,7 +1,9 @@
-"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be there.
+"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be
+there.
 
-triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking and hashing their
-layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by what it depends on and calls it.
+triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking
+and hashing their layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by
+what it depends on and calls it.
 """
 
 import ast
@@ -46,7 +48,10 @@ class Address(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
+    """A tensor and the box that the copy engine moves.
+
+    Becomes triton's or Gluon's own descriptor when a kernel is compiled.
+    """
 
     base: torch.Tensor | Address
     shape: tuple[int, ...]
@@ -57,8 +62,11 @@ class Descriptor(NamedTuple):
 
 
 def strides_of(t: Tensor) -> tuple[int, ...]:
-    """A tensor's strides; those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy engine
-    takes multiples of 16 bytes."""
+    """A tensor's strides.
+
+    Those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy
+    engine takes multiples of 16 bytes.
+    """
     strides = list(t.stride())
     for i in reversed(range(len(strides))):
         if t.shape[i] == 1:
@@ -72,7 +80,10 @@ def describe(t: Tensor, block: list[int]) -> Descriptor:
 
 
 def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
-    """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
+    """Expert-sorted rows, so that a kernel can clip at any row.
+
+    Triton.tools.ragged_tma explains the two extra dimensions.
+    """
     stride = strides_of(t_NW)[0]
     shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
     return Descriptor(t_NW, shape, ((1 << 34) - stride, stride, stride, 1), [1, 1, *block])
@@ -110,16 +121,20 @@ def _facts(index: int) -> tuple[str, int, bool]:
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose programs may take their places while the kernel before it still runs (programmatic dependent launch).
+    """Options of a launch whose programs may take their places while the kernel before it still runs
+    (programmatic dependent launch).
 
-    Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream has ended. Empty where a
-    GPU cannot do it, and on a CPU (triton's interpreter).
+    Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream
+    has ended. Empty where a GPU cannot do it, and on a CPU (triton's interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
 
 
 def tf32() -> bool:
-    """Whether fp32 products may use TF32, however that was set: who has set `fp32_precision` may not ask for `allow_tf32`."""
+    """Whether fp32 products may use TF32, however that was set.
+
+    Who has set `fp32_precision` may not ask for `allow_tf32`.
+    """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -136,7 +151,10 @@ def _has_descriptors(arch: str) -> bool:
 
 @functools.cache
 def gluon_lacks() -> str:
-    """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have; "" if nothing."""
+    """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have.
+
+    "" if nothing.
+    """
     missing = set()
     try:
         modules = [importlib.import_module(f"tmoe.ops.experts.{name}") for name in ("few_rows", "hopper")]
@@ -153,10 +171,12 @@ def gluon_lacks() -> str:
 
 
 def _settle(module: str) -> None:
-    """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from, callees first.
+    """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from,
+    callees first.
 
-    A key holds the constants of all functions that are called, but triton leaves out those of a function whose own key it does not
-    know yet. Keys then depend on what was launched first, and one process does not find what another has compiled.
+    A key holds the constants of all functions that are called, but triton leaves out those of a function
+    whose own key it does not know yet. Keys then depend on what was launched first, and one process does not
+    find what another has compiled.
     """
     if module in _settled or module not in sys.modules:
         return
@@ -167,7 +187,10 @@ def _settle(module: str) -> None:
 
 
 def _fixed(kernel: Any) -> tuple[bool, ...]:
-    """Per parameter: whether the binary does not depend on its value. Kept with the kernel, whose own hash is Python's work."""
+    """Per parameter: whether the binary does not depend on its value.
+
+    Kept with the kernel, whose own hash is Python's work.
+    """
     for module in (
         "triton.language.standard",
         "triton.experimental.gluon.language._standard",
@@ -179,8 +202,8 @@ def _fixed(kernel: Any) -> tuple[bool, ...]:
 
 
 def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
-    """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
-    as its launcher takes them."""
+    """What a binary depends on, finer than triton's own distinctions, which costs no more than another
+    lookup; and the arguments as its launcher takes them."""
     hip = torch.version.hip or str(_target).startswith("hip")
     key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
@@ -205,12 +228,15 @@ def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
 
 
 def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, ...], int, list], None]:
-    """A function (grid, stream, values) that launches a binary: triton's own C function, past the Python in front of it.
+    """A function (grid, stream, values) that launches a binary.
 
-    That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
-    there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Where a
-    triton's launcher does not do what `_own_launcher` knows, triton launches. `parts`, where it goes the short way: the C
-    function, what it takes between stream and values, and (index, encoder, known maps) of each descriptor.
+    Triton's own C function, past the Python in front of it.
+
+    That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and
+    calls hooks that are not there. A map holds an address, sizes and strides, nothing of the tensor, so one
+    that was made for them serves again. Where a triton's launcher does not do what `_own_launcher` knows,
+    triton launches. `parts`, where it goes the short way: the C function, what it takes between stream and
+    values, and (index, encoder, known maps) of each descriptor.
 
     values: those of the first launch.
     """
@@ -252,7 +278,10 @@ def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known:
 
 
 def heard(hook: Any) -> Any:
-    """Whether anybody hears of launches: triton keeps a chain of calls, but takes None or a function as well."""
+    """Whether anybody hears of launches.
+
+    Triton keeps a chain of calls, but takes None or a function as well.
+    """
     return getattr(hook, "calls", hook)
 
 
@@ -267,8 +296,11 @@ class Short(NamedTuple):
 
 
 def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
-    """The way past triton's launcher of a CUDA binary; None where there is none: another GPU's, one that needs scratch memory, or
-    one that hands its C function something else than tmoe would, of which a note tells."""
+    """The way past triton's launcher of a CUDA binary; None where there is none.
+
+    Another GPU's, one that needs scratch memory, or one that hands its C function something else than tmoe
+    would, of which a note tells.
+    """
     try:
         from triton.backends.nvidia import driver
 
@@ -314,7 +346,10 @@ def _short_way(compiled: Any, encode: Callable) -> Short | None:
 
 
 def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list) -> bool:
-    """Whether triton's own launcher, called for these values, gives its C function what the short way would. Nothing is launched."""
+    """Whether triton's own launcher, called for these values, gives its C function what the short way would.
+
+    Nothing is launched.
+    """
     grid, stream, told = (2, 3, 5), 7, []
 
     def hear(*args: Any) -> None:
@@ -379,8 +414,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def current_stream() -> int:
     """The current device's, for a launch that this thread makes now."""
     if not hasattr(_thread, "ready"):
-        # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
-        # (the question whether a graph is captured makes one too, and a capture may not survive the call)
+        # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context
+        # that a call makes (the question whether a graph is captured makes one too, and a capture may not
+        # survive the call)
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
@@ -433,10 +469,12 @@ class _Driver:
 
 @contextlib.contextmanager
 def compile_only(arch: str, visit: Callable[[str, str, Callable], Any]) -> Iterator[None]:
-    """Instead of launching, call visit(kernel's name, key, compile) at every launch; tensors may be on the meta device.
+    """Instead of launching, call visit(kernel's name, key, compile) at every launch.
 
-    compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must be called inside.
-    Equal keys mean equal binaries. Not re-entrant.
+    Tensors may be on the meta device.
+
+    compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must
+    be called inside. Equal keys mean equal binaries. Not re-entrant.
     """
     global _compiling, _target
     before = getattr(triton.runtime.driver, "_active", None)

@@ -1,9 +1,10 @@
-"""Compiles every kernel that given layers launch into triton's cache, each once, however many processes want it at the same time.
+"""Compiles every kernel that given layers launch into triton's cache, each once, however many processes want
+it at the same time.
 
-A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever finds a lock taken
-goes on with the next kernel and comes back. Nobody waits for anything but a file, so no collective can be left waiting either.
-Kernels that the cache already holds whole are only looked at, so a half-written cache, or one that lost or tore files, costs what is
-missing.
+A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever
+finds a lock taken goes on with the next kernel and comes back. Nobody waits for anything but a file, so no
+collective can be left waiting either. Kernels that the cache already holds whole are only looked at, so a
+half-written cache, or one that lost or tore files, costs what is missing.
 """
 
 import contextlib
@@ -63,8 +64,10 @@ def trace(
 
 
 class WholeCache(FileCacheManager or object):  # pyrefly: ignore
-    """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
-    them at each start, and finds out about a torn binary when it is loaded."""
+    """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took.
+
+    Triton itself fails on some of them at each start, and finds out about a torn binary when it is loaded.
+    """
 
     def get_group(self, filename: str) -> dict | None:
         try:
@@ -106,7 +109,8 @@ def compile_under_locks(wanted: dict[str, Callable], folder: Path) -> None:
 def _compile(compile: Callable, path: Path, wait: bool) -> bool:
     """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false.
 
-    Without a lock where there can be none: in a cache that is whole and read-only, or another user's, triton only reads.
+    Without a lock where there can be none: in a cache that is whole and read-only, or another user's, triton
+    only reads.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -151,12 +155,13 @@ def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
 
 
 def precompile(arch: str, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
-    """Compile all kernels that traces [(trace or its like, *arguments)] launch on arch, in this many processes.
+    """Compile all kernels that traces [(trace or its like, *arguments)] launch on arch, in this many
+    processes.
 
     Returns (compiled, wanted).
 
-    The processes are forked: they only compile, and a fork does not import torch again. Call it before threads and process
-    groups exist.
+    The processes are forked: they only compile, and a fork does not import torch again. Call it before
+    threads and process groups exist.
     """
     if processes == 1:
         return work(arch, traces)
@@ -181,7 +186,8 @@ def precompile(arch: str, traces: Sequence[tuple], processes: int) -> tuple[int,
         ) from None
     finally:
         for process, _ in started:
-            process.terminate()  # has ended, unless another has failed: a killed one leaves locks and a cache that others can use
+            # has ended, unless another has failed: a killed one leaves locks and a cache that others can use
+            process.terminate()
             process.join()
     return sum(compiled for compiled, _ in done), done[0][1]
 

@@ -1,9 +1,11 @@
-"""A call's allocations and launches, remembered: when one with equal shapes comes again, only addresses are new.
+"""A call's allocations and launches, remembered.
 
-What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and alignments alone, and nothing
-but `empty` and `launch` touches the device there. So the second call of a kind is written down, and the third decides nothing: of a
-layer's backward, which autograd runs on a thread of its own with cold caches, that was most of the host's time
-(docs/decisions/016-replay.md).
+When one with equal shapes comes again, only addresses are new.
+
+What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and
+alignments alone, and nothing but `empty` and `launch` touches the device there. So the second call of a kind
+is written down, and the third decides nothing: of a layer's backward, which autograd runs on a thread of its
+own with cold caches, that was most of the host's time (docs/decisions/016-replay.md).
 
 next: gpu.py
 """
@@ -31,8 +33,10 @@ _programs: dict = {}  # kind -> None when it was seen once, then its Program, or
 def remembered(
     run: Callable[..., tuple[Tensor | None, ...]], tensors: Tensors, *how: Hashable
 ) -> tuple[Tensor | None, ...]:
-    """run(*tensors, *how), a function of gpu.py; tensors (or None) lie on the current device, and results are tensors that it has
-    allocated, or None."""
+    """run(*tensors, *how), a function of gpu.py.
+
+    Tensors (or None) lie on the current device, and results are tensors that it has allocated, or None.
+    """
     hooks = knobs.runtime
     if (
         TorchDispatchMode is None
@@ -66,7 +70,10 @@ def remembered(
 
 
 class Tape:
-    """Hears what `launch` and `empty` do, and finds out whose memory an address is. `whole` until something cannot be replayed."""
+    """Hears what `launch` and `empty` do, and finds out whose memory an address is.
+
+    `whole` until something cannot be replayed.
+    """
 
     def __init__(self, tensors: Tensors) -> None:
         self.spans, self.holders, self.events, self.whole = [], [], [], True
@@ -83,7 +90,10 @@ class Tape:
         self.holders.append((lambda: None) if t is None else weakref.ref(t))
 
     def _find(self, address: int) -> tuple[int, int]:
-        """(number of the buffer, bytes from its start). A buffer counts while its own tensor lives: another one may get its memory."""
+        """(number of the buffer, bytes from its start).
+
+        A buffer counts while its own tensor lives: another one may get its memory.
+        """
         for i in reversed(range(len(self.spans))):
             begin, end = self.spans[i]
             if begin <= address < end and self.holders[i]() is not None:
@@ -153,7 +163,10 @@ class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
 
 
 class Program:
-    """What a call does. Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use."""
+    """What a call does.
+
+    Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use.
+    """
 
     def __init__(self, steps: list[tuple], results: list[int | None]) -> None:
         self.steps, self.results = steps, results
