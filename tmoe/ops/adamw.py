@@ -1,9 +1,10 @@
 """AdamW on any number of tensors in one pass over their memory.
 
-Clipping, the choice not to step, and the copy to compute with, all included.
+Clipping, the choice not to step, and the copy to compute with are all part of that pass.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -13,8 +14,8 @@ from torch import Tensor
 from tmoe.ops.launch.launch import cdiv, launch
 
 BLOCK = 1024
-# numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight,
-# grad, mean, square, copy, step
+# numbers in the table's line for a tensor: its first program, its elements, and the addresses of its weight,
+# grad, mean, square, copy and step
 ROW = tl.constexpr(8)
 DTYPES = {
     torch.float32: tl.float32,
@@ -26,7 +27,7 @@ DTYPES = {
 
 @triton.jit
 def pointer(line, dtype, WIDE: tl.constexpr):
-    """To a tensor whose address stands in the table; WIDE: 16-byte aligned."""
+    """The tensor whose address stands in the table; WIDE: it is 16-byte aligned."""
     p = tl.load(line).to(tl.pointer_type(dtype), bitcast=True)
     return tl.multiple_of(p, 16) if WIDE else p
 
@@ -36,6 +37,7 @@ def adamw_kernel(
     table, lines, factor, finite, lr, beta1, beta2, eps, decay,
     GRAD: tl.constexpr, COPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One AdamW step for BLOCK elements of the tensor that this program's line of the table describes."""
     if tl.load(finite) == 0:
         return
     program = tl.program_id(0)
@@ -88,23 +90,27 @@ def adamw_(
         tensors: (weight, grad, mean, square, copy, step) of each parameter, all on one GPU.
             weight, mean, square: fp32 and contiguous; weight decays by lr * decay.
             grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not
-            written.
+                written.
             copy: contiguous, receives the new weight, rounded to its type; or None.
             step: 0-dim fp32, the number of this step, from 1.
-        betas: the corrections 1 - beta^step are fp32's: in the first steps the step's length is off by 1e-6
-        of itself at 0.99, 1e-5 at
-            0.999, 1e-4 at 0.9999. (A series that has no such loss spilled registers.)
-        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody
-        waits for them.
-    28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it
-    takes on the GPU. One launch takes all tensors of equal types: with one for each, 408 in moe-pilot-14b,
-    the host was slower than the GPU. ValueError for tensors that are not as above; RuntimeError where a CUDA
-    graph is captured.
+        betas: the corrections 1 - beta^step are computed in fp32: in the first steps the step's length is off
+            by 1e-6 of itself at 0.99, 1e-5 at 0.999, 1e-4 at 0.9999. (A series without this loss spilled
+            registers.)
+        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. These scalars stay on the GPU, so
+            the host does not wait for them.
+
+    Raises ValueError for tensors that are not as above, RuntimeError while a CUDA graph is captured.
+
+    Memory traffic is 28 bytes an element with a bf16 gradient and a bf16 copy, and takes all of the time on
+    the GPU. One launch takes all tensors of equal types: with one launch for each, 408 in moe-pilot-14b, the
+    host was slower than the GPU.
     """
-    tables, programs = defaultdict(list), defaultdict(int)
+    tables = defaultdict(list)
+    programs = defaultdict(int)
     for *parts, step in tensors:
         weight, grad, mean, square, copy = parts
-        numel, sizes = weight.numel(), [0 if t is None else t.element_size() for t in parts]
+        numel = weight.numel()
+        sizes = [0 if t is None else t.element_size() for t in parts]
         if not (
             weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
             and all(
@@ -117,13 +123,15 @@ def adamw_(
                 for t in (*parts, step, finite)
             ]
             raise ValueError(
-                f"adamw_: weight, mean, square and step must be fp32, all contiguous, of weight's length and on {factor.device}; "
+                "adamw_: weight, mean, square and step must be fp32, all contiguous, "
+                f"of weight's length and on {factor.device}; "
                 f"weight, grad, mean, square, copy, step, finite: {got}"
             )
         starts = [0 if t is None else t.data_ptr() for t in parts]
-        # What is not wide apart, so that one and the same binary works on an element however a tensor is cut:
-        # another one may round otherwise. All pieces of a tensor cut at multiples of 16 elements are wide
-        # where it is.
+
+        # The part that is not wide is launched apart, so that the same binary works on an element however a
+        # tensor is cut: another binary may round otherwise. All pieces of a tensor cut at multiples of 16
+        # elements are wide where the tensor is.
         wide = 0 if any(start % 16 for start in starts) else numel - numel % 16
         for begin, end in ((0, wide), (wide, numel)):
             if begin < end:
@@ -131,6 +139,7 @@ def adamw_(
                 addresses = [start + begin * size for start, size in zip(starts, sizes, strict=True)]
                 tables[key].append((programs[key], end - begin, *addresses, step.data_ptr()))
                 programs[key] += cdiv(end - begin, BLOCK)
+
     for key, lines in tables.items():
         with torch.cuda.device_of(factor):
             if factor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -148,10 +157,10 @@ def adamw_(
 
 
 def trace(dtype: torch.dtype) -> None:
-    """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside
-    compile_only."""
+    """Launch what training in dtype needs, with and without copies; on meta tensors, inside compile_only."""
     # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
-    weight, number = torch.empty(17, device="meta"), torch.empty((), device="meta")
+    weight = torch.empty(17, device="meta")
+    number = torch.empty((), device="meta")
     for grad in {torch.float32, dtype}:
         for copy in [None] if dtype == torch.float32 else [None, weight.to(dtype)]:
             parts = weight, weight.to(grad), weight, weight, copy

@@ -10,9 +10,8 @@ from tmoe.stack import take
 _tracks_gradients = take(
     "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words"
 )
-_LEVELS = hasattr(
-    forward_ad, "_current_level"
-)  # tells without a look at each tensor that there is no tangent
+# this tells without a look at each tensor that there is no tangent
+_LEVELS = hasattr(forward_ad, "_current_level")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
@@ -21,20 +20,27 @@ INTS = (torch.int32, torch.int64)
 def require(ok: object, name: str, got: object, valid: object) -> None:
     """Raise ValueError unless ok.
 
-    Hot paths test first and call this with False: the words cost more than the test.
+    Hot paths test first and call this with False: composing the words costs more than the test.
     """
     if not ok:
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on where x lies; of meta, which knows none, torch may not be asked."""
+    """Whether autocast is on where x lies.
+
+    torch may not be asked about the meta device, which has no autocast.
+    """
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent,
-    which torch would drop, and for torch.func's gradients, of which torch would say something else."""
+    """Raise unless every argument is a tensor that these ops can differentiate.
+
+    ValueError for what is no tensor, None included. NotImplementedError for a forward-mode tangent, which
+    torch would drop in silence, and for a tensor of torch.func's gradients, about which torch would say
+    something unrelated.
+    """
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")
@@ -44,7 +50,8 @@ def check_tensors(**tensors: object) -> None:
             )
         if not torch.compiler.is_compiling() and _tracks_gradients and _tracks_gradients(t):
             raise NotImplementedError(
-                f"{name}: got a tensor of torch.func's grad, vjp or jacrev, but this op is differentiated by torch.autograd alone"
+                f"{name}: got a tensor of torch.func's grad, vjp or jacrev, "
+                "but this op is differentiated by torch.autograd alone"
             )
 
 
@@ -127,6 +134,7 @@ def check_grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> None:
 
 
 def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
+    """Raise ValueError unless x has a type that its device computes in, and the others have the same."""
     valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
     require(x.dtype in valid, first, x.dtype, f"one of {valid} on {x.device.type}")
     for name, t in others.items():
@@ -134,9 +142,9 @@ def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
 
 
 def check_device(x: Tensor, **others: Tensor) -> None:
-    """Raise ValueError unless all lie where x does.
+    """Raise ValueError unless all tensors lie on x's device.
 
-    Fakes ask too: of tensors on several devices, torch runs the fake if one is meta.
+    Fakes check it too: of tensors on several devices, torch runs the fake if one of them is meta.
     """
     for name, t in others.items():
         require(t.device == x.device, name, t.device, f"the input's {x.device}")

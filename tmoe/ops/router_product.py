@@ -11,6 +11,9 @@ would do for a plain sum, but the gradient of a softmax adds up to zero over exp
 sum must not be the rounding of its terms.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -113,7 +116,8 @@ torch.library.register_autograd("tmoe::router_product_backward", no_second_deriv
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
     """logits [T, E] fp32: one product, and with a W of several pieces the sum of theirs."""
-    (T, _), E = x.shape, weight.shape[0]
+    T = x.shape[0]
+    E = weight.shape[0]
     pieces = PIECES.get(weight.dtype, 3)
     if not T:
         return x.new_empty(0, E, dtype=torch.float32)
@@ -129,11 +133,13 @@ def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
 
     The pieces of dx are added inside its product.
     """
-    (E, D), pieces = weight.shape, PIECES.get(weight.dtype, 3)
+    E, D = weight.shape
+    pieces = PIECES.get(weight.dtype, 3)
     if not x.shape[0]:
         return torch.empty_like(x), torch.zeros_like(weight)
-    # [lo |] mid | hi        times x: dW mid | hi [| hi] times the rows of W hi, hi [, mid]: dx, without mid *
-    # mid, which is 2^-16 of hi * hi
+    # [lo |] mid | hi         times x: dW
+    #        mid | hi [| hi]  times the rows of W hi, hi [, mid]: dx
+    # without mid * mid, which is 2^-16 of hi * hi
     several = pieces > 1
     d = beside(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
     width = cdiv(E, ALIGN) * ALIGN
@@ -145,7 +151,7 @@ def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """a b of bf16 operands, added in fp32 and rounded once to dtype."""
-    if not a.is_cuda or torch.version.hip:  # bf16 in, fp32 out is cuBLAS's alone
+    if not a.is_cuda or torch.version.hip:  # only cuBLAS takes bf16 and gives fp32
         return (a.float() @ b.float()).to(dtype)
     return torch.mm(a, b, out_dtype=dtype)
 
@@ -182,7 +188,7 @@ def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
 def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
     """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a
     and zeros around."""
-    if a_RC.device.type != "cpu":  # meta: see trace
+    if a_RC.device.type != "cpu":  # meta tensors too: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
     R, C = a_RC.shape
     pieces = three_pieces(a_RC)
@@ -247,8 +253,6 @@ def split_gpu(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
 
 def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     """Run the op on meta tensors inside compile_only, as precompile.py does; dtype: of the weight."""
-    x, weight = (
-        torch.empty(T, D, dtype=torch.bfloat16, device="meta"),
-        torch.empty(E, D, dtype=dtype, device="meta"),
-    )
+    x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(E, D, dtype=dtype, device="meta")
     backward(forward(x, weight), x, weight)

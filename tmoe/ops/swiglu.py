@@ -3,10 +3,8 @@
     forward     h = x gate_up^T   act = silu(gate) up   y = act down^T
     backward    d_act = dy down   act again, dh         the gradients of down, x and gate_up
 
-Products are torch.mm. Between two of them stands one pass over memory, which in backward makes act and dh at
-once.
-
-next: exchange.py
+Products are torch.mm. Between two of them stands one pass over memory, which in backward computes act and dh
+together.
 """
 
 import torch
@@ -42,8 +40,9 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
 
 
 def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """act [T, F], and the gradient of h, given that of act (else None). Contiguous, as both results."""
-    T, F = h_T2F.shape[0], h_T2F.shape[1] // 2
+    """act [T, F] from h [T, 2F]; given the gradient of act, also that of h (else None). All contiguous."""
+    T = h_T2F.shape[0]
+    F = h_T2F.shape[1] // 2
     act = torch.empty(T, F, dtype=h_T2F.dtype, device=h_T2F.device)
     dh = None if d_act_TF is None else torch.empty_like(h_T2F)
     columns = min(1024, power_of_2(F))

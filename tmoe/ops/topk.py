@@ -6,6 +6,8 @@ Eager, softmax and topk write the probabilities and keep them for backward: 16 M
 experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -267,7 +269,8 @@ def forward(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The op on the GPU."""
     logits = logits.contiguous()
     T, E = logits.shape
-    weights, ids = logits.new_empty(T, K, dtype=torch.float32), logits.new_empty(T, K, dtype=torch.int32)
+    weights = logits.new_empty(T, K, dtype=torch.float32)
+    ids = logits.new_empty(T, K, dtype=torch.int32)
     R = rows_a_program(E, T)
     if T:
         launch(

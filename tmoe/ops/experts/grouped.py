@@ -1,5 +1,7 @@
 """grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 

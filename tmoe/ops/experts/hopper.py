@@ -1,14 +1,14 @@
-"""The products for Hopper, warp-specialised (Gluon).
-
-A loader feeds, consumers multiply, finishers do the costly epilogues.
+"""The products for Hopper, warp-specialised (Gluon): a loader, consumers and finishers.
 
 The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here
 the loader keeps the ring of operand tiles full all through it. The consumers are eight warps on a 128x256
 tile, or four on 64x256 where experts have few rows; all they do with a finished tile is to round it into
 shared memory. From there a plain product leaves by the copy engine; the epilogues that cost instructions are
-the finishers', while the next tile is multiplied. Two warpgroups taking turns on 128x128 tiles hide epilogues
-too, but read more shared memory and L2 for each product (docs/kernels.md has the figures). The loader gathers
-rows itself (GATHER: two or four warps of cp.async), or is one warp that issues bulk copies.
+the finishers' work, while the next tile is multiplied.
+
+Two warpgroups taking turns on 128x128 tiles hide epilogues too, but read more shared memory and L2 for each
+product (docs/kernels.md has the figures). The loader gathers rows itself (GATHER: two or four warps of
+cp.async), or is one warp that issues bulk copies.
 
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
 """
@@ -62,9 +62,9 @@ def load_tiles(
             n_steps = gl.cdiv(hi - lo, BL)
         if GATHER == "a" and KIND != "dw":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-            # rows past the end are never stored. Where they are many they are left out, which costs full
-            # tiles 5%; reading token 0 for them all, every program at the same time, cost half of a tile's
-            # time
+            # Rows past the end are never stored. Where they are many they are left out, which costs full
+            # tiles 5%. Reading token 0 for them all, in every program at the same time, cost half of a
+            # tile's time.
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
@@ -137,10 +137,10 @@ def consume_tiles(
     OUTS: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer: the product of every tile of this program, rounded into shared memory.
+    """The consumers: the product of every tile of this program, rounded into shared memory.
 
     From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are
-    the finishers'.
+    left to the finishers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
@@ -170,9 +170,8 @@ def consume_tiles(
             else:
                 b_tile = b_bufs.index(s).reshape([BL, BN])
             acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
-            acc = warpgroup_mma_init(
-                warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            )  # wait returns a plain tensor
+            # wait returns a plain tensor
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
             mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -221,7 +220,7 @@ def finish_up(
 ):  # fmt: skip
     """The finishers of "up".
 
-    H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores.
+    H, if it is kept, leaves shared memory by the copy engine, the activation by ordinary stores.
     """
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
@@ -269,11 +268,11 @@ def finish_dh(
 ):  # fmt: skip
     """The finishers of "dh".
 
-    From the staged gradient of act and from H, the gradients of both halves of H, s * act and this column
-    tile's part of <d_act, act>.
+    From the staged gradient of act and from H they compute the gradients of both halves of H, s * act, and
+    this column tile's part of <d_act, act>.
 
-    H is loaded 2 R rows ahead: with R the loads' latency, not the arithmetic, set the pace (dh of Qwen3's
-    shape 1.57 ms, so 1.43).
+    H is loaded 2 R rows ahead. With R rows the loads' latency, not the arithmetic, set the pace (dh of
+    Qwen3's shape took 1.57 ms, and takes 1.43).
     """
     W: gl.constexpr = BN // SUB
     phase = 0
@@ -342,14 +341,16 @@ def specialised(
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh".
+    """One of the products, by KIND.
 
-    C, c3 = dH, s * act, from h = H, and ds partials. "dw": C[e] = A[rows]^T @ B[rows].
+        "rows"  C = A @ B[e]
+        "up"    c, c2, c3 = gate, up, act
+        "dh"    c, c3 = dH, s * act, from h = H; and partial sums of ds
+        "dw"    C[e] = A[rows]^T @ B[rows]
 
     GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the
-    routing order.
-    EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act alone. ACT: the
-    activation, see `activate`. bias [E, 2F] or None is added to H.
+    routing order. EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act
+    alone. ACT: the activation, see `activate`. bias [E, 2F] or None is added to H.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
@@ -378,9 +379,8 @@ def specialised(
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(
-            full.index(i), count=1 if GATHER == "" else 32 * CREW + 1
-        )  # one arrival a cp.async thread
+        # one arrival a cp.async thread
+        mbarrier.init(full.index(i), count=1 if GATHER == "" else 32 * CREW + 1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(staged, count=1)
     mbarrier.init(taken, count=1)

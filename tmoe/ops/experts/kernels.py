@@ -1,17 +1,14 @@
-"""The Triton kernels of the expert computation.
-
-Four products over expert-sorted rows, and the sum over a token's rows.
+"""The Triton kernels of the experts: four products over expert-sorted rows, and the sum over a token's rows.
 
 Every product is persistent (a fixed grid strides over tiles; the number of tiles is read on the device) and
 exists once. With TMA, operands are tensor descriptors and results leave through ragged descriptors, whose
 hardware clipping keeps a tile from writing into the next expert's rows. Without, the same arguments are
-pointers and masks do the clipping: every other GPU, and every shape that descriptors cannot describe. GATHER
-reads an operand's rows through the routing order, so gathered copies of x and dy never exist. SUB slices the
-accumulator's columns in the epilogue: less shared memory and fewer live registers.
+pointers and masks do the clipping: on every other GPU, and for every shape that descriptors cannot describe.
+GATHER reads an operand's rows through the routing order, so gathered copies of x and dy never exist. SUB
+slices the accumulator's columns in the epilogue: less shared memory and fewer live registers.
 
 Letters as everywhere: N routed rows, D model width, F expert width, E experts, K experts per token. `e, lo,
-hi, row` locate a
-tile: expert, the expert's rows lo..hi, the tile's first row.
+hi, row` locate a tile: expert, the expert's rows lo..hi, the tile's first row.
 """
 
 import triton
@@ -23,9 +20,9 @@ RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's tw
 
 @triton.jit
 def tile_at(t, tiles, capacity, offsets, num_n, GROUP):
-    """Tile t.
+    """Tile t's expert, the expert's rows lo..hi, the tile's first row and its column tile.
 
-    Within GROUP row tiles, rows run fastest, so what is in flight at once shares both operands in L2.
+    Within GROUP row tiles, rows run fastest, so the tiles in flight at once share both operands in L2.
     """
     num_m = tl.load(tiles)
     per_group = GROUP * num_n
@@ -124,9 +121,8 @@ def product(
     l = tl.arange(0, BL)
     r = row + tl.arange(0, BM)
     if GATHER:
-        r = (
-            tl.load(order + r, mask=r < hi, other=0) // K
-        )  # rows past the end read token 0 and are never stored
+        # rows past the end read token 0 and are never stored
+        r = tl.load(order + r, mask=r < hi, other=0) // K
     a_at = a
     if GATHER or not TMA:
         a_at = a + r.to(tl.int64)[:, None] * stride_a + l[None, :]
@@ -184,7 +180,9 @@ def sigmoid(x, FAST: tl.constexpr):
         return 1 / d
 
 
-ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # of the clamped SwiGLU
+# of the clamped SwiGLU
+ALPHA = tl.constexpr(1.702)
+LIMIT = tl.constexpr(7.0)
 
 
 @triton.jit
@@ -199,7 +197,7 @@ def clamped(gate, up):
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
     """SwiGLU: silu(gate) * up; "clamped": see reference.py.
 
-    The place to add another activation, with its derivative below.
+    This is the place to add another activation, with its derivative below.
     """
     if ACT == "clamped":
         gate, up = clamped(gate, up)
@@ -210,11 +208,10 @@ def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
-    """Recompute the activation, chain the gradient d of w * act.
+    """Recompute the activation and chain the gradient d of w * act: (w * act, d_gate, d_up, d * act).
 
-    (w * act, d_gate, d_up, d * act), in ten multiplications.
-
-    The epilogue that calls this is bound by instructions, so what is shared is computed once.
+    It takes ten multiplications: the epilogue that calls this is bound by instructions, so what is shared is
+    computed once.
     """
     if ACT == "clamped":
         g, u = clamped(gate, up)
@@ -240,8 +237,10 @@ def up_kernel(
     ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up, for BN/2 columns of each half at a
-    time."""
+    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up.
+
+    A tile has BN/2 columns of each half.
+    """
     BF: tl.constexpr = BN // 2
     BS: tl.constexpr = BF // SUB
     num_n = tl.cdiv(F, BF)
@@ -275,7 +274,7 @@ def rows_kernel(
 ):  # fmt: skip
     """C[rows of e] = A[rows of e] @ B[e]^T (B_ROWS) or @ B[e].
 
-    The down projection, its like in grouped_mm, and every dX.
+    This is the down projection, the product of grouped_mm, and every dX.
     """
     num_n = tl.cdiv(W, BN)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -295,12 +294,11 @@ def dh_kernel(
     ACT: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From dA = dY[tokens] @ down[e], with the activation recomputed from H.
+    """dH, s * act (for down's gradient) and partial sums of ds.
 
-    DH, s * act (for down's gradient), ds partials.
-
-    ds[pn, r] is this column tile's part of <dA, act>, the gradient of row r's routing weight s; the parts are
-    added in fixed order by combine_kernel.
+    They come from dA = dY[tokens] @ down[e], with the activation recomputed from H. ds[pn, r] is this column
+    tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts in fixed
+    order.
     """
     num_n = tl.cdiv(F, BN)
     BS: tl.constexpr = BN // SUB
@@ -347,11 +345,9 @@ def dw_kernel(
 ):  # fmt: skip
     """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
 
-    ADD: added to what C holds.
-
-    Experts come by decreasing row count. An expert without rows stores zeros: no memset. The token index of
-    the next step is loaded a step ahead by hand, since an index load inside the loop halves the depth of the
-    compiler's pipeline.
+    ADD: added to what C holds. Experts come by decreasing row count. An expert without rows stores zeros: no
+    memset. The token index of the next step is loaded a step ahead by hand, since an index load inside the
+    loop halves the depth of the compiler's pipeline.
     """
     num_m = tl.cdiv(P, BM)
     num_n = tl.cdiv(Q, BN)
@@ -388,10 +384,13 @@ def dw_kernel(
 
 @triton.jit
 def add_slots(
-    acc, t, at, rows, weights, cols, N, D, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr
+    acc, t, at, rows, weights, cols, N, D,
+    FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t in this order, all of which are asked for
-    before any is added."""
+    """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t, in this order.
+
+    All of them are asked for before any is added.
+    """
     loaded = ()
     for k in tl.static_range(FIRST, FIRST + G):
         if k < K:
@@ -430,7 +429,7 @@ def add_parts(
 ):
     """d_weights of token t: the sum of the parts that dh left in ds, in order.
 
-    Where a slot is not here 0 (ADD: what is there).
+    Where a slot is not here it is 0 (ADD: what is there stays).
     """
     k = tl.arange(0, KP)
     row = tl.load(row_of + t * K + k, mask=k < K, other=-1) - base
@@ -487,12 +486,12 @@ def combine_kernel(
 ):  # fmt: skip
     """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order.
 
-    With DS also d_weights from ds.
+    DS: also d_weights from ds.
 
-    Slots whose row lies outside of the N rows from base on add nothing; G of them at a time are passed over
-    where none of these is here. ADD: added to what y and d_weights hold, by a few programs that go over all
-    tokens; nearly always there is nothing to add. Not FILL: a token without any slot in row_of keeps what y
-    and d_weights hold of it. EARLY: see launch.py's early.
+    Slots whose row lies outside of the N rows from base on add nothing; where none of G slots is here, all G
+    are passed over. ADD: added to what y and d_weights hold, by a few programs that go over all tokens;
+    nearly always there is nothing to add. Not FILL: a token without any slot in row_of keeps what y and
+    d_weights hold of it. EARLY: see launch.py's early.
     """
     if EARLY:
         gdc_wait()

@@ -7,6 +7,8 @@ ragged tensor descriptors nor the choice of kernels. Output shapes follow from i
 here makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -121,7 +123,7 @@ def _forward_cpu(
     N, (E, F2, _) = ids.numel(), gate_up.shape
     order, ends = cpu.route(ids, E)
     h = x.new_empty(N, F2)
-    y = cpu.moe_mlp_forward(x, gate_up, down, weights, order, ends, bias, activation, h)
+    y = cpu.moe_mlp_forward(x, cpu.Experts(gate_up, down, bias, activation), weights, order, ends, h)
     meta = Metadata(ids.new_zeros(Metadata.size(N, E), dtype=torch.int32), N, E)
     meta.ends[:] = torch.tensor(ends, dtype=torch.int32)
     meta.order[: order.numel()] = order
@@ -180,7 +182,8 @@ def _backward_cpu(
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
     with torch.autocast("cpu", enabled=False):  # whoever calls backward inside of it
-        *grads, d_bias = cpu.moe_mlp_backward(dy, x, gate_up, down, weights, h, order, ends, bias, activation)
+        experts = cpu.Experts(gate_up, down, bias, activation)
+        *grads, d_bias = cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
     return *grads, x.new_empty(0) if d_bias is None else d_bias
 
 

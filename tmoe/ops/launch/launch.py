@@ -1,9 +1,8 @@
-"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be
-there.
+"""How a kernel is launched, and how launches become compilations for a GPU that may be absent.
 
 triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking
 and hashing their layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by
-what it depends on and calls it.
+what the binary depends on, and calls it.
 """
 
 import ast
@@ -14,7 +13,7 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -31,26 +30,27 @@ from tmoe.stack import note
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
-_settled = set()  # modules of which triton knows all keys
-# asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+_settled: set[str] = set()  # modules of which triton knows all keys
+# checked first, since isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
 _PLAIN = {bool, str, float, type(None)}
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
 MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
 
 
 class Address(NamedTuple):
-    """What is left of a tensor where nothing else is asked for."""
+    """What is left of a tensor where only its address is needed."""
 
     address: int
 
     def data_ptr(self) -> int:
+        """As torch.Tensor's."""
         return self.address
 
 
 class Descriptor(NamedTuple):
     """A tensor and the box that the copy engine moves.
 
-    Becomes triton's or Gluon's own descriptor when a kernel is compiled.
+    It becomes triton's or Gluon's own descriptor when a kernel is compiled.
     """
 
     base: torch.Tensor | Address
@@ -62,10 +62,9 @@ class Descriptor(NamedTuple):
 
 
 def strides_of(t: Tensor) -> tuple[int, ...]:
-    """A tensor's strides.
+    """A tensor's strides; dimensions of one element get those of a contiguous tensor.
 
-    Those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy
-    engine takes multiples of 16 bytes.
+    In torch these may be anything, but the copy engine takes multiples of 16 bytes.
     """
     strides = list(t.stride())
     for i in reversed(range(len(strides))):
@@ -75,14 +74,14 @@ def strides_of(t: Tensor) -> tuple[int, ...]:
 
 
 def describe(t: Tensor, block: list[int]) -> Descriptor:
-    """A whole tensor."""
+    """A whole tensor, in boxes of this block."""
     return Descriptor(t, t.shape, strides_of(t), block)
 
 
 def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
     """Expert-sorted rows, so that a kernel can clip at any row.
 
-    Triton.tools.ragged_tma explains the two extra dimensions.
+    triton.tools.ragged_tma explains the two extra dimensions.
     """
     stride = strides_of(t_NW)[0]
     shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
@@ -104,7 +103,7 @@ def _native(arg: Any, kernel: Any) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    """triton.cdiv costs 10 us a call outside kernels."""
+    """a / b, rounded up. (triton.cdiv costs 10 us a call outside kernels.)"""
     return -(-a // b)
 
 
@@ -121,11 +120,11 @@ def _facts(index: int) -> tuple[str, int, bool]:
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch whose programs may take their places while the kernel before it still runs
-    (programmatic dependent launch).
+    """Options of a launch whose programs may start while the kernel before it still runs.
 
-    Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream
-    has ended. Empty where a GPU cannot do it, and on a CPU (triton's interpreter).
+    This is programmatic dependent launch. Such a kernel waits by gdc_wait before it uses anything in memory:
+    then everything before it on the stream has ended. Empty where a GPU cannot do it, and on a CPU (triton's
+    interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
 
@@ -133,13 +132,14 @@ def early(device: torch.device) -> dict[str, bool]:
 def tf32() -> bool:
     """Whether fp32 products may use TF32, however that was set.
 
-    Who has set `fp32_precision` may not ask for `allow_tf32`.
+    Once `fp32_precision` has been set, torch raises on `allow_tf32`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _has_descriptors(arch: str) -> bool:
     # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+    """Whether the kernels for Hopper run on this architecture with this triton."""
     if arch != "cuda:90":
         return False
     if missing := gluon_lacks():
@@ -151,9 +151,9 @@ def _has_descriptors(arch: str) -> bool:
 
 @functools.cache
 def gluon_lacks() -> str:
-    """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have.
+    """What the kernels for Hopper use and this triton's Gluon does not have; "" if nothing.
 
-    "" if nothing.
+    Gluon is experimental, so its names change.
     """
     missing = set()
     try:
@@ -171,12 +171,11 @@ def gluon_lacks() -> str:
 
 
 def _settle(module: str) -> None:
-    """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from,
-    callees first.
+    """Let triton compute the keys of a module's kernels, callees first.
 
-    A key holds the constants of all functions that are called, but triton leaves out those of a function
-    whose own key it does not know yet. Keys then depend on what was launched first, and one process does not
-    find what another has compiled.
+    That includes the modules that it takes functions from. A key holds the constants of all functions that
+    are called, but triton leaves out those of a function whose own key it does not know yet. Keys would then
+    depend on what was launched first, and one process would not find what another has compiled.
     """
     if module in _settled or module not in sys.modules:
         return
@@ -187,9 +186,9 @@ def _settle(module: str) -> None:
 
 
 def _fixed(kernel: Any) -> tuple[bool, ...]:
-    """Per parameter: whether the binary does not depend on its value.
+    """For each parameter, whether the binary does not depend on its value.
 
-    Kept with the kernel, whose own hash is Python's work.
+    Kept as an attribute of the kernel, since a dict would hash the kernel in Python.
     """
     for module in (
         "triton.language.standard",
@@ -202,8 +201,10 @@ def _fixed(kernel: Any) -> tuple[bool, ...]:
 
 
 def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
-    """What a binary depends on, finer than triton's own distinctions, which costs no more than another
-    lookup; and the arguments as its launcher takes them."""
+    """What a binary depends on, and the arguments as its launcher takes them.
+
+    The key is finer than triton's own distinctions; that costs no more than another lookup.
+    """
     hip = torch.version.hip or str(_target).startswith("hip")
     key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
@@ -217,7 +218,7 @@ def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
             key += arg.block
         elif isinstance(arg, torch.Tensor):
             key.append(arg.dtype)
-            if hip:  # there triton also asks whether 32 bits reach all of a tensor
+            if hip:  # there triton also distinguishes whether 32 bits reach all of a tensor
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             arg = arg.data_ptr()
             key.append(arg % 16)
@@ -228,15 +229,15 @@ def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
 
 
 def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, ...], int, list], None]:
-    """A function (grid, stream, values) that launches a binary.
+    """A function (grid, stream, values) that launches a binary by triton's own C function.
 
-    Triton's own C function, past the Python in front of it.
+    It skips the Python in front of that function, which encodes every tensor map anew (8 us each, 30 of them
+    in a layer's forward and backward) and calls hooks that are not there. A map holds an address, sizes and
+    strides, nothing of the tensor, so one that was made for them serves again. Where triton's launcher does
+    not do what `_own_launcher` knows, triton launches.
 
-    That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and
-    calls hooks that are not there. A map holds an address, sizes and strides, nothing of the tensor, so one
-    that was made for them serves again. Where a triton's launcher does not do what `_own_launcher` knows,
-    triton launches. `parts`, where it goes the short way: the C function, what it takes between stream and
-    values, and (index, encoder, known maps) of each descriptor.
+    A function that goes the short way has `parts`: the C function, what it takes between stream and values,
+    and (index, encoder, known maps) of each descriptor.
 
     values: those of the first launch.
     """
@@ -252,9 +253,10 @@ def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, .
     hooks = knobs.runtime
 
     def direct(grid: tuple[int, ...], stream: int, values: list) -> None:
-        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
+        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler listens
             return as_triton_does(grid, stream, values)
-        flat, start = [], 0
+        flat = []
+        start = 0
         for i, encode, known in maps:
             flat += values[start:i]
             flat += encoded(values[i], encode, known)
@@ -278,10 +280,7 @@ def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known:
 
 
 def heard(hook: Any) -> Any:
-    """Whether anybody hears of launches.
-
-    Triton keeps a chain of calls, but takes None or a function as well.
-    """
+    """Whether anything listens to launches: triton keeps a chain of calls, but also takes None or a function."""
     return getattr(hook, "calls", hook)
 
 
@@ -290,16 +289,15 @@ class Short(NamedTuple):
 
     call: Callable
     head: tuple
-    maps: (
-        list  # (index, what makes a list of what stands in `flat` for it) of each descriptor among the values
-    )
+    # of each descriptor among the values: (index, what makes the list that stands in `flat` for it)
+    maps: list
 
 
 def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
     """The way past triton's launcher of a CUDA binary; None where there is none.
 
-    Another GPU's, one that needs scratch memory, or one that hands its C function something else than tmoe
-    would, of which a note tells.
+    There is none for another GPU's binary, for one that needs scratch memory, and for one whose C function
+    would get something other than tmoe hands over; a note tells of the last.
     """
     try:
         from triton.backends.nvidia import driver
@@ -314,7 +312,8 @@ def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
     except (ImportError, AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
         pass
     note(
-        f"triton {triton.__version__}'s launcher is unknown: its own Python launches each kernel, which takes longer"
+        f"triton {triton.__version__}'s launcher is unknown: "
+        "its own Python launches each kernel, which takes longer"
     )
     return None
 
@@ -346,11 +345,12 @@ def _short_way(compiled: Any, encode: Callable) -> Short | None:
 
 
 def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list) -> bool:
-    """Whether triton's own launcher, called for these values, gives its C function what the short way would.
+    """Whether triton's own launcher would give its C function, for these values, what the short way gives.
 
     Nothing is launched.
     """
-    grid, stream, told = (2, 3, 5), 7, []
+    grid, stream = (2, 3, 5), 7  # any
+    told = []
 
     def hear(*args: Any) -> None:
         told.append(args)
@@ -412,11 +412,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def current_stream() -> int:
-    """The current device's, for a launch that this thread makes now."""
+    """The current device's stream, for a launch that this thread makes now."""
     if not hasattr(_thread, "ready"):
-        # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context
-        # that a call makes (the question whether a graph is captured makes one too, and a capture may not
-        # survive the call)
+        # Autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context
+        # that a call makes. The question whether a graph is captured makes one too; mem_get_info might end
+        # a capture.
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
@@ -425,7 +425,7 @@ def current_stream() -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty, of which a tape hears."""
+    """torch.empty, recorded by a tape if one listens."""
     t = torch.empty(shape, dtype=dtype, device=device)
     if tape := getattr(_thread, "tape", None):
         tape.allocated(t)
@@ -434,7 +434,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 @contextlib.contextmanager
 def recording(tape: Any) -> Iterator[None]:
-    """This thread's allocations and launches are told to tape: replay.py."""
+    """This thread's allocations and launches are told to the tape (replay.py)."""
     _thread.tape = tape
     try:
         yield
@@ -443,7 +443,7 @@ def recording(tape: Any) -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether inside compile_only."""
+    """Whether this runs inside compile_only."""
     return _compiling is not None
 
 
@@ -471,10 +471,9 @@ class _Driver:
 def compile_only(arch: str, visit: Callable[[str, str, Callable], Any]) -> Iterator[None]:
     """Instead of launching, call visit(kernel's name, key, compile) at every launch.
 
-    Tensors may be on the meta device.
-
-    compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must
-    be called inside. Equal keys mean equal binaries. Not re-entrant.
+    Tensors may be on the meta device. compile() returns the kernel compiled for arch ("cuda:90",
+    "hip:gfx942"), which may be absent; it must be called inside. Equal keys mean equal binaries. Not
+    re-entrant.
     """
     global _compiling, _target
     before = getattr(triton.runtime.driver, "_active", None)

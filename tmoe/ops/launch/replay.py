@@ -1,18 +1,17 @@
-"""A call's allocations and launches, remembered.
-
-When one with equal shapes comes again, only addresses are new.
+"""Remembers a call's allocations and launches: a later call with equal shapes only needs new addresses.
 
 What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and
 alignments alone, and nothing but `empty` and `launch` touches the device there. So the second call of a kind
-is written down, and the third decides nothing: of a layer's backward, which autograd runs on a thread of its
-own with cold caches, that was most of the host's time (docs/decisions/016-replay.md).
+is recorded, and the third decides nothing. In a layer's backward, which autograd runs on its own thread with
+cold caches, deciding was most of the host's time (docs/decisions/016-replay.md).
 
 next: gpu.py
 """
 
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,16 +25,17 @@ TorchDispatchMode: Any = take(
     "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches anew"
 )
 
-KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
+KEPT = 256  # kinds of call: else batches of ever new sizes would fill memory
+Tensors = Sequence[Tensor | None]
 _programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
 
 
 def remembered(
     run: Callable[..., tuple[Tensor | None, ...]], tensors: Tensors, *how: Hashable
 ) -> tuple[Tensor | None, ...]:
-    """run(*tensors, *how), a function of gpu.py.
+    """run(*tensors, *how), where run is a function of gpu.py.
 
-    Tensors (or None) lie on the current device, and results are tensors that it has allocated, or None.
+    tensors (or None) lie on the current device; results are tensors that run has allocated, or None.
     """
     hooks = knobs.runtime
     if (
@@ -57,7 +57,8 @@ def remembered(
     program = _programs.get(kind, ...)
     if program is ...:
         if len(_programs) >= KEPT:
-            _programs.pop(list(_programs)[0], None)  # noqa: RUF015  (one step each: another thread may do the same)
+            # one step each, since another thread may do the same
+            _programs.pop(list(_programs)[0], None)  # noqa: RUF015
         _programs[kind] = None
         return run(*tensors, *how)
     if program is None:
@@ -70,21 +71,25 @@ def remembered(
 
 
 class Tape:
-    """Hears what `launch` and `empty` do, and finds out whose memory an address is.
+    """Records what `launch` and `empty` do, and finds which tensor's memory an address belongs to.
 
-    `whole` until something cannot be replayed.
+    `whole` becomes False when something cannot be replayed.
     """
 
     def __init__(self, tensors: Tensors) -> None:
-        self.spans, self.holders, self.events, self.whole = [], [], [], True
+        self.spans: list[tuple[int, int]] = []  # of each buffer: its first address, and the one past its end
+        self.holders: list[Callable[[], Tensor | None]] = []  # of each buffer: its tensor, if it lives
+        self.events: list[tuple] = []
+        self.whole = True
         self.inputs = len(tensors)
         for t in tensors:
             self._add(t)
         known = sorted(span for span in self.spans if span[0] < span[1])
         if any(before[1] > after[0] for before, after in itertools.pairwise(known)):
-            self.whole = False  # an address in both could be either's
+            self.whole = False  # inputs overlap: an address in both could belong to either
 
     def _add(self, t: Tensor | None) -> None:
+        """Number the buffer of a tensor (None: an empty one)."""
         begin = 0 if t is None else t.data_ptr()
         self.spans.append((begin, begin if t is None else begin + t.nbytes))
         self.holders.append((lambda: None) if t is None else weakref.ref(t))
@@ -92,7 +97,7 @@ class Tape:
     def _find(self, address: int) -> tuple[int, int]:
         """(number of the buffer, bytes from its start).
 
-        A buffer counts while its own tensor lives: another one may get its memory.
+        A buffer counts while its own tensor lives: afterwards another one may get its memory.
         """
         for i in reversed(range(len(self.spans))):
             begin, end = self.spans[i]
@@ -102,21 +107,25 @@ class Tape:
         return 0, 0
 
     def allocated(self, t: Tensor) -> None:
+        """`empty` has made t."""
         self._add(t)
         self.events.append(("empty", t.shape, t.dtype))
 
     def launched(self, run: Any, grid: tuple[int, ...], args: Sequence, values: Sequence) -> None:
+        """`launch` calls run(grid, stream, values) for these arguments."""
         if not hasattr(run, "parts"):
             self.whole = False  # triton's own launcher
             return
         call, head, maps = run.parts
         encoders = {i: (encode, known) for i, encode, known in maps}
-        flat, slots, boxes, used = [], [], [], set()
+        flat: list = []  # what the C function takes; None where an address has to be filled in
+        slots, boxes = [], []  # where addresses and tensor maps belong in it
+        used = set()  # buffers
         for i, (arg, value) in enumerate(zip(args, values, strict=True)):
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
                 length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
-                box = arg._replace(base=Address(0))  # or the tensor would live as long as the program
+                box = arg._replace(base=Address(0))  # else the tensor would live as long as the program
                 boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length
                 used.add(buffer)
@@ -130,6 +139,7 @@ class Tape:
         self.events.append(("launch", call, grid, head, flat, slots, boxes, used))
 
     def program(self, results: Tensors) -> "Program | Literal[False]":
+        """What was recorded, as a Program that returns the like of results; False if it has no replay."""
         numbers = {
             id(holder()): i
             for i, holder in enumerate(self.holders)
@@ -150,7 +160,7 @@ class Tape:
 
 
 class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
-    """Tells a tape of torch's own ops: what they do, no program repeats."""
+    """Tells a tape of torch's own ops, which no program repeats."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -163,16 +173,19 @@ class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
 
 
 class Program:
-    """What a call does.
+    """What a call does, step by step.
 
-    Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use.
+    Buffers are numbered: first the call's tensors, then those that it allocates. Each is freed behind its
+    last use.
     """
 
     def __init__(self, steps: list[tuple], results: list[int | None]) -> None:
-        self.steps, self.results = steps, results
+        self.steps = steps
+        self.results = results
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
-        device, stream = tensors[0].device, launch.current_stream()
+        device = tensors[0].device
+        stream = launch.current_stream()
         held = list(tensors)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         for step in self.steps:
