@@ -7,6 +7,8 @@ Products are torch.mm. Between two of them stands one pass over memory, which in
 together.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +41,7 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
     tl.store(act + at, a.to(act.dtype.element_ty), mask=here)
 
 
-def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Any]:
     """act [T, F] from h [T, 2F]; given the gradient of act, also that of h (else None). All contiguous."""
     T = h_T2F.shape[0]
     F = h_T2F.shape[1] // 2

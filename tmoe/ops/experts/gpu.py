@@ -9,7 +9,7 @@ for gathered copies instead of gathering inside a kernel, one copy serves all ke
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
-from tmoe.ops.experts.table import Config, few, pick
+from tmoe.ops.experts.table import Config, Few, few, pick
 from tmoe.ops.launch.launch import (
     Descriptor,
     cdiv,
@@ -37,7 +37,7 @@ except ImportError:  # then launch.py's gluon_lacks says that no GPU can run the
     hopper = few_rows = None
 
 Operand = Tensor | Descriptor  # as a kernel takes it
-Outs = tuple[Tensor | None, Tensor | None, Tensor | None]
+Outs = tuple[Any, Any, Any]  # tensors or None
 
 # Waves of programs in a launch. One is best where products have the GPU to themselves. A program that finds
 # its multiprocessor taken by a collective's kernel begins when another one ends: a launch in one wave then
@@ -128,7 +128,7 @@ class Layer:
         """An upper bound on the tiles of a result with `width` columns, `columns` a tile."""
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
-    def tile_args(self, cfg: Config) -> tuple[Tensor, int, Tensor]:
+    def tile_args(self, cfg: Config | Few) -> tuple[Tensor, int, Tensor]:
         """The table of row tiles, its capacity and the experts' offsets, as kernels take them."""
         return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
@@ -157,6 +157,8 @@ class Layer:
         dw = kind == "dw"
         finish = kind in ("up", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
+
+        # operands: descriptors, unless they are gathered
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
         if dw:
             b_box = [cfg.BL, cfg.BN]
@@ -167,11 +169,17 @@ class Layer:
         a_arg = a if gather == "a" else describe_ragged(a, a_box)
         b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
         box = [cfg.BM, cfg.BN // cfg.SUB]
+
+        # results: some are stored by the copy engine, some by the finishers
         c, c2, c3 = outs
-        if kind == "up" and c is not None:
+        keeps_h = kind == "up" and c is not None
+        if keeps_h:
             c, c2 = describe_ragged(c, box), describe_ragged(c2, box)
         elif not finish:
-            c = c3 = describe(c, [1, *box]) if dw else describe_ragged(c, box)
+            result: Any = outs[0]
+            c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
+
+        # tiles: of every expert's matrix, or of its rows
         num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
         num_n = cdiv(width, columns)
         if dw:
@@ -185,7 +193,7 @@ class Layer:
             a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
-            kind == "up" and c is not None, gather,
+            keeps_h, gather,
             dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
             num_warps=cfg.warps,
         )  # fmt: skip
@@ -403,7 +411,7 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     meta = route(ids, down.shape[0], pairs)
     h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
-    y = None
+    y: Any = None
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
@@ -435,13 +443,15 @@ def backward(
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
-            h = layer.empty(pairs, gate_up.shape[1])
+            h = layer.empty(pairs, gate_up.shape[1])  # of a window behind the first: computed again
             layer.up(gate_up, bias, h)
+
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
-        dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
+        dy_N: Any = None if fused[0] and fused[1] else layer.gathered(dy)
         dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
         d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
         del dy_N, act
+
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
         d_gate_up = layer.dw(
             "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up

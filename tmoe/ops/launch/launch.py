@@ -280,7 +280,7 @@ def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known:
 
 
 def heard(hook: Any) -> Any:
-    """Whether anything listens to launches: triton keeps a chain of calls, but also takes None or a function."""
+    """Whether anything listens to launches: triton keeps a chain of calls, or takes None or a function."""
     return getattr(hook, "calls", hook)
 
 
@@ -359,6 +359,7 @@ def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list)
     run.launch = _with_function(run.launch, hear)
     natives = [_native(value, kernel) for value in values]
     run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *natives)
+
     flat, maps = [], []
     encoders = dict(short.maps)
     for i, value in enumerate(values):
@@ -398,6 +399,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             tape.launched(kernel, grid, args, args)
         kernel[grid](*[_native(a, kernel) for a in args], **options)
         return
+
     device = triton.runtime.driver.active.get_current_device()
     key, values = _key(args, getattr(kernel, "tmoe_fixed", None) or _fixed(kernel))
     key = (id(kernel), device, *options.values(), *key)

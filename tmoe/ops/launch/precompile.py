@@ -80,7 +80,7 @@ class WholeCache(FileCacheManager or object):  # pyrefly: ignore
         return group if binaries and all(binaries) else None
 
 
-def whole(path: str) -> bool:
+def whole(path: str | Path) -> bool:
     """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
     with open(path, "rb") as file:
         head = file.read(64)
@@ -155,11 +155,13 @@ def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
     return len(compiled), len(wanted)
 
 
-def precompile(arch: str, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
+def precompile(arch: Any, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
     """Compile all kernels that the traces launch on arch, in this many processes: (compiled, wanted).
 
-    traces: [(trace or its like, *arguments)]. The processes are forked: they only compile, and a fork does
-    not import torch again. Call it before threads and process groups exist.
+    arch: "cuda:90" or the like. traces: [(trace or its like, *arguments)].
+
+    The processes are forked: they only compile, and a fork does not import torch again. Call it before
+    threads and process groups exist.
     """
     if processes == 1:
         return work(arch, traces)
@@ -180,12 +182,12 @@ def precompile(arch: str, traces: Sequence[tuple], processes: int) -> tuple[int,
             done.append(answer)
     except EOFError:
         raise RuntimeError(
-            f"a process that compiled kernels for {arch} died: out of memory (fewer take less: --processes 1), "
-            f"or a compiler that does not know {arch}"
+            f"a process that compiled kernels for {arch} died: out of memory "
+            f"(fewer take less: --processes 1), or a compiler that does not know {arch}"
         ) from None
     finally:
         for process, _ in started:
-            # it has ended, unless another has failed; a killed one leaves locks and a cache that others can use
+            # it has ended, unless another has failed; a killed one leaves usable locks and cache files
             process.terminate()
             process.join()
     return sum(compiled for compiled, _ in done), done[0][1]

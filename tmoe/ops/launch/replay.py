@@ -30,9 +30,7 @@ Tensors = Sequence[Tensor | None]
 _programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
 
 
-def remembered(
-    run: Callable[..., tuple[Tensor | None, ...]], tensors: Tensors, *how: Hashable
-) -> tuple[Tensor | None, ...]:
+def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> tuple:
     """run(*tensors, *how), where run is a function of gpu.py.
 
     tensors (or None) lie on the current device; results are tensors that run has allocated, or None.
@@ -45,6 +43,7 @@ def remembered(
         or heard(hooks.launch_exit_hook)
     ):
         return run(*tensors, *how)
+
     kind = [run, *how, launch.tf32(), tensors[0].device]
     for t in tensors:
         if t is None:
@@ -54,6 +53,7 @@ def remembered(
         else:
             return run(*tensors, *how)
     kind = tuple(kind)
+
     program = _programs.get(kind, ...)
     if program is ...:
         if len(_programs) >= KEPT:
@@ -148,9 +148,12 @@ class Tape:
         found = [None if t is None else numbers.get(id(t)) for t in results]
         if not self.whole or any(i is None and t is not None for i, t in zip(found, results, strict=True)):
             return False
+
         last = {}  # buffer -> the last launch that uses it
         for at, event in enumerate(self.events):
             last |= dict.fromkeys(event[-1], at) if event[0] == "launch" else {}
+
+        # a buffer that the call allocated itself, and does not return, is freed behind its last launch
         steps = []
         for at, event in enumerate(self.events):
             steps.append(event[:-1] if event[0] == "launch" else event)
