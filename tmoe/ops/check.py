@@ -109,7 +109,8 @@ def check_shared(x_TD: Tensor, gate_up_2GD: Tensor, down_DG: Tensor, fp8: bool) 
     """Raise ValueError unless a SwiGLU's matrices fit the tokens that it is to run beside."""
     require(not fp8, "fp8", fp8, "False beside a shared expert")
     require(down_DG.dim() == 2, "shared_down", f"shape {tuple(down_DG.shape)}", "[D, G]")
-    D, G = x_TD.shape[1], down_DG.shape[1]
+    D = x_TD.shape[1]
+    G = down_DG.shape[1]
     for name, t, shape in (("shared_gate_up", gate_up_2GD, (2 * G, D)), ("shared_down", down_DG, (D, G))):
         require(tuple(t.shape) == shape, name, f"shape {tuple(t.shape)}", shape)
         _check_types("x", x_TD, **{name: t})

@@ -2,13 +2,13 @@
 
 A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi -
 mid, exact down to 2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in
-fp32, and fp32 is what the units add in; so the product of x with the pieces of W side by side, and the sum of
-what they give, is fp32's. A bf16 W is one piece.
+fp32, and the units add in fp32; so the product of x with the pieces of W side by side, and the sum of what
+they give, is as accurate as fp32's. A bf16 W is one piece.
 
 The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two
-(right to 2^-17 of each element, where bf16 shows 2^-8). dx is bf16: two of dlogits and at most two of W. One
-would do for a plain sum, but the gradient of a softmax adds up to zero over experts, and what is left of the
-sum must not be the rounding of its terms.
+(right to 2^-17 of each element, where bf16 shows 2^-8). dx is bf16: it takes two of dlogits and at most two
+of W. One would do for a plain sum, but the gradient of a softmax adds up to zero over experts, and what is
+left of the sum must not be the rounding of its terms.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,18 @@ ALIGN = 8  # experts: rows of bf16 pieces start on 16 bytes, or cuBLAS reads the
 
 
 def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x W^T with fp32's accuracy whatever the settings for fp32 products (TF32) or autocast.
+    """x W^T with fp32's accuracy, whatever the settings for fp32 products (TF32) or autocast.
 
-    Args: x_TD [T, D] bfloat16; T may be 0 and may change without recompilation. weight_ED [E, D] of any float
-    type (float64
-        counts as float32). Any E and D; on a GPU multiples of 4 and 8 are fast.
-    Returns: logits_TE fp32. Differentiable, once, in both; gradients in the types of x and weight. Keeps
-    nothing but its inputs. Raises ValueError for shapes, types or devices that do not fit. What an fp32
-    product makes inf or NaN, this makes inf or NaN.
+    Args:
+        x_TD: [T, D] bfloat16; T may be 0 and may change without recompilation.
+        weight_ED: [E, D] of any float type (float64 counts as float32). Any E and D; on a GPU multiples of 4
+            and 8 are fast.
 
-    Not for float16 x: it takes two pieces, so twice the work, and nothing here trains in it.
+    Returns logits_TE fp32, differentiable once in both arguments, with gradients in their types. Keeps
+    nothing but its inputs. What an fp32 product makes inf or NaN, this makes inf or NaN. Raises ValueError
+    for shapes, types or devices that do not fit.
+
+    Not for float16 x: it would take two pieces, so twice the work, and no model here trains in it.
     """
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
     require(x_TD.dtype == torch.bfloat16, "x", x_TD.dtype, torch.bfloat16)
@@ -129,9 +131,9 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, D] and dW [E, D]: dlogits split once; two products.
+    """dx [T, D] and dW [E, D].
 
-    The pieces of dx are added inside its product.
+    dlogits is split once, for two products; the pieces of dx are added inside its product.
     """
     E, D = weight.shape
     pieces = PIECES.get(weight.dtype, 3)
@@ -157,7 +159,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Their sum in fp32, the small ones (which come first) first, rounded once to dtype."""
+    """Their sum in fp32, rounded once to dtype. The small parts come first, and are added first."""
     total = parts[0]
     for part in parts[1:-1]:
         total = total + part
@@ -165,9 +167,9 @@ def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
-    """[R, pieces * columns].
+    """[R, pieces * columns]: the pieces of a in this order, side by side.
 
-    The pieces of a in this order, side by side, each padded with zeros to a multiple of ALIGN.
+    Each is padded with zeros to a multiple of ALIGN columns.
     """
     R, C = a_RC.shape
     columns = cdiv(C, ALIGN) * ALIGN
@@ -186,8 +188,10 @@ def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
-    """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a
-    and zeros around."""
+    """Fill out with pieces of a, and with zeros around them.
+
+    out is a view [pieces, rows >= R, columns >= C] whose columns are next to each other.
+    """
     if a_RC.device.type != "cpu":  # meta tensors too: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
     R, C = a_RC.shape
@@ -200,7 +204,7 @@ def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
 def three_pieces(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(hi, mid, lo), bf16.
 
-    Where bf16(a) would be inf and a is not, hi is bf16's largest; of inf and NaN all is in hi.
+    Where bf16(a) would be inf and a is not, hi is bf16's largest. Of inf and NaN all is in hi.
     """
     a = a.float()
     finite = a.abs() < float("inf")

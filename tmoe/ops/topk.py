@@ -1,9 +1,7 @@
-"""softmax_topk.
+"""softmax_topk: a router's choice of experts as one differentiable op that keeps nothing extra for backward.
 
-A router's choice as one differentiable op, which keeps nothing that its callers do not keep anyway.
-
-Eager, softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms of a layer of 64
-experts and 32768 tokens. Here backward computes them again from the logits.
+In eager mode softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms for a
+layer of 64 experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
 from typing import Any
@@ -24,15 +22,16 @@ from tmoe.ops.launch.launch import cdiv, early, launch
 def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The K largest of softmax(logits[t]), in decreasing order, and which they are.
 
-    Divided by their sum if renormalize.
+    With renormalize they are divided by their sum; this is also the softmax over the K largest logits. Of
+    equal logits the lower expert comes first (on a GPU; on a CPU the order is torch.topk's). NaN counts as
+    largest, and its token's weights are NaN.
 
-    With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert
-    comes first (on a GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are
-    NaN.
+    Args:
+        logits_TE: [T, E], any float type (fp64 on a CPU only). T may be 0.
+        K: 1 <= K <= E.
 
-    Args: logits_TE [T, E], any float type (fp64 on a CPU only); 1 <= K <= E. T may be 0.
-    Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
-    Raises ValueError for shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
+    Returns weights_TK fp32 (fp64 for fp64 logits), differentiable, and ids_TK int32. Raises ValueError for
+    shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
     """
     check_tensors(logits=logits_TE)
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
@@ -69,6 +68,7 @@ _lib.define(
 
 
 def _wide(logits: Tensor) -> torch.dtype:
+    """The type of the weights: fp32, or fp64 for fp64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -163,10 +163,8 @@ def topk_kernel(
 ):  # fmt: skip
     """R tokens a program: K times the largest key.
 
-    A key is the logit's order-preserving bits above its expert's, reversed.
-
-    A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it
-    asks others.
+    A key is the logit's order-preserving bits above its expert's, reversed. A row lies in EP / W tiles of W
+    columns; a thread looks for the largest in them by itself before it asks other threads.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -248,18 +246,20 @@ def topk_backward_kernel(
 
 
 def rows_a_program(E: int, T: int) -> int:
-    """Tokens whose logits fill 16 registers of each of 128 threads, or fewer.
+    """Tokens a program: their logits fill at most 16 registers of each of 128 threads.
 
-    So many that about 128 programs share the work (512 tokens of 128 experts: 8.3 to 2.9 us).
+    Fewer where that leaves under some 128 programs to share the work (512 tokens of 128 experts: 8.3 us
+    became 2.9).
     """
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
 
 def tile_width(E: int, K: int, R: int) -> int:
-    """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times.
+    """Columns of a tile.
 
-    Few rows need more, or threads would do each other's work. No more than 128 tile maxima (or K) in the
-    program, which is unrolled.
+    32 columns are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times. Few rows need
+    more columns, or threads would do each other's work. The program is unrolled, so it has no more than 128
+    tile maxima (or K).
     """
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))

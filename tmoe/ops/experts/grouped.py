@@ -11,18 +11,17 @@ from tmoe.ops.launch.eager import no_second_derivative
 
 
 def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T, rows past the last end give zeros.
+    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T; rows past the last end give zeros.
 
     Args:
         a_ND: rows [N, D]; float32, bfloat16 or float16 (float64 on the CPU).
         b_EFD: one matrix a group [E, F, D]; dtype of a.
-        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the
-        device, so
-            only the CPU refuses others.
+        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N. They stay on
+            the device, so only the CPU refuses others.
 
-    Returns:
-        c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b. Raises ValueError
-        for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
+    Returns c_NF [N, F] in the dtype of a, accumulated in float32, differentiable in a and b. Raises
+    ValueError for shapes, dtypes or devices that do not fit together. Definition:
+    `tmoe.ops.reference.grouped_mm`.
     """
     check_tensors(a=a_ND, b=b_EFD, ends=ends_E)
     return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)

@@ -1,10 +1,8 @@
-"""moe_mlp.
+"""moe_mlp: a whole layer of SwiGLU experts as one differentiable op, opaque to compilers.
 
-A whole layer of SwiGLU experts as one differentiable op, forward and backward each one opaque custom op.
-
-Opaque (custom_op, not triton_op): inductor would otherwise re-trace the launches, and it models neither the
-ragged tensor descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing
-here makes a graph break, needs the host, or keeps a CUDA graph from being captured.
+Opaque, not a triton_op: inductor would otherwise re-trace the launches, and it models neither the ragged
+tensor descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing here
+makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
 from typing import Any
@@ -30,35 +28,32 @@ def moe_mlp(
     activation: str = "swiglu",
     pairs: int | None = None,
 ) -> Tensor:
-    """Each token through its K experts.
+    """Each token through its K experts, e = ids[t, k].
 
-    Y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t]), e = ids[t, k].
+        y[t] = sum_k weights[t, k] * down[e] act(gate[e] x[t], up[e] x[t])
 
     Args:
         x_TD: tokens [T, D]; float32, bfloat16 or float16 (float64 on the CPU). T may be 0 and may change
-        without recompilation.
+            without recompilation.
         gate_up_E2FD: [E, 2F, D], gate rows first, then up; dtype of x.
         down_EDF: [E, D, F]; dtype of x.
         weights_TK: routing weights [T, K]; float32 or the dtype of x.
         ids_TK: experts [T, K]; int32 or int64 in 0..E-1, or -1 for a slot that is not here and adds nothing.
-        Any routing: empty
-            experts, all tokens on one, an expert twice for one token. On a GPU an id outside the range counts
-            as -1 (checking it would stall the stream); on the CPU it raises. The row of a token whose slots
-            are all -1 is not read.
+            Any routing: empty experts, all tokens on one, an expert twice for one token. On a GPU an id
+            outside the range counts as -1 (checking it would stall the stream); on the CPU it raises. The row
+            of a token whose slots are all -1 is not read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
         activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.ops.reference.clamped`.
         pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When
-        more are here, as
-            only the device knows, they pass in further rounds of `pairs` whose pre-activations are computed
-            again in
-            backward: any routing stays right, with memory that follows `pairs` (an expert group receives T of
-            each rank's tokens at most, but on average only one share of their pairs).
+            more are here, as only the device knows, they pass in further rounds of `pairs` whose
+            pre-activations are computed again in backward. Any routing stays right, with memory that follows
+            `pairs`. (An expert group receives T of each rank's tokens at most, but on average only one share
+            of their pairs.)
 
-    Returns:
-        y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in float32
-        in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to the
-        dtype of x: y's, and those of the matrices' gradients, which in bf16 are off by 0.4% in one round and
-        by up to 1% in sixty.)
+    Returns y_TD [T, D] in the dtype of x. Products accumulate in float32; a token's experts are added in
+    float32 in slot order, so equal inputs give equal bits. (Between two rounds of `pairs` sums are rounded to
+    the dtype of x: y's, and those of the matrices' gradients, which in bf16 are off by 0.4% in one round and
+    by up to 1% in sixty.)
 
     Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the
     pre-activations H [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for
@@ -86,13 +81,14 @@ def moe_mlp(
 # a whole forward.
 _lib = torch.library.Library("tmoe", "FRAGMENT")
 _lib.define(
-    "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, SymInt pairs, "
-    "bool keep) -> (Tensor, Tensor, Tensor)",
+    "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, "
+    "str activation, SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _lib.define(
-    "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
-    "Tensor? bias, str activation, SymInt pairs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, "
+    "Tensor packed, Tensor? bias, str activation, SymInt pairs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -103,7 +99,7 @@ torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 
 
 
 def _rows(x: Tensor, ids: Tensor, pairs: int) -> int:
-    """Rows of H: the CPU has room for all of them, since pages that nobody touches cost nothing."""
+    """Rows of H. The CPU has room for all of them, since pages that are never touched cost nothing."""
     return ids.numel() if x.device.type == "cpu" else pairs
 
 
