@@ -11,7 +11,7 @@ of W. One would do for a plain sum, but the gradient of a softmax adds up to zer
 left of the sum must not be the rounding of its terms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tmoe.ops.check import check_tensors, require
+from tmoe.ops.check import require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.eager import no_second_derivative
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.register import Backward, register_differentiable
 
 HI, MID, LO = 0, 1, 2
 PIECES = {torch.bfloat16: 1, torch.float16: 2}  # of W; three of what is wider
@@ -53,67 +53,21 @@ def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return torch.ops.tmoe.router_product(x_TD, weight_ED)
 
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
-_lib.define("router_product(Tensor x, Tensor weight) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_lib.define(
-    "router_product_backward(Tensor dlogits, Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def _without_autocast(run: Callable) -> Callable:
+    """run(*tensors), in the types that it asks for."""
+
+    def exact(*tensors: Tensor) -> Any:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return run(*tensors)
+
+    return exact
 
 
-@torch.library.impl("tmoe::router_product", "CPU", lib=_lib)
-def _forward_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return forward(x, weight)
-
-
-@torch.library.impl("tmoe::router_product", "CUDA", lib=_lib)
-def _forward_gpu(x: Tensor, weight: Tensor) -> Tensor:
-    with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
-        return forward(x, weight)
-
-
-@torch.library.register_fake("tmoe::router_product", lib=_lib)
 def _forward_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.impl("tmoe::router_product_backward", "CPU", lib=_lib)
-def _backward_cpu(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.autocast("cpu", enabled=False):
-        return backward(dlogits, x, weight)
-
-
-@torch.library.impl("tmoe::router_product_backward", "CUDA", lib=_lib)
-def _backward_gpu(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
-        return backward(dlogits, x, weight)
-
-
-@torch.library.register_fake("tmoe::router_product_backward", lib=_lib)
-def _backward_fake(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, dlogits: Tensor | None) -> tuple:
-    if dlogits is None:
-        return None, None
-    check_tensors(dlogits=dlogits)
-    x, weight = ctx.saved_tensors
-    return torch.ops.tmoe.router_product_backward(dlogits, x, weight)
-
-
-torch.library.register_autograd("tmoe::router_product", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::router_product_backward", no_second_derivative, lib=_lib)
-
-
-# The arithmetic, on any device
-# ----------------------------------------------------------------------------------------
+# ---- the arithmetic, on any device
 
 
 def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -260,3 +214,19 @@ def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(E, D, dtype=dtype, device="meta")
     backward(forward(x, weight), x, weight)
+
+
+register_differentiable(
+    "router_product",
+    "(Tensor x, Tensor weight) -> Tensor",
+    returns="logits",
+    cpu=_without_autocast(forward),
+    cuda=_without_autocast(forward),
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dlogits, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+        gradients="x weight",
+        cpu=_without_autocast(backward),
+        cuda=_without_autocast(backward),
+    ),
+)

@@ -4,8 +4,6 @@ In eager mode softmax and topk write the probabilities and keep them for backwar
 layer of 64 experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from tmoe.ops import reference
 from tmoe.ops.check import FLOATS, check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.eager import no_second_derivative, unwatched
+from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.launch import cdiv, early, launch
+from tmoe.ops.register import Backward, register_differentiable
 
 
 def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -56,36 +55,15 @@ def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, 
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
 
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
-_lib.define(
-    "softmax_topk(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_lib.define(
-    "softmax_topk_backward(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    """The type of the weights: fp32, or fp64 for fp64 logits."""
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
 def _forward_cpu(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, ids = reference.softmax_topk(logits, K, renormalize)
     return weights.contiguous(), ids.contiguous()
 
 
-def _forward_gpu(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(logits.device):
-        return forward(logits, K, renormalize)
-
-
-@torch.library.register_fake("tmoe::softmax_topk", lib=_lib)
 def _forward_fake(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     T = logits.shape[0]
-    return logits.new_empty(T, K, dtype=_wide(logits)), logits.new_empty(T, K, dtype=torch.int32)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(T, K, dtype=wide), logits.new_empty(T, K, dtype=torch.int32)
 
 
 def _backward_cpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
@@ -94,64 +72,8 @@ def _backward_cpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, reno
     pull = weighted.sum(-1, keepdim=True)
     if renormalize:
         return torch.zeros_like(logits).scatter_(1, ids.long(), (weighted - weights * pull).to(logits.dtype))
-    return (
-        (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
-    )
-
-
-def _backward_gpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
-    with torch.cuda.device(logits.device):
-        return backward(dw, logits, weights, ids, renormalize)
-
-
-@torch.library.register_fake("tmoe::softmax_topk_backward", lib=_lib)
-def _backward_fake(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-_lib.impl("softmax_topk", _forward_cpu, "CPU")
-_lib.impl("softmax_topk", _forward_gpu, "CUDA")
-_lib.impl("softmax_topk_backward", _backward_cpu, "CPU")
-_lib.impl("softmax_topk_backward", _backward_gpu, "CUDA")
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    logits, _, ctx.renormalize = inputs
-    weights, ids = output
-    ctx.mark_non_differentiable(ids)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, weights, ids)
-
-
-def _differentiate(ctx: Any, dw: Tensor | None, _: None) -> tuple:
-    if dw is None:
-        return None, None, None
-    check_tensors(dw=dw)
-    return torch.ops.tmoe.softmax_topk_backward(dw, *ctx.saved_tensors, ctx.renormalize), None, None
-
-
-torch.library.register_autograd("tmoe::softmax_topk", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::softmax_topk_backward", no_second_derivative, lib=_lib)
-
-
-class _Straight(torch.autograd.Function):
-    """The op on a GPU, without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        weights, ids = _forward_gpu(logits, K, renormalize)
-        _save(ctx, (logits, K, renormalize), (weights, ids))
-        return weights, ids
-
-    @staticmethod
-    def backward(ctx: Any, dw: Tensor | None, _: None) -> tuple:
-        if dw is None:
-            return None, None, None
-        check_tensors(dw=dw)
-        logits, weights, ids = ctx.saved_tensors
-        alone = unwatched(dw) and not torch.is_grad_enabled()
-        run = _backward_gpu if alone else torch.ops.tmoe.softmax_topk_backward
-        return run(dw, logits, weights, ids, ctx.renormalize), None, None
+    everywhere = logits.to(weights.dtype).softmax(-1) * -pull
+    return everywhere.scatter_add_(1, ids.long(), weighted).to(logits.dtype)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -293,3 +215,19 @@ def backward(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormali
             ids.shape[1], power_of_2(ids.shape[1]), R, renormalize, num_warps=4,
         )  # fmt: skip
     return d_logits
+
+
+_Straight = register_differentiable(
+    "softmax_topk",
+    "(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
+    returns="weights ids",
+    cpu=_forward_cpu,
+    cuda=forward,
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
+        gradients="logits",
+        cpu=_backward_cpu,
+        cuda=backward,
+    ),
+)

@@ -13,9 +13,10 @@ from torch import Tensor
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.routing import Metadata
-from tmoe.ops.launch.eager import mapped, no_second_derivative, unwatched
+from tmoe.ops.launch.eager import mapped, unwatched
 from tmoe.ops.launch.replay import remembered
 from tmoe.ops.reference import ACTIVATIONS
+from tmoe.ops.register import Backward, register_differentiable
 
 
 def moe_mlp(
@@ -77,22 +78,6 @@ def moe_mlp(
     return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
 
 
-# Library.define instead of @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long as
-# a whole forward.
-_lib = torch.library.Library("tmoe", "FRAGMENT")
-_lib.define(
-    "moe_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, "
-    "str activation, SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_lib.define(
-    "moe_mlp_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, "
-    "Tensor packed, Tensor? bias, str activation, SymInt pairs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 # Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph
 # must not be found again.
 torch.compiler.config.cache_key_tag += f" tmoe.moe_mlp {Metadata.sections(4000, 300, 2000)}"
@@ -116,7 +101,8 @@ def _forward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, H (empty unless keep) and the packed metadata."""
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
-    N, (E, F2, _) = ids.numel(), gate_up.shape
+    N = ids.numel()
+    E, F2, _ = gate_up.shape
     order, ends = cpu.route(ids, E)
     h = x.new_empty(N, F2)
     y = cpu.moe_mlp_forward(x, cpu.Experts(gate_up, down, bias, activation), weights, order, ends, h)
@@ -138,11 +124,9 @@ def _forward_gpu(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
-    with torch.cuda.device(x.device):
-        return remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), activation, pairs, keep)
+    return remembered(gpu.forward, (x, gate_up, down, weights, ids, bias), activation, pairs, keep)
 
 
-@torch.library.register_fake("tmoe::moe_mlp", lib=_lib)
 def _forward_fake(
     x: Tensor,
     gate_up: Tensor,
@@ -156,7 +140,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_device(x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
-    N, (E, F2, _) = ids.numel(), gate_up.shape
+    N = ids.numel()
+    E, F2, _ = gate_up.shape
     rows = _rows(x, ids, pairs)
     return x.new_empty(x.shape), x.new_empty(rows if keep else 0, F2), Metadata.fake(N, E, rows, x)
 
@@ -172,109 +157,36 @@ def _backward_cpu(
     bias: Tensor | None,
     activation: str,
     pairs: int,
-) -> tuple[Tensor, ...]:
-    """The gradients of x, gate_up, down, weights and the bias (empty without one)."""
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, gate_up, down, weights and the bias (None without one)."""
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)
-    with torch.autocast("cpu", enabled=False):  # whoever calls backward inside of it
-        experts = cpu.Experts(gate_up, down, bias, activation)
-        *grads, d_bias = cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
-    return *grads, x.new_empty(0) if d_bias is None else d_bias
+    experts = cpu.Experts(gate_up, down, bias, activation)
+    with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
+        return cpu.moe_mlp_backward(dy, x, experts, weights, h, order, ends)
 
 
-def _backward_gpu(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-) -> tuple[Tensor, ...]:
-    with torch.cuda.device(x.device):
-        tensors = dy, x, gate_up, down, weights, h, packed, bias
-        *grads, d_bias = remembered(gpu.backward, tensors, activation, pairs)
-    return *grads, x.new_empty(0) if d_bias is None else d_bias
+def _backward_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+    """As _backward_cpu."""
+    *tensors, activation, pairs = args
+    return remembered(gpu.backward, tensors, activation, pairs)
 
 
-@torch.library.register_fake("tmoe::moe_mlp_backward", lib=_lib)
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    pairs: int,
-) -> tuple[Tensor, ...]:
-    return *(t.new_empty(t.shape) for t in (x, gate_up, down, weights)), x.new_empty(
-        0 if bias is None else bias.shape
-    )
-
-
-_lib.impl("moe_mlp", _forward_cpu, "CPU")
-_lib.impl("moe_mlp", _forward_gpu, "CUDA")
-_lib.impl("moe_mlp_backward", _backward_cpu, "CPU")
-_lib.impl("moe_mlp_backward", _backward_gpu, "CUDA")
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, gate_up, down, weights, _, bias, ctx.activation, ctx.pairs, _ = inputs
-    _, h, packed = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple:
-    if dy is None:
-        return (None,) * 9
-    check_tensors(dy=dy)
-    *saved, bias = ctx.saved_tensors  # once: a checkpoint recomputes for each look
-    *grads, d_bias = torch.ops.tmoe.moe_mlp_backward(dy, *saved, bias, ctx.activation, ctx.pairs)
-    return *grads, None, d_bias if bias is not None else None, None, None, None
-
-
-torch.library.register_autograd("tmoe::moe_mlp", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::moe_mlp_backward", no_second_derivative, lib=_lib)
-
-
-class _Straight(torch.autograd.Function):
-    """The op on a GPU, without the dispatcher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        pairs: int,
-        keep: bool,
-    ) -> Tensor:
-        y, h, packed = _forward_gpu(x, gate_up, down, weights, ids, bias, activation, pairs, keep)
-        ctx.activation, ctx.pairs = activation, pairs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gate_up, down, weights, h, packed, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple:
-        if dy is None:
-            return (None,) * 9
-        check_tensors(dy=dy)
-        x, gate_up, down, weights, h, packed, bias = ctx.saved_tensors
-        # else batched, counted, compiled, or to be differentiated again
-        alone = unwatched(dy) and not torch.is_grad_enabled()
-        run = _backward_gpu if alone else torch.ops.tmoe.moe_mlp_backward
-        *grads, d_bias = run(dy, x, gate_up, down, weights, h, packed, bias, ctx.activation, ctx.pairs)
-        return *grads, None, d_bias if bias is not None else None, None, None, None
+_Straight = register_differentiable(
+    "moe_mlp",
+    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
+    "SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)",
+    returns="y",
+    keeps="h packed",
+    cpu=_forward_cpu,
+    cuda=_forward_gpu,
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
+        "Tensor? bias, str activation, SymInt pairs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradients="x gate_up down weights bias",
+        cpu=_backward_cpu,
+        cuda=_backward_gpu,
+    ),
+)
