@@ -1,5 +1,7 @@
 """Cross-entropy through the output head without ever holding logits of [T, V]."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -10,7 +12,8 @@ from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
 from tmoe.ops.register import register
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
-# 4096 rows at V = 152k: at 1024 the sum of the head's gradient costs 25% on top of its product, at 4096 none
+# On a GPU: 4096 rows at V = 152k. At 1024 the sum of the head's gradient costs 25% on top of its product, at
+# 4096 nothing.
 CHUNK_LOGITS_GPU = 2**30
 
 
@@ -18,18 +21,21 @@ CHUNK_LOGITS_GPU = 2**30
 def loss_and_gradients(
     h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and its gradients by h (h's type) and by the weight (fp32), worked out while a chunk's logits exist.
+    """The loss, and its gradients by h (h's type) and by the weight (fp32).
 
-    With p = softmax(h W^T): d loss / d logits = p - onehot(target). Products in the type of h and W, softmax in fp32,
-    the head's gradient accumulates in fp32.
+    A gradient that is not needed is None. They are made while a chunk's logits exist.
+    With p = softmax(h W^T): d loss / d logits = p - onehot(target). Products in the type of h and W, softmax
+    in fp32, the head's gradient accumulates in fp32.
     """
     V = weight_VD.shape[0]
-    rows, weight = chunk_rows(V, h_TD.is_cuda), widened(weight_VD)
+    rows = chunk_rows(V, h_TD.is_cuda)
+    weight = widened(weight_VD)
     grad_h = torch.empty_like(h_TD) if needs_h else None
     grad_w = None
     loss = torch.zeros((), device=h_TD.device)
     for i in range(0, h_TD.shape[0], rows):
-        h, targets = h_TD[i : i + rows], targets_T[i : i + rows]
+        h = h_TD[i : i + rows]
+        targets = targets_T[i : i + rows]
         losses, grad = softmax_and_gradient(h @ weight.t(), targets, V, needs_h or needs_w)
         loss += losses.sum()
         if grad_h is not None:
@@ -43,17 +49,17 @@ def loss_and_gradients(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Its backward only multiplies by the incoming scale."""
+    """The loss in eager code; its backward only multiplies by the incoming scale."""
 
     @staticmethod
-    def forward(ctx, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(ctx: Any, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
         loss, *gradients = loss_and_gradients(h_TD, weight_VD, targets_T, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight_VD.dtype
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         if torch.is_grad_enabled():  # the logits are gone
             raise RuntimeError("the loss has no second derivative: no create_graph")
         grad_h, grad_w = ctx.saved_tensors
@@ -66,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 # The same for compilers, which would trace every chunk, and on a GPU the kernels' launches.
 def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
-    """What is not needed is empty: an op returns tensors."""
+    """loss_and_gradients; what is not needed is empty, since an op returns tensors."""
     gradients = loss_and_gradients(h, weight, targets, needs_h, needs_w)
     return tuple(h.new_empty(0) if t is None else t for t in gradients)
 
@@ -75,9 +81,8 @@ def _forward_fake(
     h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, ...]:
     grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
-    grad_w = (
-        weight.new_empty(weight.shape, dtype=torch.float32) if needs_w else h.new_empty(0)
-    )  # row by row, however the weight lies
+    # row by row, however the weight lies
+    grad_w = weight.new_empty(weight.shape, dtype=torch.float32) if needs_w else h.new_empty(0)
     return h.new_empty((), dtype=torch.float32), grad_h, grad_w
 
 
@@ -85,24 +90,30 @@ def _backward_fake(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(grad, dtype=dtype)
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.needs, ctx.weight_dtype = inputs[3:], inputs[1].dtype
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.needs = inputs[3:]
+    ctx.weight_dtype = inputs[1].dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
 
 
-def _differentiate(ctx, grad_loss: Tensor | None, *_):
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
         return (None,) * 5
-    (grad_h, grad_w), (needs_h, needs_w) = ctx.saved_tensors, ctx.needs
+    grad_h, grad_w = ctx.saved_tensors
+    needs_h, needs_w = ctx.needs
     back = torch.ops.tmoe.cross_entropy_backward
     by_h = back(grad_h, grad_loss, grad_h.dtype) if needs_h else None
-    return by_h, back(grad_w, grad_loss, ctx.weight_dtype) if needs_w else None, None, None, None
+    by_w = back(grad_w, grad_loss, ctx.weight_dtype) if needs_w else None
+    return by_h, by_w, None, None, None
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * factor (0-dim fp32), rounded once: the factor in bf16 would be off by up to 0.2%, the same for all tokens of a step."""
+    """grad * factor (0-dim fp32), rounded once to dtype.
+
+    The factor in bf16 would be off by up to 0.2%, the same for all tokens of a step.
+    """
     return scaled(grad, factor, dtype) if grad.is_cuda else (grad.float() * factor).to(dtype)
 
 
@@ -130,7 +141,10 @@ def chunk_rows(V: int, gpu: bool) -> int:
 
 
 def widened(weight_VD: Tensor) -> Tensor:
-    """On a GPU with so many rows of zeros more that logits are aligned; their columns have no share in any softmax."""
+    """The weight, on a GPU with so many rows of zeros more that logits are aligned.
+
+    Their columns have no share in any softmax.
+    """
     V, D = weight_VD.shape
     more = aligned(V, weight_VD.element_size()) - V if weight_VD.is_cuda else 0
     return torch.cat([weight_VD, weight_VD.new_zeros(more, D)]) if more else weight_VD
@@ -139,8 +153,11 @@ def widened(weight_VD: Tensor) -> Tensor:
 def softmax_and_gradient(
     logits: Tensor, targets_R: Tensor, V: int, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits, both 0 where a target is to be ignored. Uses up
-    the logits: [R, V], on a GPU perhaps with further columns, whose gradient is 0."""
+    """-log p[target] [R] in fp32, and p - onehot(target) in the type of logits.
+
+    Both are 0 where a target is to be ignored. It uses up the logits: [R, V], on a GPU perhaps with further
+    columns, whose gradient is 0.
+    """
     if logits.is_cuda:
         return cross_entropy_(logits, targets_R, V, IGNORE, needs_grad), logits
     logits, dtype = logits.float(), logits.dtype
@@ -155,7 +172,10 @@ def softmax_and_gradient(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in fp32, in place. On a GPU the product of 16-bit operands is not rounded before it is added."""
+    """total + a b in fp32, in place; total None: a b.
+
+    On a GPU the product of 16-bit operands is not rounded before it is added.
+    """
     if (
         a.is_cuda and a.element_size() == 2 and not torch.version.hip
     ):  # 16 bits in, fp32 out is cuBLAS's alone
@@ -171,9 +191,10 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     """Sum over tokens of -log softmax(h W^T)[target], nats, 0-dim fp32; targets of -100 count nothing.
 
-    Differentiable in h and weight (once: the gradient is made in forward). Under autocast its products are in that's type. Another target
-    outside of 0 .. V - 1 is torch's error of an index on a CPU; on a GPU it makes the loss and the gradients NaN, without a wait for the
-    host. Raises ValueError for targets of another length than h, or on another device.
+    Differentiable in h and weight, once: the gradient is made in forward. Under autocast its products are in
+    autocast's dtype. Another target outside of 0 .. V - 1 is torch's error of an index on a CPU. On a GPU it
+    makes the loss and the gradients NaN, without a wait for the host. Raises ValueError for targets of
+    another length than h, or on another device.
     """
     if targets_T.shape != h_TD.shape[:1]:
         raise ValueError(
@@ -183,12 +204,12 @@ def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Ten
         raise ValueError(f"targets: on {targets_T.device}, must be on {h_TD.device}, where h is")
     # the kernel takes them as neighbours, but a column of a matrix stays one through flatten
     targets_T = targets_T.contiguous()
-    if (
-        not torch.is_grad_enabled()
-    ):  # needs_input_grad stays true under no_grad: validation would make gradients
-        h_TD, weight_VD = h_TD.detach(), weight_VD.detach()
+    if not torch.is_grad_enabled():  # needs_input_grad stays true then: validation would make gradients
+        h_TD = h_TD.detach()
+        weight_VD = weight_VD.detach()
     if autocasts(h_TD) and h_TD.dtype != torch.float64:  # as for F.linear
-        kind, dtype = h_TD.device.type, torch.get_autocast_dtype(h_TD.device.type)
+        kind = h_TD.device.type
+        dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             return _loss(h_TD.to(dtype), weight_VD.to(dtype), targets_T)
     return _loss(h_TD, weight_VD, targets_T)
