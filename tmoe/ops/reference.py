@@ -59,7 +59,9 @@ def moe_mlp(
 
 
 def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K largest of softmax(logits), in fp32 or more, and their experts; divided by their sum if renormalize.
+    """The K largest of softmax(logits), in fp32 or more, and their experts.
+
+    Divided by their sum if renormalize.
 
     Chosen by logits: a softmax that has underflowed to 0 no longer tells experts apart.
     """
