@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tmoe.config.check import ConfigError
-from tmoe.hf.tables import CLAMPED, SWAPPABLE, Swap
+from tmoe.hf.architectures import SWAPPABLE
+from tmoe.hf.architectures.gpt_oss import CLAMPED
+from tmoe.hf.rules import Swap
 from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
