@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tmoe.activations import ACTIVATIONS
 from tmoe.hf.rules import HF, NO_NULL, Field, Layers, Part, Rule
 
 # ---- tensors ----
@@ -120,7 +121,7 @@ def key_heads(default: int, null: Any = NO_NULL) -> Field:
 
 
 # Keys that most classes have, with the only value that tmoe computes.
-PLAIN = dict(hidden_act="silu", quantization_config=None, per_layer_config=None)
+PLAIN: HF = dict(hidden_act=ACTIVATIONS["swiglu"].hidden_act, quantization_config=None, per_layer_config=None)
 
 
 # ---- which blocks are MoE ----

@@ -5,6 +5,7 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
+from tmoe.activations import ACTIVATIONS
 from tmoe.hf.architectures.common import (
     ALL_MOE,
     AUXILIARY,
@@ -24,7 +25,7 @@ from tmoe.hf.architectures.common import (
 )
 from tmoe.hf.rules import Architecture, Part, Rule, Swap, Windows
 
-CLAMPED = (1.702, 7.0)  # alpha and limit of the clamped SwiGLU, the only ones that the op computes
+ACTIVATION = "clamped"
 
 
 def woven(theirs: str, transposed: bool = False) -> tuple[Part, Part]:
@@ -61,12 +62,12 @@ GPT_OSS = Architecture(
         "moe.softmax": "after",
         "moe.router_bias": True,
         "moe.bias": True,
-        "moe.activation": "clamped",
+        "moe.activation": ACTIVATION,
     },
-    theirs=PLAIN | dict(zip(("swiglu_alpha", "swiglu_limit"), CLAMPED, strict=True)),
+    theirs=PLAIN | ACTIVATIONS[ACTIVATION].keys,
     layers=ALL_MOE,
     theta=150000.0,
     rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
     windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128, null=False),
-    swap=Swap(activation="clamped", transposed=True, woven=True),
+    swap=Swap(activation=ACTIVATION, transposed=True, woven=True),
 )

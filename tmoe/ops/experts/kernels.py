@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tmoe import activations
+
 RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
 
 
@@ -170,7 +172,8 @@ def sigmoid(x, FAST: tl.constexpr):
         return 1 / d
 
 
-ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # of the clamped SwiGLU
+ALPHA = tl.constexpr(activations.ALPHA)
+LIMIT = tl.constexpr(activations.LIMIT)
 
 
 @triton.jit
@@ -183,7 +186,7 @@ def clamped(gate, up):
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; "clamped": see reference.py. The place to add another activation, with its derivative below."""
+    """SwiGLU: silu(gate) * up; "clamped": see tmoe/activations.py. The place to add another activation, with its derivative below."""
     if ACT == "clamped":
         gate, up = clamped(gate, up)
         return gate * sigmoid(ALPHA * gate, FAST) * (up + 1)
