@@ -1,4 +1,4 @@
-"""Each activation of the table has a right gradient, a formula for kernels, and its name wherever it is chosen.
+"""Each activation of the table has a right gradient, a formula for kernels, and a name that settings take.
 
 next: tmoe/activations.py
 """

@@ -1,6 +1,6 @@
-"""config.json to ModelConfig and back, by the table; which settings make two models compute differently.
+"""config.json to ModelConfig and back, by the entries of hf/architectures.
 
-next: hf/importer.py
+next: hf/plan.py
 """
 
 from __future__ import annotations
@@ -235,18 +235,22 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
         return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
+
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
     for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
+
     found["rope.scaling"] = scaling
     found["rope.theta"] = given["rope_theta"]
     found["rope.max_seq"] = hf.get("max_position_embeddings")
+
     keys = dict(theta="rope_theta") | ROPE[scaling]
     if key := keys.get("original_max_seq"):  # at the top level, Phi-3's place for it, it goes first
         given[key] = hf.get(key, given.get(key, hf.get("max_position_embeddings")))
@@ -290,10 +294,12 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
     if windows is None:
         return []
+
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
     width = None if off else hf.get("sliding_window", windows.width or None)
     if width is not None and width < 1:
         return [f"sliding_window={width}: must be at least 1, or null"]
+
     slides = [windows.sliding(said, i) for i in range(layers)]
     if "layer_types" in said and typed:
         slides = [kind == "sliding_attention" for kind in types]
@@ -301,6 +307,7 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
             return ["layer_types: sliding_attention needs a sliding_window"]
     elif any(slides) and width is None and not (off or windows.null):
         return [_null("sliding_window")]
+
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0
