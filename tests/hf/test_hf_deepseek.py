@@ -3,7 +3,7 @@
 And config.json of the hub. Logits, gradients and the way back of tiny models of both architectures are
 in test_hf_models.py.
 
-next: tmoe/hf/tables.py
+next: tmoe/hf/architectures/deepseek.py
 """
 
 import json

@@ -33,9 +33,9 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.config.same import facts
 from tmoe.hf import load_hf
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import READ, read_config
 from tmoe.hf.files import Folder
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 ABSENT = object()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tmoe.ops.reference import ACTIVATIONS
+from tmoe.activations import ACTIVATIONS
 from tmoe.stack import take
 
 _tracks_gradients = take(

@@ -7,10 +7,9 @@ between forward and backward.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tmoe.ops.reference import ACTIVATIONS, ALPHA, LIMIT
+from tmoe.activations import ACTIVATIONS
 
 
 def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
@@ -96,7 +95,7 @@ def moe_mlp_forward(
     for e, lo, hi in spans(ends):
         bias_F = None if bias_E2F is None else bias_E2F[e]
         gate, up = pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi]).chunk(2, dim=1)
-        torch.mm(ACTIVATIONS[activation](gate, up), down_EDF[e].T, out=out_ND[lo:hi])
+        torch.mm(ACTIVATIONS[activation].formula(gate, up), down_EDF[e].T, out=out_ND[lo:hi])
     return combine(out_ND, order, weights_TK, T, K)
 
 
@@ -125,36 +124,20 @@ def moe_mlp_backward(
         s = s_N[lo:hi, None]
         gate, up = h[lo:hi].chunk(2, dim=1)
         dy = dy_TD.index_select(0, tokens[lo:hi])
-        act = ACTIVATIONS[activation](gate, up)
+        act = ACTIVATIONS[activation].formula(gate, up)
         # before the routing weight is applied: its product with act is the weight's own gradient
         d_act = dy @ down_EDF[e]
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         torch.mm(dy.T, act.mul_(s), out=d_down[e])
         dh = torch.empty_like(h[lo:hi])
         d_gate, d_up = dh.chunk(2, dim=1)
-        activation_gradient(gate, up, d_act.mul_(s), d_gate, d_up, activation)
+        ACTIVATIONS[activation].gradient(gate, up, d_act.mul_(s), d_gate, d_up)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
         torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
         if d_bias is not None:
             d_bias[e] = dh.sum(0, dtype=_acc(dh))
     ds = weights_TK.new_zeros(T * K).index_copy_(0, order, ds_N).view(T, K)
     return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds, d_bias
-
-
-def activation_gradient(
-    gate: Tensor, up: Tensor, d_act: Tensor, d_gate: Tensor, d_up: Tensor, activation: str
-) -> None:
-    """Write d_gate and d_up; d_act is overwritten on the way."""
-    if activation == "swiglu":
-        torch.mul(d_act, F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(d_act.mul_(up), gate))
-        return
-    g = gate.clamp(max=LIMIT)
-    u = up.clamp(-LIMIT, LIMIT)
-    sig = torch.sigmoid(ALPHA * g)
-    glu = g * sig
-    torch.mul(d_act, glu, out=d_up).masked_fill_(up.abs() > LIMIT, 0)
-    d_gate.copy_(d_act.mul_((u + 1) * (sig + ALPHA * glu * (1 - sig)))).masked_fill_(gate > LIMIT, 0)
 
 
 def _acc(t: Tensor) -> torch.dtype:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tmoe import activations
+
 RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
 
 
@@ -181,8 +183,8 @@ def sigmoid(x, FAST: tl.constexpr):
 
 
 # of the clamped SwiGLU
-ALPHA = tl.constexpr(1.702)
-LIMIT = tl.constexpr(7.0)
+ALPHA = tl.constexpr(activations.ALPHA)
+LIMIT = tl.constexpr(activations.LIMIT)
 
 
 @triton.jit
@@ -195,7 +197,7 @@ def clamped(gate, up):
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; "clamped": see reference.py.
+    """SwiGLU: silu(gate) * up; "clamped": see tmoe/activations.py.
 
     This is the place to add another activation, with its derivative below.
     """

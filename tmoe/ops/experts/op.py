@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tmoe.activations import ACTIVATIONS
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
 from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.eager import mapped, unwatched
 from tmoe.ops.launch.replay import remembered
-from tmoe.ops.reference import ACTIVATIONS
 from tmoe.ops.register import Backward, register_differentiable
 
 
@@ -44,7 +44,7 @@ def moe_mlp(
             outside the range counts as -1 (checking it would stall the stream); on the CPU it raises. The row
             of a token whose slots are all -1 is not read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
-        activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.ops.reference.clamped`.
+        activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.activations.clamped`.
         pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When
             more are here, as only the device knows, they pass in further rounds of `pairs` whose
             pre-activations are computed again in backward. Any routing stays right, with memory that follows
