@@ -1,61 +1,45 @@
-"""Predicts the time of a training step from counted FLOPs, bytes and measured constants: which layout to rent.
-
-    python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b                     8 to 4096 GPUs, every dp x ep
-    python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4  where the time of one layout
-    goes python -m benchmarks.model --check                                          against shipped steps;
-    code 1 beyond 10% python -m benchmarks.model --fit glue_passes --check FILES                  the
-    constants that fit these points best
-
-Everything behind `--` goes where train.py's words go. The constants (h200.json) say of themselves whether
-they were measured, fitted (and on which points) or assumed. They describe the code that took those points:
-when it has become faster, measure again, `--fit` the constants that have moved, and write the values that it
-prints into the file.
-
---check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
-`skew`; benchmarks/points.py says which lines it reads. A point counts as fitted if any run of its layout set
-a constant.
+"""Predicts the time of a training step from counted FLOPs, bytes and measured constants.
 
 A step is the sum of these parts, of the busiest rank:
 
     kernel                max(FLOPs/rate, bytes/rate) + kernel_overlap * min(the same two)
-    projections           three products for every matrix of attention, shared experts, dense feed-forward,
-    router attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at
-    rates by heads' width experts               six products over the T*K routed pairs of the busiest rank,
-    two sums over a token's rows loss                  the head's three products, and each logit's traffic
+    projections           three products for every matrix of attention, shared experts, dense feed-forward
+                          and router
+    attention             2/7 of its FLOPs forward, 5/7 backward (flash: scores are made again), at rates by
+                          the heads' width
+    experts               six products over the T*K routed pairs of the busiest rank, two sums over a token's
+                          rows
+    loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for
                           others; two movements fewer where a shared expert runs beside them
     glue                  everything else in a block: passes over [T, D], and activations between a dense
                           feed-forward's or shared expert's products
     recomputed            forwards that activation checkpointing runs again
-    copies, optimizer     traffic around FSDP2's collectives, gradients that add up; of AdamW and the gradient
-    norm exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
+    copies                traffic around FSDP2's collectives, and gradients that add up
+    optimizer             traffic of AdamW and the gradient norm
+    exposed all-gathers   what of FSDP2's all-gathers and reduce-scatters compute does not hide
     slowed                what compute loses beside those that it does hide, by the time of their bytes on
-    NVLink
+                          NVLink
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
 through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to
 share links, nor are failures, stragglers or checkpoints. What an exchange costs in a layer, and how much of
 the gathers of dense parameters hides, was measured on four GPUs with dp 1; what compute loses beside them on
 two, with dp 2. A global batch grows with the GPUs: whether it still trains well is not in these numbers.
+
+`m`, here and in network.py, are the constants by name (constants.py).
+
+next: network.py
 """
 
-import argparse
-import json
-import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.network import collective_seconds, padded_groups, times
-from benchmarks.points import RESULTS, UNHELD, Point, fitted_layouts, held, read_points, summary
-from tmoe.config.check import MOST, divisors
+from benchmarks.cost.network import collective_seconds, padded_groups, times
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
-from tmoe.run.cli import parse
 from tmoe.run.memory import (
     FP32,
     compute_bytes,
@@ -66,9 +50,6 @@ from tmoe.run.memory import (
     runs_beside,
 )
 
-CONSTANTS = Path(__file__).with_name("h200.json")
-GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-TOLERANCE = 0.1  # of a measured step time
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
     "none": (),
     "attention": ("projections", "attention"),
@@ -281,232 +262,3 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
     # beside a shared expert x of the forward and dy of the backward
     moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
-
-
-# The page --------------------------------------------------------------------------------------------------
-
-
-def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
-    """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
-    degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
-    return [ep for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
-
-
-def fits(ep: int, gpus: int, node: int) -> bool:
-    """Whether groups of ep neighbours lie in one node, or fill nodes.
-
-    train.py refuses others, and this model is not for them.
-    """
-    return gpus <= node or node % ep == 0 or ep % node == 0
-
-
-def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, parts: bool) -> str:
-    """Why what is asked for is not in this model; "" if it is."""
-    p = cfg.parallel
-    if not 0 < tokens < math.inf:
-        return f"--tokens {tokens}: must be above 0 and finite"
-    if cfg.train.dtype != "bf16":
-        return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
-    if p.wire != "same":
-        return f"--parallel.wire={p.wire}: not in this model; valid: same"
-    if not parts:
-        known = p.dispatch in ("auto", "nccl")
-        return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
-    if p.dispatch == "symm" and cfg.model.moe.bias:
-        return "--parallel.dispatch=symm: experts have biases (--model.moe.bias); valid: auto, nccl"
-    if p.dispatch == "symm" and p.ep > m.node:
-        return f"--parallel.dispatch=symm: one node of {m.node} at most, not --parallel.ep={p.ep}"
-    if bad := [n for n in gpus if not fits(p.ep, n, m.node)]:
-        return (
-            f"--parallel.ep={p.ep}: on {bad[0]} GPUs groups would straddle nodes of {m.node}; "
-            f"valid: what divides {m.node}, or multiples of it"
-        )
-    return ""
-
-
-def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
-    """A line for every layout; the fastest that fits is bold, those that do not fit are dim."""
-    train = cfg.train
-    sizes = f"{train.accumulate} x {train.batch} x {train.seq}"
-    table = Table(title=f"{sizes} tokens a GPU, recomputed: {cfg.parallel.checkpoint}")
-    heads = ["GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB"]
-    for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
-        table.add_column(name, justify="right")
-    for world in gpus:
-        found = {ep: predict(cfg, world // ep, ep, m) for ep in layouts(cfg, world, m.node)}
-        fit = [ep for ep, p in found.items() if p.peak_bytes <= m.memory]
-        best = max(fit, key=lambda ep: found[ep].tokens_per_s_gpu, default=None)
-        for ep, p in found.items():
-            gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if ep in fit else " too much")
-            hours = tokens / p.tokens_per_s_gpu / 3600
-            across = "" if ep <= m.node else " across nodes"
-            table.add_row(
-                str(world),
-                f"{world // ep} x {ep}{across}",
-                f"{p.tokens / 1e6:.2f}",
-                f"{p.seconds * 1e3:.0f}",
-                f"{p.tokens_per_s_gpu:,.0f}",
-                "" if p.mfu is None else f"{p.mfu:.1%}",
-                f"{p.exposed:.0%}",
-                gib,
-                f"{hours / world / 24:,.1f}",
-                f"{hours:,.0f}",
-                style="bold" if ep == best else "" if ep in fit else "dim",
-            )
-        table.add_section()
-    return table
-
-
-def parts_table(p: Prediction) -> Table:
-    """A line for every part of one step, the longest first."""
-    table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
-    for name, seconds in sorted(p.parts.items(), key=lambda part: -part[1]):
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / p.seconds:.1%}")
-    return table
-
-
-# Measured points -------------------------------------------------------------------------------------------
-
-
-def ratio(point: Point, m: SimpleNamespace) -> float:
-    """Predicted seconds over measured ones."""
-    return predict(point.cfg, point.dp, point.ep, m, point.skew).seconds / point.seconds
-
-
-def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
-    """Predicted beside measured; whether all agree within TOLERANCE."""
-    m = values(constants)
-    used = fitted_layouts(constants)
-    table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
-    worst = 0.0
-    for p in points:
-        off = ratio(p, m) - 1
-        worst = max(worst, abs(off))
-        measured, predicted = p.seconds * 1e3, p.seconds * (1 + off) * 1e3
-        role = "fitted" if p.layout in used else "predicted"
-        numbers = f"{measured:.1f}", f"{predicted:.1f}", f"{off:+.1%}"
-        table.add_row(str(p.dp * p.ep), p.command, *numbers, role)
-    return table, worst <= TOLERANCE
-
-
-def unheld(m: SimpleNamespace) -> list[str]:
-    """How far off the shipped steps are that do not decide --check's code: a line a file."""
-    errors = {name: [ratio(p, m) - 1 for p in read_points([RESULTS / name])] for name in UNHELD}
-    return [f"left out: {n}, off by {min(e):+.1%} to {max(e):+.1%}: {UNHELD[n]}" for n, e in errors.items()]
-
-
-def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
-    """Values of the named constants for which the sum of squared log ratios of these points is smallest.
-
-    It is a search: each constant in turn is multiplied or divided by a step, which shrinks.
-    """
-
-    def loss(trial: dict[str, float]) -> float:
-        return sum(math.log(ratio(p, SimpleNamespace(**{**vars(m), **trial}))) ** 2 for p in points)
-
-    best = {name: getattr(m, name) for name in names}
-    lowest = loss(best)
-    step = 2.0
-    while step > 1.001:
-        tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
-        found = min(tries, key=loss)
-        if loss(found) < lowest:
-            best = found
-            lowest = loss(found)
-        else:
-            step = math.sqrt(step)
-    return best
-
-
-def check_constant(name: str, value: Any, like: Any) -> None:
-    """Raises ValueError unless a constant is of the shipped one's kind and in its range.
-
-    A number must not be below 0, and above 0 if it is divided by; a curve must have two points or more.
-    """
-    kinds = [(int, float) if isinstance(v, (int, float)) else type(v) for v in (value, like)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"{name}: {value} must be of the kind of {like}")
-    if isinstance(value, (int, float)):
-        divides = name.endswith("_rate") or name in ("peak", "memory", "memory_factor", "node")
-        least = 1 if name in ("node", "skew") else 0
-        if not (math.isfinite(value) and value >= least and (value > 0 or not divides)):
-            range_ = "above 0" if divides and not least else f"{least} or more"
-            raise ValueError(f"{name}: {value} must be finite and {range_}")
-    if isinstance(value, list) and not (len(value) > 1 and all(len(p) == 2 and min(p) >= 0 for p in value)):
-        raise ValueError(f"{name}: {value} must be two points or more, of two numbers not below 0 each")
-
-
-def values(constants: dict[str, dict]) -> SimpleNamespace:
-    return SimpleNamespace(**{name: c["value"] for name, c in constants.items()})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
-    parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
-    parser.add_argument(
-        "--parts", action="store_true", help="of the one layout that the words of train.py name"
-    )
-    parser.add_argument(
-        "--check",
-        type=Path,
-        nargs="*",
-        metavar="FILE",
-        help="of benchmarks.train --json; none: the shipped steps",
-    )
-    parser.add_argument(
-        "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
-    )
-    parser.add_argument("--constants", type=Path, default=CONSTANTS)
-    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
-    args = parser.parse_args()
-    try:
-        constants = json.loads(args.constants.read_text())
-        shipped = json.loads(CONSTANTS.read_text())
-        if unknown := shipped.keys() - constants.keys():
-            raise ValueError(f"lacks {', '.join(sorted(unknown))}")
-        for name in shipped:
-            check_constant(name, constants[name]["value"], shipped[name]["value"])
-        numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        parser.error(f"--constants={args.constants}: {error}")
-    console = Console(width=170)
-    if unknown := set(args.fit) - set(numbers):
-        raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
-    if args.fit and args.check is None:
-        parser.error("--fit: needs --check, the points to fit")
-    if args.check is not None:
-        points = read_points(args.check or held())
-        for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
-            console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
-            runs = [dict(gpus=p.dp * p.ep, command=p.command) for p in points]
-            constants[name] |= dict(value=value, points=runs)
-        table, good = check(points, constants)
-        console.print(table)
-        m = values(constants)
-        console.print(summary(points, [ratio(p, m) - 1 for p in points], fitted_layouts(constants)))
-        console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
-        raise SystemExit(not good)
-    words = [w for w in args.train if w != "--"]
-    taken = [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
-    if taken and not args.parts:
-        parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
-    m = values(constants)
-    # Before `parse`, which would complain of the number as a world.
-    if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
-        parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
-    for world in args.gpus if args.parts else (1,):
-        if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):
-            parser.error(no)
-    if args.parts:
-        for world in args.gpus:
-            cfg = parse(words, "", world=world)
-            console.print(parts_table(predict(cfg, world // cfg.parallel.ep, cfg.parallel.ep, m)))
-        return
-    console.print(page(parse(words, ""), args.gpus, args.tokens, m))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,108 @@
+"""Predicts the time of a training step on any layout: which one to rent. The model itself is benchmarks/cost.
+
+    python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b           8 to 4096 GPUs, every dp x ep
+    python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4
+                                                                      where the time of one layout goes
+    python -m benchmarks.model --check                                against shipped steps; code 1 beyond 10%
+    python -m benchmarks.model --fit glue_passes --check FILES        the constants that fit these points best
+
+Everything behind `--` goes where train.py's words go. benchmarks/cost/step_time.py says what a step is the
+sum of and what is left out. The constants (benchmarks/cost/h200.json) say of themselves whether they were
+measured, fitted (and on which points) or assumed. They describe the code that took those points: when it has
+become faster, measure again, `--fit` the constants that have moved, and write the values that it prints into
+the file.
+
+--check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
+`skew`; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if any run of its layout
+set a constant.
+
+next: cost/step_time.py
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.cost.compare import check, fit, ratio, unheld
+from benchmarks.cost.constants import CONSTANTS, check_constant, values
+from benchmarks.cost.page import page, parts_table, refused
+from benchmarks.cost.points import fitted_layouts, held, read_points, summary
+from benchmarks.cost.step_time import predict
+from tmoe.config.check import MOST
+from tmoe.run.cli import parse
+
+GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
+    parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
+    parser.add_argument(
+        "--parts", action="store_true", help="of the one layout that the words of train.py name"
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        nargs="*",
+        metavar="FILE",
+        help="of benchmarks.train --json; none: the shipped steps",
+    )
+    parser.add_argument(
+        "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
+    )
+    parser.add_argument("--constants", type=Path, default=CONSTANTS)
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
+    args = parser.parse_args()
+    try:
+        constants = json.loads(args.constants.read_text())
+        shipped = json.loads(CONSTANTS.read_text())
+        if unknown := shipped.keys() - constants.keys():
+            raise ValueError(f"lacks {', '.join(sorted(unknown))}")
+        for name in shipped:
+            check_constant(name, constants[name]["value"], shipped[name]["value"])
+        numbers = [name for name, c in constants.items() if isinstance(c["value"], (int, float))]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        parser.error(f"--constants={args.constants}: {error}")
+    console = Console(width=170)
+    if unknown := set(args.fit) - set(numbers):
+        raise SystemExit(f"--fit {' '.join(unknown)}: must be among {', '.join(numbers)}")
+    if args.fit and args.check is None:
+        parser.error("--fit: needs --check, the points to fit")
+    if args.check is not None:
+        points = read_points(args.check or held())
+        for name, value in (fit(points, args.fit, values(constants)) if args.fit else {}).items():
+            console.print(f"{name}: {constants[name]['value']:.4g} -> {value:.4g}")
+            runs = [dict(gpus=p.dp * p.ep, command=p.command) for p in points]
+            constants[name] |= dict(value=value, points=runs)
+        table, good = check(points, constants)
+        console.print(table)
+        m = values(constants)
+        console.print(summary(points, [ratio(p, m) - 1 for p in points], fitted_layouts(constants)))
+        console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
+        raise SystemExit(not good)
+    words = [w for w in args.train if w != "--"]
+    taken = [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
+    if taken and not args.parts:
+        parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
+    m = values(constants)
+    # Before `parse`, which would complain of the number as a world.
+    if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
+        parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
+    for world in args.gpus if args.parts else (1,):
+        if no := refused(parse(words, "", world=world), args.gpus, args.tokens, m, args.parts):
+            parser.error(no)
+    if args.parts:
+        for world in args.gpus:
+            cfg = parse(words, "", world=world)
+            console.print(parts_table(predict(cfg, world // cfg.parallel.ep, cfg.parallel.ep, m)))
+        return
+    console.print(page(parse(words, ""), args.gpus, args.tokens, m))
+
+
+if __name__ == "__main__":
+    main()
