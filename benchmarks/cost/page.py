@@ -14,7 +14,10 @@ from tmoe.config.run import Config
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[int]:
-    """Degrees of expert parallelism to compare: what divides experts and GPUs and fits nodes, up to two of them."""
+    """Degrees of expert parallelism to compare.
+
+    They divide experts and GPUs, and fit nodes, up to two of them.
+    """
     degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
     return [ep for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
 

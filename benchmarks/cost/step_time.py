@@ -208,14 +208,22 @@ def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
 
 
 def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace) -> float:
-    """Seconds of [rows, inner] times [inner, columns]; the backward's two products move and multiply as much each."""
+    """Seconds of [rows, inner] times [inner, columns].
+
+    The backward's two products move and multiply as much each.
+    """
     return kernel(2 * rows * inner * columns, width * (rows * inner + inner * columns + rows * columns), m)
 
 
 def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tuple[float, float]:
-    """(forward, backward) seconds of one layer's experts on the busiest rank, by the kernels of docs/kernels.md."""
+    """(forward, backward) seconds of one layer's experts on the busiest rank.
+
+    They are those of the kernels of docs/kernels.md.
+    """
     moe = cfg.model.moe
-    D, F, width = cfg.model.dim, moe.ffn_dim, compute_bytes(cfg)
+    D = cfg.model.dim
+    F = moe.ffn_dim
+    width = compute_bytes(cfg)
     T = cfg.train.batch * cfg.train.seq
     rows = T if ep == 1 else rows_received(T, moe.top_k, ep)
     N = skew * T * moe.top_k  # routed pairs
@@ -244,11 +252,15 @@ def exchange_of(cfg: Config, ep: int, m: SimpleNamespace) -> dict:
 
 
 def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
-    """Seconds of one layer's movements, forward and backward: each moves a row for each (token, rank) that leaves."""
+    """Seconds of one layer's movements, forward and backward.
+
+    Each moves a row for each (token, rank) that leaves.
+    """
     if ep == 1:
         return 0.0
     T = cfg.train.batch * cfg.train.seq
-    D, width = cfg.model.dim, compute_bytes(cfg)
+    D = cfg.model.dim
+    width = compute_bytes(cfg)
     local = min(ep, m.node)
     how = exchange_of(cfg, ep, m)
     rows = rows_received(T, cfg.model.moe.top_k, ep)
