@@ -123,7 +123,7 @@ def become_plain() -> None:
 
 
 def plain_parts() -> list[Plain]:
-    """The definitions, and where each belongs: in the module that uses the fast path, not in the one that has it."""
+    """The definitions, and where each belongs: in the module that uses the fast path, not its own."""
     return [
         Plain(experts, "moe_mlp", plain_mlp),
         Plain(transformer, "make_mask", dense_mask),
@@ -152,7 +152,7 @@ def whole_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def torchs_step(self: AdamW) -> None:
-    """A step of torch's AdamW on fp32 gradients; clips and skips as `decide` says, where the host reads it."""
+    """A step of torch's AdamW on fp32 gradients. It clips and skips as `decide` says, which the host reads."""
     params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
     for p in params:
         p.grad = p.grad.float()
