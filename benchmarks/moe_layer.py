@@ -341,14 +341,14 @@ def rows(r: dict[str, Any]) -> Iterator[str]:
     shape = f"{r['shape']:>10}"
     yield f"{shape} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
     yield f"{shape} {'weights once':>20} {r['weights_once']:9.3f}"
-    for who, m in r["results"].items():
+    for rival, m in r["results"].items():
         ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
         yield (
-            f"{shape} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
+            f"{shape} {rival:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
             f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} "
             f"{m['kept_mib']:7.0f} {max(m['errors']):8.1e} {m['version']:>13}"
         )
-    yield from (f"{shape} {who:>20} not timed: {why}" for who, why in r["missing"].items())
+    yield from (f"{shape} {rival:>20} not timed: {why}" for rival, why in r["missing"].items())
 
 
 HEADER = (

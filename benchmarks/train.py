@@ -78,8 +78,8 @@ def main() -> None:
         traced = args.steps + 2
         steps = args.steps + 4 * args.trace
         words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
-        result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env)
-        result["cold_start_s"] = cold_s
+        figures = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env)
+        result = figures | {"cold_start_s": cold_s}
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
 
