@@ -228,8 +228,11 @@ def expert_seconds(cfg: Config, ep: int, m: SimpleNamespace, skew: float) -> tup
     rows = T if ep == 1 else rows_received(T, moe.top_k, ep)
     N = skew * T * moe.top_k  # routed pairs
     one = 2 * N * D * F  # FLOPs of a product with F columns
-    # elements: rows, pre-activations, activations, weights
-    x, h, a, w = N * D, 2 * N * F, N * F, moe.experts // ep * D * F
+    # elements: rows, pre-activations, activations, one matrix of all experts that are here
+    x = N * D
+    h = 2 * N * F
+    a = N * F
+    w = moe.experts // ep * D * F
     sum_rows = kernel(0, width * (x + rows * D), m)
     up = kernel(2 * one, width * (x + 2 * w + h + a), m)
     down = kernel(one, width * (a + w + x), m)
