@@ -45,8 +45,7 @@ def test_run_folder(gloo, tmp_path):
     log = lines(tmp_path)
     assert [r["step"] for r in log] == list(range(8))
     keys = (
-        "step loss grad_norm lr tokens_per_s tflops mfu peak_gib "
-        "expert_counts max_violation entropy dropped"
+        "step loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
     )
     assert set(keys.split()) <= log[0].keys()
     routed = 2 * 2 * 32 * 2  # ranks * batch * seq * K
