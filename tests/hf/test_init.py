@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_tiny import SIZES, others_of, saved, tensors_of
-from runs import changes, whole
+from runs import changes, lines, whole
 from starts import FLAGS, train_two_steps
 from transformers import AutoModelForCausalLM
 
@@ -292,7 +292,7 @@ def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
         threading.Timer(1, lambda: child.communicate(b"save\n")).start()
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
     trainer.metrics.close(report=False)
-    return [*found, trainer.step, len((out / "metrics.jsonl").read_text().splitlines())]
+    return [*found, trainer.step, len(lines(out))]
 
 
 def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_path, flags):

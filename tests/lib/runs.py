@@ -15,6 +15,7 @@ import torch
 import train
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 # Eight steps of a model with two layers and four experts, on sequences of 32 tokens.
 SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
@@ -83,8 +84,10 @@ def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:
 
 
 def lines(out: Path) -> list[dict]:
-    """The lines of a run folder's metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """What a run folder's metrics.jsonl holds of each step. A line that cannot be read fails the test."""
+    for text in (out / "metrics.jsonl").read_text().splitlines():
+        json.loads(text)
+    return [line for _, line in read_steps(out / "metrics.jsonl")]
 
 
 def numbers(out: Path, first: int) -> list[tuple]:

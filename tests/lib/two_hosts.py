@@ -174,7 +174,7 @@ def ended(process: subprocess.Popen, code: int) -> str:
 
 def losses(out: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def check(ok: bool, message: str) -> None:

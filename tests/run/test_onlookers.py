@@ -7,7 +7,6 @@ next: test_metrics.py
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_logs import config, start, step
+from runs import lines
 
 import train
 from benchmarks.launch import launch
@@ -148,7 +148,7 @@ def test_wandb_that_dies_later_is_a_note(tmp_path, package, fails, error):
     assert [end.code for end in ends] == [0, 0], ends
     said = "".join(end.said for end in ends)
     assert "Traceback" not in said and said.count(f"run/wandb: could not be written{GOES_ON}") == 1
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
+    assert len(lines(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "report.png").exists() and (
         tmp_path / "run/checkpoints/step-5/manifest.json"
     ).exists()
@@ -228,8 +228,7 @@ def test_memory_that_cannot_be_read_is_null(tmp_path, monkeypatch, capsys):
     with start(config(tmp_path)) as log:
         step(log, 0)
         step(log, 1)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["peak_gib"] for line in lines] == [None, None]
+    assert [line["peak_gib"] for line in lines(tmp_path)] == [None, None]
     assert (
         capsys.readouterr().out
         == f"peak_gib: could not be read{GOES_ON}RuntimeError: NVML: driver mismatch\n"

@@ -39,6 +39,20 @@ def test_load_gathers_series_and_the_last_window(tmp_path):
     assert run.violation.shape == (70, 3)
 
 
+def test_a_step_whose_line_was_lost_is_not_called_infinite(tmp_path):
+    """A full disk may take a step's line and leave the one of its validation."""
+    with start(config(tmp_path)) as log:
+        for number in range(3):
+            step(log, number, val_loss=2.0 + number, grad_norm=float("nan") if number == 0 else 1.0)
+    file = tmp_path / "metrics.jsonl"
+    kept = [text for text in file.read_text().splitlines(True) if not text.startswith('{"step":1,"tokens"')]
+    file.write_text("".join(kept))
+    run = report.load(tmp_path)
+    assert run.steps.tolist() == [0, 1, 2] and run.series["val_loss"].tolist() == [2.0, 3.0, 4.0]
+    titles = [axis.get_title(loc="left") for axis in report.paint(run).axes]
+    assert "Gradient norm, 1 not finite" in titles
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["one line", "resumed", "dense", "nulls", "idle layer"])
 def test_every_kind_of_run_draws_without_warnings(tmp_path, kind):

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import lines
 
 import train
 from benchmarks.launch import launch
@@ -83,7 +84,7 @@ def test_what_is_ignored_stays_ignored(tmp_path, signum):
     """nohup's SIGHUP, and what a shell starts in the background."""
     argv = [*TINY, *QUIET, "--steps", "4", "--checkpoint.mode", "off", "--out", str(tmp_path)]
     (end,) = launch(1, signalled, argv, signum, signal.SIG_IGN, 1)
-    assert end.code == 0 and (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
+    assert end.code == 0 and len(lines(tmp_path)) == 4
 
 
 def test_without_the_flag_sigusr1_ends_a_run_as_before(tmp_path):
@@ -182,8 +183,7 @@ def test_a_closed_terminal_takes_no_step_with_it(tmp_path, flags):
         terminal.close()
         assert terminal.process.wait(120) == 0
     (step,) = whole_steps(tmp_path)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert step == f"step-{len(lines)}" and (tmp_path / "report.png").exists()
+    assert step == f"step-{len(lines(tmp_path))}" and (tmp_path / "report.png").exists()
 
 
 def test_a_closed_terminal_of_torchrun(tmp_path):
