@@ -26,12 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # a test that starts its own file as a program finds its helpers
     known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(known)
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
-    config.addinivalue_line(
-        "markers", "whole_gpu: starts ranks of its own, or needs several GPUs or most of one's memory"
-    )
-    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, and without it nothing")
-    config.addinivalue_line("markers", "slow: takes more than 20 s; leave out with -m 'not slow'")
     if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
         listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
         os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
