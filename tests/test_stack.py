@@ -45,11 +45,13 @@ def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple
     return [line["loss"] for line in lines if "loss" in line], ran.stderr
 
 
+@pytest.mark.slow
 def test_a_start_says_nothing_that_is_not_for_the_user(tmp_path):
     """One process that compiles: torch and its compiler would have warnings of their own to give."""
     assert train(1, tmp_path)[1] == ""
 
 
+@pytest.mark.slow
 def test_without_private_names_a_run_computes_the_same(tmp_path):
     """Two processes, the experts spread over them.
 

@@ -71,6 +71,7 @@ def test_a_save_without_a_gpu_is_small_and_says_so(monkeypatch, capsys, tmp_path
     assert f"no GPU here: {gib:g} GiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
     before = descendants()
     curve = subprocess.Popen([sys.executable, "-m", "benchmarks.curve"], cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -413,6 +413,7 @@ def reshard_alone(step: Path, dst: Path) -> None:
     rewrite.rewrite(offline.plan_reshard(step, 2), dst)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 500)  # several groups
     step = save(
@@ -536,6 +537,7 @@ for tool, plan in (("reshard", reshard), ("average", average)):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(32)}
     step = save(tmp_path, 1, tensors)

@@ -89,6 +89,7 @@ def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
     assert_equal_state(straight[0], resumed[0])
 
 
+@pytest.mark.slow
 def test_resume_on_other_layouts(gloo, tmp_path):
     """Saved by 2 processes at ep=2; loaded by 4 (dp2 x ep2), by 1, and by 2 at dp=2.
 

@@ -212,6 +212,7 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
         hf.export_hf(step, step / "hf")
 
 
+@pytest.mark.slow
 def test_the_original_is_what_a_run_began_from(gloo, tmp_path, flags, monkeypatch):
     """However the run was started since.
 

@@ -29,6 +29,7 @@ INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_in_the_interpreter")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the others")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", __file__]

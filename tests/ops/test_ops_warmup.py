@@ -121,6 +121,7 @@ def test_a_killed_process_ends_the_warm_up(monkeypatch):
         precompile.precompile("cuda:90", [], 2)
 
 
+@pytest.mark.slow
 def test_a_cache_without_room_for_locks_is_read(tmp_path):
     """Whole and read-only, or another user's: triton reads it, and so do we.
 
@@ -206,6 +207,7 @@ print(float(torch.compile(lambda x: (x * 3.25).sin() + x)(torch.full((100,), 2.0
 """
 
 
+@pytest.mark.slow
 def test_a_torn_library_of_torchs_own_cache_is_made_again(tmp_path, monkeypatch):
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 

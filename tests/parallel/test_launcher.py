@@ -312,6 +312,7 @@ def test_build_mesh_joins_the_world_that_is_announced(by):
         assert f"rank {rank} of 2: [0, 1]" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["mpiexec", "srun"])
 def test_train_joins_the_world_that_is_announced(tmp_path, by):
     said = run_both(["train.py", *SMALL.split(), "--out", str(tmp_path / by)], by)
@@ -328,6 +329,7 @@ def test_build_mesh_alone_without_a_launcher(environment):
     assert "rank 0 of 1" in done.stdout and "trains alone (SLURM_NTASKS=4)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpiexec"), reason="needs mpiexec")
 def test_a_real_mpiexec():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}

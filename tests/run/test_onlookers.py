@@ -199,6 +199,7 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
     assert f"report.png: could not be written{GOES_ON}ModuleNotFoundError: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["nope", "svg"])
 def test_the_picture_needs_no_backend(tmp_path, backend):
     """The environment may name one of a notebook or of another machine.
@@ -342,6 +343,7 @@ def test_rich_ends_no_training_where_nobody_reads_its_pipe(tmp_path, monkeypatch
     assert said == [f"progress could not be shown{GOES_ON}SystemExit: 1", "still told"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--log.progress"], []], ids=["lines", "notes"])
 def test_a_run_whose_output_goes_to_a_full_disk_ends_with_0(tmp_path, flags):
     command = [sys.executable, "train.py", *TINY, *flags, "--steps", "2", "--out", str(tmp_path)]
