@@ -61,7 +61,18 @@ def installed(wheel, tmp_path_factory):
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, symlinks=True, with_pip=False)
     python = home / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
     (packages,) = home.glob("lib/python*/site-packages")
     (packages / "beside.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return python, tmp_path_factory.mktemp("empty")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from faulty import EP2, TIMEOUT, before_step, finish, start
 from gloo import shared
 from orphans import no_orphans  # noqa: F401
+from tiers import slow_but
 
 import train
 from benchmarks.launch import End, launch
@@ -56,7 +57,8 @@ def stops(rank: int, world: int, argv: list[str], stopped: int, where: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("world", "stopped", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]
+    ("world", "stopped", "where"),
+    slow_but([(2, 1, "forward")], [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]),
 )
 def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
     """Its peers end within the timeout and 2 s, also those in its subgroups.
@@ -111,6 +113,7 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
     finish(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "asleep", "locked"])
 def test_25_a_step_that_stands_still_ends(tmp_path, how):
     """Long before the collectives' own timeout.
@@ -131,6 +134,7 @@ def test_25_a_step_that_stands_still_ends(tmp_path, how):
         assert says in ends[1].said and "test_faults_ranks.py" in ends[1].said, ends
 
 
+@pytest.mark.slow
 def test_25_who_waits_has_not_failed(tmp_path):
     flags = [*EP2, "--train.timeout", "2", "--parallel.ep", "1", "--out", str(tmp_path)]
     ends = launch(3, stands, flags, "stopped", timeout=60, waits=2, limit=40)
@@ -139,6 +143,7 @@ def test_25_who_waits_has_not_failed(tmp_path):
     assert any(f"rank {1 - rank} stood still, in step 3" in ends[rank].said for rank in (0, 1)), ends
 
 
+@pytest.mark.slow
 def test_25_the_cause_is_said(tmp_path):
     """The cause is the error of the rank that raised.
 
@@ -180,6 +185,7 @@ def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
     assert watch._words(RuntimeError()).endswith("the store does not answer") and time.monotonic() - began < 2
 
 
+@pytest.mark.slow
 def test_25_a_save_under_way_ends_first(tmp_path):
     flags = [*EP2, "--train.timeout", "2", "--checkpoint.every", "3", "--out", str(tmp_path)]
     ends = launch(2, stands, flags, "asleep behind a save", timeout=60, limit=50)
@@ -190,12 +196,15 @@ def test_25_a_save_under_way_ends_first(tmp_path):
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "raise error",
-        "raise ValueError('another') from error",
-        "raise ExceptionGroup('of two', [error])",
-        "pass",
-    ],
+    slow_but(
+        ["raise error"],
+        [
+            "raise error",
+            "raise ValueError('another') from error",
+            "raise ExceptionGroup('of two', [error])",
+            "pass",
+        ],
+    ),
 )
 def test_a_process_leaves_behind_what_nobody_catches(how):
     """It says so with its traceback, and before what CUDA would do at the end.
@@ -230,6 +239,7 @@ _leave_behind(error)
     assert ("RuntimeError: of all" in ran.stderr) is (how != "pass")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])
 def test_25_what_may_take_long(tmp_path, how, timeout):
     """The first step, a save and a validation: the two seconds are for an ordinary step.
@@ -266,7 +276,7 @@ def raises(rank: int, world: int, argv: list[str], where: str) -> None:
     finish(trainer)
 
 
-@pytest.mark.parametrize("where", ["start", "step"])
+@pytest.mark.parametrize("where", slow_but(["step"], ["start", "step"]))
 def test_26_one_rank_raises(tmp_path, where):
     """All end within 5 s, and the last words of each rank hold the first error."""
     ends = launch(2, raises, [*EP2, "--out", str(tmp_path)], where, timeout=30, limit=15)
@@ -319,7 +329,7 @@ PARTINGS = ["skipped by one", "skipped by each", "skipped inside"]
 PARTINGS += ["other operation", "other reduction", "other type", "other size", "other size, larger"]
 
 
-@pytest.mark.parametrize("how", [*PARTINGS, "after the last step"])
+@pytest.mark.parametrize("how", slow_but(["skipped by each"], [*PARTINGS, "after the last step"]))
 def test_27_ranks_part(tmp_path, how):
     """No rank changes its weights with a wrong sum; all end and name the call at which they parted."""
     ends = launch(2, strays, [*EP2, "--out", str(tmp_path)], how, timeout=TIMEOUT, limit=15)
@@ -333,6 +343,7 @@ def test_27_ranks_part(tmp_path, how):
     assert_parting_named(ends, how)
 
 
+@pytest.mark.slow
 def test_27_one_of_four_parts(tmp_path):
     flags = [*EP2, "--train.batch", "1", "--out", str(tmp_path)]
     ends = launch(4, strays, flags, "other size", timeout=TIMEOUT, limit=15)
@@ -377,17 +388,20 @@ def shards(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("bad", "says"),
-    [
-        ("id", "00000.bin: token id 122 at byte "),
-        ("id", "valid ids are 0 to --model.vocab=120 - 1"),
-        ("empty", "00000.bin: "),
-        (
-            "nan",
-            "NaN or infinity in model.blocks.1.ffn_norm.weight: "
-            "start from another checkpoint (--resume, --init)",
-        ),
-        ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
-    ],
+    slow_but(
+        lambda case: case[0] == "experts",
+        [
+            ("id", "00000.bin: token id 122 at byte "),
+            ("id", "valid ids are 0 to --model.vocab=120 - 1"),
+            ("empty", "00000.bin: "),
+            (
+                "nan",
+                "NaN or infinity in model.blocks.1.ffn_norm.weight: "
+                "start from another checkpoint (--resume, --init)",
+            ),
+            ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
+        ],
+    ),
 )
 def test_28_bad_input(tmp_path, gloo, bad, says):
     """Every rank ends soon, before the first step.

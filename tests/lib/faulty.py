@@ -15,9 +15,11 @@ TIMEOUT = 4.0  # of collectives, in seconds
 
 
 def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
-    """A trainer in a gloo worker, before its first step."""
+    """A trainer in a gloo worker, before its first step. It draws no report.png."""
     cfg = parse(argv, "", rank=rank, world=world)
-    return train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer.metrics.draw = lambda: None
+    return trainer
 
 
 def before_step(trainer: train.Trainer, step: int, act: Callable) -> None:

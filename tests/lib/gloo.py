@@ -54,6 +54,10 @@ PRELOAD = (
     "pytest",
     "tyro",
     "tmoe",
+    "train",
+    "matplotlib.backends.backend_agg",
+    "tmoe.run.report",
+    "settled",
 )
 # shorter than a call's, so that a stuck collective names its line before the call ends
 COLLECTIVE_TIMEOUT_S = 30

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import slow_but
 
 from tmoe import disk as folders
 from tmoe.parallel import build_mesh, launcher
@@ -305,7 +306,7 @@ def run_both(words: list[str], by: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("by", ["torchrun", "mpiexec", "pmi", "srun"])
+@pytest.mark.parametrize("by", slow_but(["srun"], ["torchrun", "mpiexec", "pmi", "srun"]))
 def test_build_mesh_joins_the_world_that_is_announced(by):
     """Otherwise each process would train a model of its own, and nothing would say so."""
     for rank, said in enumerate(run_both(["-c", MESH], by)):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_logs import config, start, step
+from tiers import slow_but
 
 import train
 from benchmarks.launch import launch
@@ -120,7 +121,8 @@ def package(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fails", "error"), [("import", "type"), ("init", "own"), ("init", "exit"), ("define", "own")]
+    ("fails", "error"),
+    slow_but([("init", "own")], [("import", "type"), ("init", "own"), ("init", "exit"), ("define", "own")]),
 )
 def test_wandb_that_cannot_start_is_one_line_before_step_0(tmp_path, package, fails, error):
     out = tmp_path / "run"
@@ -140,7 +142,10 @@ def test_wandb_that_cannot_start_is_one_line_before_step_0(tmp_path, package, fa
     assert (out / "wandb_id").read_text() == "of the run before"
 
 
-@pytest.mark.parametrize(("fails", "error"), [("log finish", "own"), ("log", "exit"), ("finish", "type")])
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    slow_but([("log", "exit")], [("log finish", "own"), ("log", "exit"), ("finish", "type")]),
+)
 def test_wandb_that_dies_later_is_a_note(tmp_path, package, fails, error):
     ends = launch(
         2, with_wandb, [*TINY, "--steps", "5", "--out", str(tmp_path / "run")], package, fails, error

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from faulty import EP2, before_step, finish, start
 from orphans import no_orphans  # noqa: F401
+from tiers import slow_but
 
 import train
 from benchmarks.launch import launch
@@ -71,6 +72,7 @@ def again(rank: int, world: int) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_after_another_is_guarded_and_what_follows_lives():
     ends = launch(2, again, timeout=60, limit=60)
     assert [end.code for end in ends] == [0, 0], ends
@@ -114,6 +116,7 @@ def in_a_thread(rank: int, world: int, argv: list[str], how: str) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["parts", "stands"])
 def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
     flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
@@ -135,6 +138,7 @@ def slow_alone(rank: int, world: int, argv: list[str]) -> None:
     finish(trainer)
 
 
+@pytest.mark.slow
 def test_nobody_is_ended_for_what_another_does_behind_a_validation(tmp_path):
     flags = [*EP2, "--train.timeout", "1", "--train.eval-every", "2", "--steps", "4", "--out", str(tmp_path)]
     ends = launch(2, slow_alone, flags, timeout=60, limit=50)
@@ -154,6 +158,7 @@ def hangs_in_stderr(rank: int, world: int) -> None:
     steps(watch, 4, act)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_words_hang_ends_as_well():
     ends = launch(2, hangs_in_stderr, timeout=60, limit=30)
     assert [end.code for end in ends] == [1, 1], ends
@@ -164,6 +169,7 @@ def without_stderr(rank: int, world: int, argv: list[str]) -> None:
     finish(start(rank, world, argv))
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_stderr(tmp_path):
     ends = launch(2, without_stderr, [*EP2, "--steps", "2", "--out", str(tmp_path)], timeout=20, limit=50)
     assert [end.code for end in ends] == [0, 0], ends
@@ -175,6 +181,7 @@ def own_timer(rank: int, world: int) -> None:
     time.sleep(20)
 
 
+@pytest.mark.slow
 def test_without_a_timeout_the_users_own_timer_stands():
     ends = launch(2, own_timer, timeout=20, limit=15)
     assert [end.code for end in ends] == [1, 1] and all("Timeout (0:00:01" in end.said for end in ends), ends
@@ -204,7 +211,7 @@ SMALL = (
 HERE = Path(train.__file__).parent
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_behind_a_run_signals_are_the_users_again(tmp_path, signum):
     code = f"""
 import os, signal, sys, time, train
@@ -219,6 +226,7 @@ print("not ended")
     assert ran.returncode == -signum and "not ended" not in ran.stdout, ran
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     """The terminal sends `2>&1 | tee log` the same signal."""
     reads, writes = os.pipe()
