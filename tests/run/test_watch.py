@@ -14,12 +14,12 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
 from faulty import EP2, before_step, finish, start
 from orphans import no_orphans  # noqa: F401
-from tiers import slow_but
 
 import train
 from benchmarks.launch import launch
@@ -211,7 +211,7 @@ SMALL = (
 HERE = Path(train.__file__).parent
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGINT], [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_behind_a_run_signals_are_the_users_again(tmp_path, signum):
     code = f"""
 import os, signal, sys, time, train
@@ -222,7 +222,7 @@ os.kill(os.getpid(), {int(signum)})
 time.sleep(5)
 print("not ended")
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, timeout=120)
+    ran = forked.run(["-c", code])
     assert ran.returncode == -signum and "not ended" not in ran.stdout, ran
 
 
