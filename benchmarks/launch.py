@@ -72,6 +72,7 @@ def launch(
     # Without GPUs: a forked process cannot use the driver that its parent has touched.
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
+    _imported()
     with tempfile.TemporaryDirectory() as folder:
         meet = (_store().port, f"launch{next(_numbers)}", folder, timeout)
         job = pickle.dumps((fn, args))
@@ -84,6 +85,14 @@ def launch(
         finally:
             for worker in workers:
                 _kill(worker)
+
+
+@cache
+def _imported() -> None:
+    """Returns when the server has imported what ranks need: `limit` is for the ranks alone."""
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join()
 
 
 @cache

@@ -50,6 +50,7 @@ def together(
 ) -> list[subprocess.CompletedProcess]:
     """As `run`, several programs side by side."""
     gloo.start_server()
+    gloo.imported()
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         jobs = []

@@ -103,6 +103,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
     stderr).
     """
     start_server()
+    imported()
     key = f"run{next(_calls)}"
     job = pickle.dumps((fn, args))
     workers, inboxes = [], []
@@ -124,6 +125,14 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
 
 def _context() -> multiprocessing.context.ForkServerContext:
     return multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def imported() -> None:
+    """Returns when the server has imported what workers need: `timeout` is for the calls alone."""
+    first = _context().Process(target=int)
+    first.start()
+    first.join()
 
 
 @functools.cache
