@@ -10,7 +10,7 @@ import torch
 
 
 def repair_interpreter() -> None:
-    """Mends two faults of triton 3.6.0's interpreter, and lets ranks that wait leave the processors to others.
+    """Mends two faults of triton 3.6.0's interpreter, and makes ranks that wait leave the processors free.
 
     Bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns. A volatile load
     is that of a rank which waits for its peers.
