@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 from chips import CHIPS, assert_fits, measure
+from tiers import slow_but
 from triton import knobs
 
 from tmoe.ops.experts import gpu, table
@@ -164,7 +165,9 @@ def test_tuned_configurations_fit(name, binaries):
     assert cfg.ctas in {binary.programs for binary in binaries[name]}
 
 
-@pytest.mark.parametrize("chip", ["cuda:90", "hip:gfx942", "hip:gfx950", "hip:gfx90a"])
+@pytest.mark.parametrize(
+    "chip", slow_but(["hip:gfx942"], ["cuda:90", "hip:gfx942", "hip:gfx950", "hip:gfx90a"])
+)
 def test_fp32_compiles_where_tf32_is_allowed_and_a_chip_has_none(chip, tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(gpu, "tf32", lambda: True)
