@@ -11,7 +11,8 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 
 EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-TIMEOUT = 4.0  # of collectives, in seconds
+TIMEOUT = 4.0  # of collectives, in seconds, on cores of one's own
+LIMIT = 300.0  # seconds after which ranks that should have ended by themselves are killed
 
 
 def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
