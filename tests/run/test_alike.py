@@ -9,7 +9,7 @@ import os
 
 import forked
 import pytest
-from faulty import EP2, finish, start
+from faulty import EP2, LIMIT, finish, start
 from orphans import no_orphans  # noqa: F401
 from tiers import slow_but
 
@@ -40,7 +40,7 @@ def trains(rank: int, world: int, argv: list[str], own: list[str]) -> None:
 )
 def test_ranks_with_other_settings_are_refused(tmp_path, own, says):
     flags = [*EP2, "--resume", "auto", "--steps", "2", "--out", str(tmp_path)]
-    ends = launch(2, trains, flags, own, timeout=30, limit=40)
+    ends = launch(2, trains, flags, own, timeout=120, limit=LIMIT)
     assert [end.code for end in ends] == [2, 2], ends
     assert says in ends[0].said and ends[0].said.count("error:") == 1 and "error:" not in ends[1].said, ends
     assert not list(tmp_path.glob("checkpoints/step-*"))
@@ -53,9 +53,9 @@ def test_ranks_with_other_data_are_refused(tmp_path):
         (tmp_path / f"{node}").mkdir()
         (tmp_path / f"{node}" / "text.txt").write_text("abc def\n" * (length // 8))
     flags = [*EP2, "--steps", "2", "--out", str(tmp_path / "run"), "--data.path", str(tmp_path / "0")]
-    ends = launch(2, trains, flags, ["--data.path", str(tmp_path / "1")], timeout=30, limit=60)
+    ends = launch(2, trains, flags, ["--data.path", str(tmp_path / "1")], timeout=120, limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
-    ends = launch(2, trains, flags, ["--data.path", str(tmp_path / "2")], timeout=30, limit=60)
+    ends = launch(2, trains, flags, ["--data.path", str(tmp_path / "2")], timeout=120, limit=LIMIT)
     assert [end.code for end in ends] == [2, 2], ends
     assert (
         "--data.path: tokens of the training data: " in ends[0].said

@@ -170,10 +170,9 @@ class OnTerminal:
 
 
 def wait_for_lines(out: Path, terminal: OnTerminal, lines: int) -> None:
-    deadline = time.monotonic() + 120
     metrics = out / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
-        assert time.monotonic() < deadline and terminal.process.poll() is None, terminal.said.decode()
+        assert terminal.process.poll() is None, terminal.said.decode()
         time.sleep(0.05)
 
 
@@ -185,7 +184,7 @@ def test_a_closed_terminal_takes_no_step_with_it(tmp_path, flags):
     with OnTerminal([sys.executable, *words]) as terminal:
         wait_for_lines(tmp_path, terminal, 3)
         terminal.close()
-        assert terminal.process.wait(120) == 0
+        assert terminal.process.wait() == 0
     (step,) = whole_steps(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert step == f"step-{len(lines)}" and (tmp_path / "report.png").exists()
@@ -207,5 +206,5 @@ def test_a_closed_terminal_of_torchrun(tmp_path):
     with OnTerminal([sys.executable, *words, "--steps", "100000", "--out", str(tmp_path)]) as terminal:
         wait_for_lines(tmp_path, terminal, 3)
         terminal.close()
-        terminal.process.wait(120)
+        terminal.process.wait()
     assert len(whole_steps(tmp_path)) == 1 and (tmp_path / "report.png").exists()
