@@ -58,8 +58,8 @@ def launch(
     world: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 30.0,
-    limit: float = 60.0,
+    timeout: float = 100.0,
+    limit: float = 300.0,
     waits: int | None = None,
 ) -> list[End]:
     """fn(rank, world, *args) on `world` processes; no process is left when this returns.

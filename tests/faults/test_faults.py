@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import EP2, TIMEOUT, before_step, finish, start
+from faulty import EP2, before_step, finish, start
 from gloo import shared
 from orphans import no_orphans  # noqa: F401
 from runs import NOISY, SMALL, assert_equal_state, lines, load, numbers, run, whole
@@ -133,7 +133,7 @@ def test_17_data_goes_on_where_it_stopped(tmp_path):
         "--log.every",
         "1",
     ]
-    killed = launch(2, consume, flags, 5, timeout=TIMEOUT)
+    killed = launch(2, consume, flags, 5)
     assert [end.code for end in killed] == [-signal.SIGKILL] * 2
     before = samples(tmp_path, range(0, 4))
     for log in tmp_path.glob("samples-*"):
