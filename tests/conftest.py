@@ -83,7 +83,7 @@ def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gloo():
-    """`gloo(world, fn, *args, timeout=120)` runs fn(rank, world, *args) on `world` gloo processes."""
+    """`gloo(world, fn, *args, timeout=600)` runs fn(rank, world, *args) on `world` gloo processes."""
     return gloo_module.run
 
 

@@ -39,7 +39,7 @@ def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
     command = [sys.executable, *launcher, script, "tiny", "--steps", "2", "--out", str(out), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
-    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=340)
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], ran.stderr

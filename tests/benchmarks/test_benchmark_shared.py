@@ -44,7 +44,7 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
     assert ran.returncode == 0, ran.stderr
     name, argv, said, obstacle = json.loads(ran.stdout)

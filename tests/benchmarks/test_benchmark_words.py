@@ -80,7 +80,7 @@ def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
         time.sleep(0.05)
     time.sleep(0.5)  # the last one's Popen has returned by then
     curve.send_signal(signal.SIGTERM)
-    assert curve.wait(60) != 0
+    assert curve.wait() != 0
 
 
 def test_the_trace_readers_help(monkeypatch, capsys):

@@ -389,7 +389,7 @@ def test_loader_prefetches_and_raises_the_error_of_its_step(texts: Path, monkeyp
     monkeypatch.setattr(Dataset, "batch", batch)
     with Loader(data(texts), batch=2) as loader:
         next(loader)
-        assert seen.wait(10), "step 1 is made before anyone asks for it"
+        assert seen.wait(300), "step 1 is made before anyone asks for it"
         next(loader)
         for _ in range(2):
             with pytest.raises(OSError, match="disk gone at step 2"):

@@ -29,7 +29,7 @@ def torchrun(world: int, words: list[str], **extra: str) -> str:
     """What `world` gloo processes print; AssertionError with their output unless all end with 0."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -42,7 +42,7 @@ def test_run_folder(gloo, tmp_path):
         "4",
         "--log.tensorboard",
     ]
-    gloo(2, run, [*SMALL, *flags], None, True, timeout=240)
+    gloo(2, run, [*SMALL, *flags], None, True)
     log = lines(tmp_path)
     assert [r["step"] for r in log] == list(range(8))
     keys = (
@@ -78,12 +78,11 @@ def test_resume_same_layout_is_bitwise(gloo, tmp_path, mode):
         "4",
     ]
     flags += ["--checkpoint.mode", mode]
-    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=240)
+    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")])
     resumed = gloo(
         2,
         run,
         [*flags, "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a/checkpoints/step-4")],
-        timeout=240,
     )
     assert len(numbers(tmp_path / "b", 0)) == 4, "the second run did not start at step 4"
     assert numbers(tmp_path / "b", 4) == numbers(tmp_path / "a", 4)
@@ -98,7 +97,7 @@ def test_resume_on_other_layouts(gloo, tmp_path):
     """
     flags = [*SMALL, "--checkpoint.every", "3", "--checkpoint.keep", "0"]
     straight = [*flags, "--out", str(tmp_path / "a"), "--parallel.ep", "2", "--train.batch", "2"]
-    gloo(2, run, straight, timeout=240)
+    gloo(2, run, straight)
     step3 = str(tmp_path / "a/checkpoints/step-3")
     saved = gloo(2, load, [*straight, "--out", str(tmp_path / "x"), "--resume", step3])[0]
     for world, ep, batch, accumulate in [(4, 2, 1, 1), (1, 1, 2, 2), (2, 1, 2, 1)]:
@@ -106,7 +105,7 @@ def test_resume_on_other_layouts(gloo, tmp_path):
         argv = [*flags, "--out", str(out), "--resume", step3, "--parallel.ep", str(ep)]
         argv += ["--train.batch", str(batch), "--train.accumulate", str(accumulate)]
         assert_equal_state(gloo(world, load, argv)[0], saved)
-        gloo(world, run, argv, timeout=240)
+        gloo(world, run, argv)
         for ours, theirs in zip(lines(out), lines(tmp_path / "a")[3:], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
@@ -126,7 +125,7 @@ def test_another_global_batch_goes_on_with_the_next_sample(gloo, tmp_path):
     The 13th sample comes next: none is read twice, none is left out.
     """
     flags = [*SMALL, "--checkpoint.every", "3", "--train.batch", "2", "--out", str(tmp_path / "a")]
-    gloo(2, run, flags, 2, timeout=240)
+    gloo(2, run, flags, 2)
     step3 = ["--resume", str(tmp_path / "a/checkpoints/step-3")]
     other = [*flags, "--out", str(tmp_path / "b"), *step3]
     assert gloo(1, next_samples, other)[0] == [[12, 13], [14, 15]]
@@ -142,12 +141,12 @@ def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
     `--resume auto` goes on with the same numbers.
     """
     flags = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")], timeout=240)
-    gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3, timeout=240)
+    straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")])
+    gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3)
     stopped = max(r["step"] for r in lines(tmp_path / "b"))
     assert stopped in (3, 4)
     assert (tmp_path / f"b/checkpoints/step-{stopped + 1}").is_dir()
-    resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b")], timeout=240)
+    resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b")])
     assert_equal_state(straight[0], resumed[0])
     assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
 
@@ -190,7 +189,7 @@ def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(
     So a validation is left at its next batch, and the last step is saved before it.
     """
     flags = [*SMALL, "--out", str(tmp_path), "--train.eval-batches", "5000", *flags.split()]
-    for read, there, told in gloo(2, stopped_in_validation, flags, last, timeout=240):
+    for read, there, told in gloo(2, stopped_in_validation, flags, last):
         assert read <= 3 and there == (saved == f"step-{last}") and told
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [saved]
     assert [r["val_loss"] for r in lines(tmp_path)] == [None] * 3
@@ -282,7 +281,7 @@ def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
     for world, batch, accumulate in ((1, 4, 1), (2, 1, 2), (2, 2, 1)):
         out = tmp_path / f"{world}-{batch}"
         sizes = ["--train.batch", str(batch), "--train.accumulate", str(accumulate), "--train.dtype", "fp32"]
-        gloo(world, run, [*SMALL, *sizes, "--steps", "2", "--out", str(out)], timeout=240)
+        gloo(world, run, [*SMALL, *sizes, "--steps", "2", "--out", str(out)])
         losses.append(lines(out)[-1]["val_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 

@@ -222,7 +222,7 @@ def test_19_run_to_run(tmp_path):
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(240) for rank in ranks] == [0, 0]
+        assert [rank.wait(800) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -30,7 +30,7 @@ def run(
     words: Sequence[str | os.PathLike],
     cwd: str | os.PathLike = ROOT,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
+    timeout: float = 800.0,
 ) -> subprocess.CompletedProcess:
     """What a program left: returncode (negative: the signal), stdout and stderr.
 
@@ -46,7 +46,7 @@ def together(
     programs: Sequence[Sequence[str | os.PathLike]],
     cwd: str | os.PathLike = ROOT,
     envs: Sequence[Mapping[str, str] | None] | None = None,
-    timeout: float = 300.0,
+    timeout: float = 800.0,
 ) -> list[subprocess.CompletedProcess]:
     """As `run`, several programs side by side."""
     gloo.start_server()

@@ -93,7 +93,7 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """`[fn(rank, world, *args) for rank in range(world)]`, each call in its own process of one gloo group.
 
     fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors).
@@ -184,7 +184,7 @@ def _first(errors: list[tuple[float, int, tuple[bytes | None, str]]]) -> BaseExc
 
 
 def _obituary(worker: multiprocessing.process.BaseProcess, rank: int) -> str:
-    worker.join(5)
+    worker.join(60)
     code = worker.exitcode
     how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
     return f"rank {rank} died {how}"

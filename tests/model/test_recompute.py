@@ -61,7 +61,7 @@ def step(rank: int, world: int, policy: str, ep: int, compile: bool, dtype: str)
 @pytest.fixture(scope="module")
 def without(gloo):
     """`without(world, ep, compile, dtype)`: the step that recomputes nothing, once for all policies."""
-    return cache(lambda world, *how: gloo(world, step, "none", *how, timeout=340))
+    return cache(lambda world, *how: gloo(world, step, "none", *how))
 
 
 @pytest.mark.parametrize("policy", ["moe", "attention", "block"])
@@ -77,7 +77,7 @@ def without(gloo):
 )
 def test_recomputing_changes_no_bit(gloo, without, policy, world, ep, compile, dtype):
     every = without(world, ep, compile, dtype)
-    fewer = gloo(world, step, policy, ep, compile, dtype, timeout=340)
+    fewer = gloo(world, step, policy, ep, compile, dtype)
     for want, got in zip(every, fewer, strict=True):
         assert torch.equal(got["loss"], want["loss"])
         assert torch.equal(got["counts"], want["counts"]) and got["counts"].sum() == world * 2 * SEQ * 2

@@ -142,7 +142,7 @@ def binaries(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_portable_configurations_fit(name, binaries):
     arch, D, _, dtype = CASES[name]
@@ -156,7 +156,7 @@ def test_portable_configurations_fit(name, binaries):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TUNED)
 def test_tuned_configurations_fit(name, binaries):
     cfg = TUNED[name][1]

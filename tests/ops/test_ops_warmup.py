@@ -73,7 +73,7 @@ def half_written(cache):
 def assert_ranks_share_the_work(cache):
     found = len(whole(cache))
     ranks = start([__file__], cache)
-    out, _ = ranks.communicate(timeout=300)
+    out, _ = ranks.communicate(timeout=800)
     assert ranks.returncode == 0, out
     compiled, needed, done, again = zip(*json.loads(out.splitlines()[-1]), strict=True)
     assert len(set(needed)) == 1 and needed[0] == len(whole(cache)) > 10
@@ -110,7 +110,7 @@ def broken(arch, traces):
     return 1 / 0
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(300)
 def test_a_killed_process_ends_the_warm_up(monkeypatch):
     """Out of memory, or a compiler that aborts: no process waits for what will not come."""
     monkeypatch.setattr(precompile, "work", killed)

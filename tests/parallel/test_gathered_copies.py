@@ -111,8 +111,8 @@ def train(rank: int, world: int, ep: int, dtype: str, whole: float, micro: int, 
 )
 def test_to_the_bit_what_fsdp2_gives(gloo, world, ep, dtype, micro, checkpoint):
     """Two ranks' gradients have one sum in fp32, whichever comes first."""
-    norms, got, placed = gloo(world, train, ep, dtype, 16.0, micro, checkpoint, timeout=240)[0]
-    want_norms, want, want_placed = gloo(world, train, ep, dtype, 0.0, micro, checkpoint, timeout=240)[0]
+    norms, got, placed = gloo(world, train, ep, dtype, 16.0, micro, checkpoint)[0]
+    want_norms, want, want_placed = gloo(world, train, ep, dtype, 0.0, micro, checkpoint)[0]
     assert norms == want_norms
     assert placed == want_placed
     for name, value in want.items():

@@ -323,7 +323,7 @@ def test_a_real_mpiexec():
         env=clean,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} of 2: [0, 1]" in done.stdout for rank in range(2))

@@ -38,7 +38,7 @@ def test_one_message_though_rank_0_is_the_last_to_start(tmp_path, words, says):
         env=env,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=800,
     )
     assert ended.returncode
     assert (ended.stdout + ended.stderr).count(says) == 1
