@@ -4,10 +4,11 @@
     assert done.returncode == 0, done.stderr
 
 As subprocess.run([sys.executable, *words]), without the 4 s of a processor that the imports take. Not for
-a program whose environment must be there when torch is imported, nor for what happens at the end of an
-interpreter: atexit is not run.
+a program whose environment must be there when torch is imported, nor for one whose interpreter must end:
+atexit is run, but no object is taken down.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -98,7 +99,10 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     how, *rest = words
     sys.path.insert(0, str(ROOT))
     try:
-        _execute(how, rest)
+        try:
+            _execute(how, rest)
+        finally:
+            atexit._run_exitfuncs()
     except KeyboardInterrupt:  # as Python ends by it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
