@@ -111,8 +111,10 @@ def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):
     def endless(command, env=None):
         (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
         with subprocess.Popen(["sleep", "60"]) as process:
-            yield process
-            process.kill()
+            try:
+                yield process
+            finally:
+                process.kill()
 
     monkeypatch.setattr(steps, "running", endless)
     with pytest.raises(SystemExit, match=r"not done within 1\.5 s, after 2 lines"):

@@ -71,6 +71,7 @@ def test_a_save_without_a_gpu_is_small_and_says_so(monkeypatch, capsys, tmp_path
     assert f"no GPU here: {gib:g} GiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
     before = descendants()
     curve = subprocess.Popen([sys.executable, "-m", "benchmarks.curve"], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -79,7 +80,7 @@ def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
         time.sleep(0.05)
     time.sleep(0.5)  # the last one's Popen has returned by then
     curve.send_signal(signal.SIGTERM)
-    assert curve.wait(60) != 0
+    assert curve.wait() != 0
 
 
 def test_the_trace_readers_help(monkeypatch, capsys):

@@ -11,12 +11,10 @@ import bz2
 import gzip
 import json
 import lzma
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import corpora
+import forked
 import numpy as np
 import pytest
 from corpora import data
@@ -246,8 +244,7 @@ def test_texts_may_be_compressed(tmp_path: Path):
 
 def test_what_a_source_was_taken_for_is_said(tmp_path: Path, texts: Path):
     (tmp_path / "a.json").write_bytes(LINES)
-    run = dict(cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    done = subprocess.run([sys.executable, "-m", "tmoe.data", "a.json", str(texts), "--out", "out"], **run)
+    done = forked.run(["-m", "tmoe.data", "a.json", texts, "--out", "out"], cwd=tmp_path)
     said = done.stdout.splitlines()
     tokens = sum(len(text.encode()) + 1 for text in TEXTS)
     first = repr(TEXTS[0][:60])

@@ -120,7 +120,7 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
     assert sorted(tmp_path.iterdir()) == [hf_dir]
 
 
-@pytest.mark.timeout(20)  # lists as long as such a number would take minutes, then all memory
+@pytest.mark.timeout(120)  # lists as long as such a number would take minutes, then all memory
 @pytest.mark.parametrize(
     "key, value, message",
     [

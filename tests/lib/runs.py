@@ -28,14 +28,19 @@ NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 # ---- in a worker ----
 
 
-def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
+def run(
+    rank: int, world: int, argv: list[str], stop_at: int | None = None, picture: bool = False
+) -> dict[str, torch.Tensor]:
     """One run. Returns every tensor of the final state, whole.
 
-    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged.
+    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged. report.png takes
+    longer to draw than such a run takes: only with `picture`.
     """
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
     trainer = train.Trainer(cfg, process)
+    if not picture:
+        trainer.metrics.draw = lambda: None
     if stop_at is not None and rank == world - 1:
         log = trainer.log
 

@@ -6,10 +6,9 @@ next: test_metrics.py
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -142,8 +141,7 @@ def test_what_no_run_wrote_is_one_line(tmp_path, file, content, says):
 
 
 def test_report_ends_with_one_line():
-    command = [sys.executable, "-m", "tmoe.report", "/nope"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(["-m", "tmoe.report", "/nope"])
     assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
 
 
@@ -152,9 +150,7 @@ def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
         run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
         run.mkdir()
         (run / "metrics.jsonl").write_text(LINE)
-        ended = subprocess.run(
-            [sys.executable, "-m", "tmoe.report", run], cwd=ROOT, capture_output=True, text=True
-        )
+        ended = forked.run(["-m", "tmoe.report", run])
         assert ended.returncode == 0 and is_picture(run / "report.png"), ended.stderr
         assert ended.stdout == f"{tmp_path}/{name.decode(errors='replace')}/report.png\n"
 

@@ -26,6 +26,8 @@ CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 ONE_GPU = RESULTS / "steps-1xH200/steps.jsonl"
 FOUR_GPUS = RESULTS / "steps-4xH200/bench.jsonl"
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def held() -> list[points.Point]:
