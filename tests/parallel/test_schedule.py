@@ -1,0 +1,289 @@
+"""Every table runs to its end, with the bubble of its formula; blocks are cut as evenly as can be."""
+
+import itertools
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from tmoe.parallel.schedule import (
+    EVEN,
+    EXPERTS,
+    Action,
+    Cost,
+    Message,
+    Simulation,
+    Table,
+    cut,
+    messages,
+    simulate,
+    table,
+    validate,
+)
+
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("v", 2)]
+
+
+def settings(ranks: list[int], micros: list[int]) -> Iterator[tuple]:
+    """(schedule, pp, micro-batches, chunks, deferred) that there are tables for."""
+    for (kind, chunks), pp, micro, deferred in itertools.product(KINDS, ranks, micros, (False, True)):
+        if kind != "interleaved" or micro % pp == 0:
+            yield kind, pp, micro, chunks, deferred
+
+
+def run(made: Table) -> None:
+    """Ranks that see only their own row and read each edge as a queue, keeping what comes before its turn.
+
+    As the runtime will: an assertion unless all come to their ends and all that was sent was used.
+    """
+    sends = messages(made)
+    queues: dict[tuple[int, int], deque[Message]] = {edge: deque() for edge in sends}
+    expected = {
+        edge: deque(sent) for edge, sent in sends.items()
+    }  # what the receiver's copy of the table says
+    last = len(made.home) - 1
+    done: set[Action] = set()
+
+    def work(rank: int) -> Iterator[bool]:
+        """Yields whether it came further."""
+        here: set[Message] = set()
+        for action in made.ranks[rank]:
+            op, chunk, micro = action
+            if op in "BIW":
+                assert Action("I" if op == "W" else "F", chunk, micro) in done
+            if op != "W" and 0 <= (before := chunk - 1 if op == "F" else chunk + 1) <= last:
+                need = Message("F" if op == "F" else "B", chunk, micro)
+                edge = made.home[before], rank
+                while edge[0] != rank and need not in here:
+                    while not queues[edge]:
+                        yield False
+                    assert queues[edge][0] == expected[edge].popleft(), "not the message that was expected"
+                    here.add(queues[edge].popleft())
+                here.discard(need)
+                assert edge[0] != rank or any(
+                    Action(o, before, micro) in done for o in ("F" if op == "F" else "BI")
+                )
+            assert action not in done
+            done.add(action)
+            after = chunk + 1 if op == "F" else chunk - 1
+            if op != "W" and 0 <= after <= last and made.home[after] != rank:
+                queues[rank, made.home[after]].append(Message("F" if op == "F" else "B", after, micro))
+            yield True
+        assert not here
+
+    running = [work(rank) for rank in range(len(made.ranks))]
+    while running:
+        steps = [next(one, None) for one in running]
+        assert any(step is not False for step in steps), "a deadlock"
+        running = [one for one, step in zip(running, steps, strict=True) if step is not None]
+    assert not any(queues.values()) and not any(expected.values())
+    count = {op: sum(action.op == op for action in done) for op in "FBIW"}
+    assert count["F"] == count["B"] + count["I"] and count["I"] == count["W"]
+
+
+def check(kind: str, pp: int, micros: int, chunks: int, deferred: bool) -> Simulation:
+    """One table: complete, without deadlock, within its limits; its bubble, where there is a formula."""
+    made = table(kind, pp, micros, chunks, deferred=deferred)
+    run(made)
+    for row in made.ranks:
+        assert len(row) == micros * chunks * (3 if deferred else 2)
+        assert {op for op, *_ in row} == set("FIW" if deferred else "FB")
+    found = simulate(made, EXPERTS if deferred else EVEN)
+    if kind != "v" and not deferred:
+        assert found.bubble == (pp - 1) / (chunks * micros + pp - 1)  # exactly: whole numbers are divided
+        assert not any(found.kept)
+    limits = {
+        "1f1b": lambda r: pp - r,
+        "interleaved": lambda r: 2 * (pp - r - 1) + (chunks - 1) * pp + 1,
+        "v": lambda r: 2 * pp,
+    }[kind]
+    assert all(held <= min(limits(r), micros * chunks) for r, held in enumerate(found.held))
+    if kind != "v":
+        assert all(held == min(limits(r), micros * chunks) for r, held in enumerate(found.held))
+    assert max(found.kept) <= pp * chunks
+    assert max(found.stashed) <= 2 * pp
+    return found
+
+
+def test_tables_run_to_their_ends():
+    for setting in settings([2, 3, 4, 7, 8], [1, 2, 3, 4, 8, 12, 14]):
+        check(*setting)
+    for setting in settings([16], [5, 32]):
+        check(*setting)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_tables_run_to_their_ends():
+    for setting in settings(list(range(2, 17)), list(range(1, 65))):
+        check(*setting)
+
+
+# PARALLEL.md's table of the first greedy V, in percent, whose W were not limited
+@pytest.mark.parametrize(
+    ("pp", "micros", "percent", "better"), [(4, 8, 11.8, 8.9), (8, 32, 12.1, 5.4), (8, 64, 3.9, 2.8)]
+)
+def test_v_with_deferred_weights(pp, micros, percent, better):
+    found = check("v", pp, micros, 2, True)
+    assert 100 * found.bubble <= percent and max(found.held) <= 2 * pp and max(found.kept) <= 2 * pp
+    more = simulate(table("v", pp, micros, 2, deferred=True, waiting=4 * pp), EXPERTS)
+    assert 100 * more.bubble <= better
+    assert found.time < simulate(table("1f1b", pp, micros, deferred=True), Cost(200, 310, 90)).time
+
+
+def test_deferred_weights_shorten_every_schedule():
+    for kind, chunks in KINDS:
+        plain, deferred = (
+            simulate(table(kind, 4, 16, chunks, deferred=d), EXPERTS).time for d in (False, True)
+        )
+        assert deferred < plain
+
+
+def test_1f1b_by_hand():
+    made = table("1f1b", 2, 3)
+    assert ["".join(f"{op}{m}" for op, _, m in row) for row in made.ranks] == ["F0F1B0F2B1B2", "F0B0F1B1F2B2"]
+    assert made.home == (0, 1)
+    assert messages(made) == {
+        (0, 1): tuple(Message("F", 1, m) for m in range(3)),
+        (1, 0): tuple(Message("B", 0, m) for m in range(3)),
+    }
+    assert simulate(made) == Simulation(12, 0.25, (2, 1), (0, 0), (0, 1))
+
+
+def test_homes():
+    assert table("v", 3, 1, 2).home == (0, 1, 2, 2, 1, 0)
+    assert table("interleaved", 3, 3, 2).home == (0, 1, 2, 0, 1, 2)
+    assert (2, 2) not in messages(table("v", 3, 4, 2))
+
+
+def test_a_table_for_16_ranks_is_quick():
+    table.cache_clear()
+    for kind, chunks in (("interleaved", 4), ("v", 2)):
+        start = time.process_time()
+        table(kind, 16, 64, chunks, deferred=True)
+        assert time.process_time() - start < 0.5
+
+
+def test_limits_of_v_are_kept():
+    for limit, waiting in itertools.product((2, 3, 5, 8), (1, 3)):
+        made = table("v", 4, 9, 2, deferred=True, limit=limit, waiting=waiting)
+        run(made)
+        found = simulate(made)
+        assert max(found.held) <= limit and max(found.kept) <= waiting
+
+
+def test_each_chunk_has_its_own_cost():
+    made = table("1f1b", 2, 2)
+    found = simulate(made, [Cost(1, 1, 1), Cost(2, 3, 1)])
+    assert found.time == 1 + 2 * 6 + 2 and found.bubble == pytest.approx(1 - 18 / 30)
+    assert simulate(made, latency=5).time == simulate(made).time + 2 * 5
+    with pytest.raises(ValueError, match="3 costs for 2 chunks"):
+        simulate(made, [EVEN] * 3)
+
+
+def changed(made: Table, rank: int, *row: Action) -> Table:
+    return made._replace(ranks=(*made.ranks[:rank], row, *made.ranks[rank + 1 :]))
+
+
+def test_a_wrong_table_is_found():
+    made = table("1f1b", 2, 2)
+    first = made.ranks[0]
+    one_by_one = changed(made, 0, *(first[i] for i in (0, 2, 1, 3)))
+    simulate(one_by_one)
+    with pytest.raises(ValueError, match="a deadlock: rank 0 before B0 of 0, rank 1 before F1 of 1"):
+        simulate(changed(one_by_one, 1, *(made.ranks[1][i] for i in (2, 3, 0, 1))))
+    for row in (first[:-1], (*first, first[0]), (first[2], *first[:2], first[3])):
+        with pytest.raises(ValueError, match="valid: FB or FIW, in this order"):
+            simulate(changed(made, 0, *row))
+    with pytest.raises(ValueError, match="chunk 1 is rank 1's"):
+        simulate(changed(made, 0, *made.ranks[1]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("zigzag", 2, 4, 1), r"--parallel.schedule=zigzag: valid: 1f1b, interleaved, v"),
+        (("1f1b", 0, 4, 1), r"--parallel.pp=0: must be a whole number from 1 on"),
+        (("1f1b", 2, 2.0, 1), r"--train.accumulate=2.0: must be a whole number"),
+        (("1f1b", 2, 4, True), r"--parallel.chunks=True: must be a whole number"),
+        (("1f1b", 2, 4, 2), r"--parallel.schedule=1f1b with --parallel.chunks=2: valid: 1"),
+        (("interleaved", 2, 4, 1), r"--parallel.schedule=interleaved with --parallel.chunks=1: .* from 2 on"),
+        (("interleaved", 4, 6, 2), r"--parallel.pp=4: --train.accumulate=6 must be .* pp; valid: 4 or 8"),
+        (("interleaved", 4, 3, 2), r"--parallel.pp=4: --train.accumulate=3 must be .* pp; valid: 4$"),
+        (("v", 2, 4, 1), r"--parallel.schedule=v with --parallel.chunks=1: valid: 2"),
+        (("v", 1, 4, 2), r"--parallel.schedule=v with --parallel.pp=1: valid: --parallel.pp from 2 on"),
+        (("v", 4, 4, 2, 7), r"--parallel.pp=4 x --parallel.chunks=2: more chunks than --model.layers=7"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_flag(given, message):
+    with pytest.raises(ValueError, match=message):
+        validate(*given)
+    if len(given) == 4:
+        with pytest.raises(ValueError, match=message):
+            table(*given)
+
+
+def test_what_can_be_is_not():
+    validate("1f1b", 1, 1, 1, 1)
+    validate("v", 4, 1, 2, 8)
+    run(table("1f1b", 1, 3))
+
+
+def all_cuts(layers: int, chunks: int) -> Iterator[list[range]]:
+    for inner in itertools.combinations(range(1, layers), chunks - 1):
+        yield [range(a, b) for a, b in itertools.pairwise((0, *inner, layers))]
+
+
+def test_cuts_are_the_best_there_are():
+    draw = random.Random(0)
+    for layers, trial in itertools.product(range(1, 10), range(12)):
+        chunks = draw.randint(1, layers)
+        costs = [draw.choice((0, 1, 2, 5)) if trial % 2 else draw.random() for _ in range(layers)]
+        first, last = draw.choice((0, 1.5, 9)), draw.choice((0, 3))
+
+        def loads(spans, costs=costs, first=first, last=last):
+            found = [sum(costs[i] for i in span) for span in spans]
+            found[0] += first
+            found[-1] += last
+            return found
+
+        got = cut(layers, chunks, costs, first, last)
+        assert [i for span in got for i in span] == list(range(layers)) and all(got) and len(got) == chunks
+        options = [loads(spans) for spans in all_cuts(layers, chunks)]
+        most = min(map(max, options))
+        squares = min(sum(x * x for x in one) for one in options if max(one) <= most + 1e-9)
+        assert max(loads(got)) == pytest.approx(most)
+        assert sum(x * x for x in loads(got)) == pytest.approx(squares)
+
+
+def test_what_is_left_goes_to_later_chunks():
+    assert [len(span) for span in cut(10, 4)] == [2, 2, 3, 3]
+    assert [len(span) for span in cut(8, 4)] == [2, 2, 2, 2]
+    assert [len(span) for span in cut(48, 8, last=2.5)] == [6, 6, 6, 6, 6, 7, 7, 4]
+    assert [len(span) for span in cut(6, 3, first=1, last=1)] == [1, 3, 2]
+    assert [len(span) for span in cut(3, 3, [9, 1, 1], last=50)] == [1, 1, 1]
+
+
+def test_a_large_cut_is_quick():
+    start = time.process_time()
+    spans = cut(512, 64, [1 + i % 7 for i in range(512)], 3, 9)
+    assert time.process_time() - start < 2 and len(spans) == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((3, 4), r"4 chunks .*--parallel.pp times --parallel.chunks.*: more chunks than --model.layers=3"),
+        ((3, 0), r"0 chunks"),
+        ((3, 2, [1, 2]), r"2 costs: must be one for each of --model.layers=3 blocks"),
+        ((2, 2, [1, -2]), r"must be finite and at least 0"),
+        ((2, 2, [1, math.nan]), r"must be finite and at least 0"),
+        ((2, 2, None, math.inf), r"must be finite and at least 0"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        cut(*given)

@@ -1,0 +1,458 @@
+"""Pipeline schedules as tables: which rank does what with which micro-batch, in which order; and its time.
+
+A model is cut into pp * chunks chunks of neighbouring blocks. What a rank does is a list of actions
+(op, chunk, micro-batch):
+
+    F  forward                      needs F of the chunk before
+    B  backward                     needs B (or I) of the chunk behind, and this chunk's F
+    I  backward without W's part    the same; the experts' weights wait for their gradients
+    W  the gradients that I left    needs I, and nobody waits for it: it fills gaps
+
+    1f1b         chunk c on rank c        forward and backward in turn; bubble (pp-1) / (M+pp-1)
+    interleaved  chunk c on rank c % pp   M a multiple of pp; bubble (pp-1) / (chunks*M+pp-1)
+    v            down and up again        two chunks a rank; the first and the last chunk share rank 0
+
+Every rank makes the whole table, a pure function of its arguments. So a receiver knows in which order its
+neighbour sends (`messages`): no message carries a tag, and no rank asks another. `simulate` proves a table:
+nothing is left out or done twice, and nobody waits for ever.
+
+next: tokens.py
+"""
+
+import bisect
+import functools
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+Schedule = Literal["1f1b", "interleaved", "v"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+# How v orders what is ready: a forward is due so many times F's duration after that of the chunk before it,
+# a backward so many times I's. With these three, tables were as short as with the best of 42 such pairs,
+# for 2 to 16 ranks, 1 to 64 micro-batches, and W of 15, 27 and 0 percent of the work.
+PACES = ((4.0, 2.0), (4.0, 3.0), (3.0, 1.5))
+
+
+class Action(NamedTuple):
+    """One thing that a rank does. op: F, B, I or W; chunk: of the whole model, from 0; micro: micro-batch."""
+
+    op: str
+    chunk: int
+    micro: int
+
+
+class Message(NamedTuple):
+    """What a neighbour sends. kind: F (hidden states) or B (their gradient); chunk: the one that receives."""
+
+    kind: str
+    chunk: int
+    micro: int
+
+
+class Cost(NamedTuple):
+    """Durations of F, of I and of W in one chunk, in any one unit; B takes I's and W's together."""
+
+    forward: float
+    inputs: float
+    weights: float
+
+
+class Table(NamedTuple):
+    """`ranks`: what each rank does, in order; `home`: the rank of each chunk."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    home: tuple[int, ...]
+
+
+class Simulation(NamedTuple):
+    """What a table costs, with each rank's numbers by rank."""
+
+    time: float  # from the first action to the end of the last
+    bubble: float  # share of all ranks' time in which they have nothing to do
+    held: tuple[int, ...]  # most forwards whose backward is to come, in chunks
+    kept: tuple[int, ...]  # most W that wait, in chunks
+    stashed: tuple[int, ...]  # most messages that are here before their turn
+
+
+EVEN = Cost(1, 1, 1)  # every matrix product costs as much: its gradients are two of them
+EXPERTS = Cost(100, 155, 45)  # only the experts' weights wait: a sixth of the work of a Qwen3-like layer
+
+
+@functools.lru_cache(128)
+def table(
+    schedule: str,
+    pp: int,
+    micros: int,
+    chunks: int = 1,
+    *,
+    deferred: bool = False,
+    cost: Cost = EXPERTS,
+    limit: int | None = None,
+    waiting: int | None = None,
+) -> Table:
+    """The actions of each of pp ranks for `micros` micro-batches and `chunks` chunks a rank.
+
+    Args: deferred puts the experts' weight gradients off (I and W for B). cost: of a chunk, which orders v
+    and what is deferred; the same on every rank. limit: most forwards of v that wait for their backward on
+    a rank, in chunks; None is 2 * pp, as many layers as 1F1B's first rank holds. waiting: most W that wait
+    on a rank, each with its inputs and their gradients; None is pp * chunks. With twice that v's bubble was
+    a quarter smaller, with more the same.
+
+    Raises ValueError that names the flags (`validate`).
+    """
+    validate(schedule, pp, micros, chunks)
+    limit = 2 * pp if limit is None else limit
+    waiting = pp * chunks if waiting is None else waiting
+    if limit < 2 or waiting < 1:
+        raise ValueError(
+            f"limit={limit}, waiting={waiting}: v holds at least 2 chunks, and 1 W waits at least"
+        )
+    home = homes(schedule, pp, chunks)
+    if schedule == "v":
+        orders = (_v_order(home, micros, cost, pace) for pace in PACES)
+        found = [_fill(home, micros, cost, order, deferred, limit, waiting) for order in orders]
+        return min(found, key=lambda made: made[0])[1]
+    rows = _1f1b(pp, micros) if schedule == "1f1b" else _interleaved(pp, micros, chunks)
+    if not deferred:
+        return Table(tuple(map(tuple, rows)), home)
+    order = [0.0] * (2 * len(home) * micros)
+    for row in rows:
+        for place, (op, chunk, micro) in enumerate(row):
+            order[(chunk + (op == "B") * len(home)) * micros + micro] = place
+    return _fill(home, micros, cost, order, deferred, None, waiting)[1]
+
+
+def validate(schedule: str, pp: int, micros: int, chunks: int, layers: int | None = None) -> None:
+    """ValueError that names flag, value and what is valid, unless there is a table for these.
+
+    layers: of the model, where known.
+    """
+    for flag, value in (
+        ("--parallel.pp", pp),
+        ("--train.accumulate", micros),
+        ("--parallel.chunks", chunks),
+    ):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{flag}={value!r}: must be a whole number from 1 on")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"--parallel.schedule={schedule}: valid: {', '.join(SCHEDULES)}")
+    here = f"--parallel.schedule={schedule} with --parallel."
+    if schedule != "1f1b" and pp == 1:
+        raise ValueError(f"{here}pp=1: valid: --parallel.pp from 2 on, or --parallel.schedule 1f1b")
+    if schedule == "1f1b" and chunks != 1:
+        raise ValueError(f"{here}chunks={chunks}: valid: 1, or --parallel.schedule interleaved")
+    if schedule == "interleaved" and chunks == 1:
+        raise ValueError(f"{here}chunks=1: valid: --parallel.chunks from 2 on, or --parallel.schedule 1f1b")
+    if schedule == "v" and chunks != 2:
+        raise ValueError(f"{here}chunks={chunks}: valid: 2")
+    if schedule == "interleaved" and micros % pp:
+        below = micros // pp * pp
+        near = f"{below} or {below + pp}" if below else f"{pp}"
+        raise ValueError(
+            f"{here}pp={pp}: --train.accumulate={micros} must be a multiple of pp; valid: {near}"
+        )
+    if layers is not None and pp * chunks > layers:
+        raise ValueError(_too_few_blocks(layers, f"--parallel.pp={pp} x --parallel.chunks={chunks}"))
+
+
+def _too_few_blocks(layers: int, wanted: str) -> str:
+    return (
+        f"{wanted}: more chunks than --model.layers={layers}; "
+        f"valid: --parallel.pp times --parallel.chunks at most {layers}"
+    )
+
+
+def homes(schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each chunk of the model."""
+    whole = range(pp * chunks)
+    return tuple(min(c, pp * chunks - 1 - c) if schedule == "v" else c % pp for c in whole)
+
+
+def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
+    """(source, target) of every edge that is used: its messages in the order of sending.
+
+    Chunks that share a rank need none.
+    """
+    found: dict[tuple[int, int], list[Message]] = {}
+    for source, row in enumerate(table.ranks):
+        for action in row:
+            message = _result(action, len(table.home))
+            if message and (target := table.home[message.chunk]) != source:
+                found.setdefault((source, target), []).append(message)
+    return {edge: tuple(sent) for edge, sent in found.items()}
+
+
+def _result(action: Action, chunks: int) -> Message | None:
+    """What another chunk gets of an action."""
+    op, chunk, micro = action
+    if op == "F" and chunk + 1 < chunks:
+        return Message("F", chunk + 1, micro)
+    if op in "BI" and chunk:
+        return Message("B", chunk - 1, micro)
+    return None
+
+
+def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 0) -> Simulation:
+    """Runs a table in thought.
+
+    cost: of a chunk, or of each; latency: of a message between ranks, which keeps neither from its work.
+
+    Raises ValueError where an action is missing, comes twice or on another rank than its chunk's, and where
+    ranks wait for each other.
+    """
+    pp, count, micros = len(table.ranks), len(table.home), _check_actions(table)
+    costs = [cost] * count if isinstance(cost, Cost) else list(cost)
+    if len(costs) != count:
+        raise ValueError(f"{len(costs)} costs for {count} chunks: give one for all, or one for each")
+    seconds = [dict(F=f, B=i + w, I=i, W=w) for f, i, w in costs]
+    there: dict[Message, float] = {}  # when a message arrives
+    last: dict[int, float] = {}  # when the last chunk's F of a micro-batch ended
+    place = [0] * pp
+    flying, left, held, kept = ([0] * pp for _ in range(4))
+    now: list[float] = [0] * pp
+    stash: list[list[tuple[float, int]]] = [[] for _ in range(pp)]
+
+    def ready(action: Action) -> float | None:
+        op, chunk, micro = action
+        if op == "W" or (op == "F" and chunk == 0):
+            return 0
+        if op != "F" and chunk == count - 1:
+            return last.get(micro)
+        return there.get(Message("F" if op == "F" else "B", chunk, micro))
+
+    runnable = list(range(pp))
+    while runnable:
+        rank = runnable.pop()
+        while place[rank] < len(row := table.ranks[rank]):
+            op, chunk, micro = action = row[place[rank]]
+            come = ready(action)
+            if come is None:
+                break
+            start = max(now[rank], come)
+            now[rank] = start + seconds[chunk][op]
+            place[rank] += 1
+            flying[rank] += dict(F=1, W=0).get(op, -1)
+            left[rank] += dict(I=1, W=-1).get(op, 0)
+            held[rank], kept[rank] = max(held[rank], flying[rank]), max(kept[rank], left[rank])
+            before = chunk - 1 if op == "F" else chunk + 1
+            if op != "W" and 0 <= before < count and table.home[before] != rank:
+                stash[rank] += [(come, 1), (start, -1)]
+            if op == "F" and chunk == count - 1:
+                last[micro] = now[rank]
+            if message := _result(action, count):
+                target = table.home[message.chunk]
+                there[message] = now[rank] + (latency if target != rank else 0)
+                runnable += [target] if target != rank else []
+    if stuck := [r for r in range(pp) if place[r] < len(table.ranks[r])]:
+        waits = [f"rank {r} before {'{}{} of {}'.format(*table.ranks[r][place[r]])}" for r in stuck]
+        raise ValueError(f"a deadlock: {', '.join(waits)}")
+
+    time, work = max(now), micros * sum(map(sum, costs))
+    # what is used at a moment goes before what comes: (time, -1) sorts before (time, 1)
+    stashed = [max(itertools.accumulate((step for _, step in sorted(steps)), initial=0)) for steps in stash]
+    bubble = (pp * time - work) / (pp * time) if time else 0.0
+    return Simulation(time, bubble, tuple(held), tuple(kept), tuple(stashed))
+
+
+def _check_actions(table: Table) -> int:
+    """Number of micro-batches. ValueError unless a chunk's rank does F and B, or F, I and W, of each once."""
+    seen: dict[tuple[int, int], str] = {}
+    for rank, row in enumerate(table.ranks):
+        for op, chunk, micro in row:
+            if table.home[chunk] != rank:
+                raise ValueError(
+                    f"{op}{chunk} of {micro} on rank {rank}: chunk {chunk} is rank {table.home[chunk]}'s"
+                )
+            seen[chunk, micro] = seen.get((chunk, micro), "") + op
+    micros = 1 + max(micro for _, micro in seen)
+    for key in itertools.product(range(len(table.home)), range(micros)):
+        if seen.get(key) not in ("FB", "FIW"):
+            raise ValueError(
+                f"chunk {key[0]} of micro-batch {key[1]}: {seen.get(key)}; valid: FB or FIW, in this order"
+            )
+    return micros
+
+
+def _1f1b(pp: int, micros: int) -> list[list[Action]]:
+    """Forwards until the first backward can come, then one of each: rank r holds pp - r at most."""
+    return [
+        _one_of_each(
+            [Action("F", r, m) for m in range(micros)], [Action("B", r, m) for m in range(micros)], pp - r - 1
+        )
+        for r in range(pp)
+    ]
+
+
+def _interleaved(pp: int, micros: int, chunks: int) -> list[list[Action]]:
+    """Narayanan et al. 2021: groups of pp micro-batches pass all chunks of a rank in turn."""
+
+    def passes(op: str, rank: int) -> list[Action]:
+        order = range(chunks) if op == "F" else reversed(range(chunks))
+        turns = itertools.product(range(0, micros, pp), order, range(pp))
+        return [Action(op, c * pp + rank, first + m) for first, c, m in turns]
+
+    return [
+        _one_of_each(passes("F", r), passes("B", r), 2 * (pp - r - 1) + (chunks - 1) * pp) for r in range(pp)
+    ]
+
+
+def _one_of_each(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    turns = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain(*turns), *backwards[len(forwards) - ahead :]]
+
+
+def _v_order(home: tuple[int, ...], micros: int, cost: Cost, pace: tuple[float, float]) -> list[float]:
+    """Whose turn it is on a rank among what is ready: the smallest number's.
+
+    A micro-batch is due when the ranks have done the work of all before it. Returns a number for every
+    action: F of all micro-batches for every chunk, then B.
+    """
+    count, (f, i, w) = len(home), cost
+    forward, backward, round_ = pace[0] * f, pace[1] * i, 2 * (f + i + w)
+    starts = [forward * c for c in range(count)]
+    starts += [forward * count + backward * (count - 1 - c) for c in range(count)]
+    return [start + round_ * m for start in starts for m in range(micros)]
+
+
+def _fill(
+    home: tuple[int, ...],
+    micros: int,
+    cost: Cost,
+    order: Sequence[float],
+    deferred: bool,
+    limit: int | None,
+    waiting: int,
+) -> tuple[float, Table]:
+    """Whenever a rank is free it takes, of what is ready, what comes first in `order`; if nothing is, a W.
+
+    order: as `_v_order` gives it; B becomes I where deferred. limit None keeps to the order: its numbers are
+    places in a rank's row, and a rank waits for the next one, or does a W. With a limit, a chunk of the first
+    half (the way down of a V) leaves one place free. So the way up never waits for memory: its last chunk's
+    backward follows at once, which frees the place of the last but one, and so on: nothing is ever stuck.
+
+    Returns the time and the table.
+    """
+    pp, count = 1 + max(home), len(home)
+    # an action as one number, its place in `order`: quicker than tuples, of which there are thousands
+    forwards = micros * count
+    down = forwards // 2 if limit else 0
+    f, b, w = cost.forward, cost.inputs + (0 if deferred else cost.weights), cost.weights
+    most = limit or 2 * forwards
+    ready: list[list[list[tuple[float, int]]]] = [[[], [], []] for _ in range(pp)]  # F down, F up, B
+    rows: list[list[tuple[str, int]]] = [[] for _ in range(pp)]
+    later: list[deque[int]] = [deque() for _ in range(pp)]
+    busy, flying, taken = [0.0] * pp, [0] * pp, [0] * pp
+    ends: list[tuple[float, int, int]] = []  # of what is under way; -1 is a W
+    for m in range(micros):
+        heapq.heappush(ready[home[0]][0 if down else 1], (order[m], m))
+    now, awake = 0.0, {home[0]}
+    while True:
+        for rank in sorted(awake):
+            if busy[rank] > now:
+                continue
+            best: list[tuple[float, int]] | None = None
+            if len(later[rank]) < waiting:
+                free = most - flying[rank]
+                for queue in ready[rank][2 if free < 1 else 1 if free < 2 else 0 :]:
+                    if queue and (best is None or queue[0] < best[0]):
+                        best = queue
+            if best and (limit or best[0][0] == taken[rank]):
+                _, key = heapq.heappop(best)
+                taken[rank] += 1
+                back = key >= forwards
+                flying[rank] += -1 if back else 1
+                if back and deferred:
+                    later[rank].append(key - forwards)
+                rows[rank].append((("I" if deferred else "B") if back else "F", key - forwards * back))
+                busy[rank] = now + (b if back else f)
+                heapq.heappush(ends, (busy[rank], rank, key))
+            elif later[rank]:
+                rows[rank].append(("W", later[rank].popleft()))
+                busy[rank] = now + w
+                heapq.heappush(ends, (busy[rank], rank, -1))
+        if not ends:
+            break
+        now, awake = ends[0][0], set()
+        while ends and ends[0][0] == now:  # all that ends now, before anybody chooses
+            _, rank, key = heapq.heappop(ends)
+            awake.add(rank)
+            if key < 0 or forwards <= key < forwards + micros:  # nothing follows a W, or the first chunk's B
+                continue
+            if key >= forwards:
+                key -= micros
+            else:  # the last chunk's F is followed by its own B
+                key += micros if key + micros < forwards else forwards
+            target = home[key % forwards // micros]
+            awake.add(target)
+            heapq.heappush(ready[target][2 if key >= forwards else 0 if key < down else 1], (order[key], key))
+    assert sum(taken) == 2 * forwards, "a rank waits for ever"
+    made = tuple(tuple(Action(op, *divmod(key, micros)) for op, key in row) for row in rows)
+    return now, Table(made, home)
+
+
+def cut(
+    layers: int, chunks: int, costs: Sequence[float] | None = None, first: float = 0, last: float = 0
+) -> list[range]:
+    """The blocks of each of `chunks` chunks (all ranks' together): the dearest chunk is as cheap as can be.
+
+    Every chunk gets neighbours, one at least. Of several such cuts the most even one, by squares; of those
+    the one with fewer blocks in front, where ranks hold most micro-batches.
+
+    Args: costs: of each block, at least 0, in any one unit (None: all equal). first and last: what the first
+    chunk (embedding) and the last one (head and loss) have to do besides.
+    """
+    costs = [1] * layers if costs is None else list(costs)
+    if chunks < 1 or chunks > layers:
+        raise ValueError(_too_few_blocks(layers, f"{chunks} chunks (--parallel.pp times --parallel.chunks)"))
+    if len(costs) != layers:
+        raise ValueError(f"{len(costs)} costs: must be one for each of --model.layers={layers} blocks")
+    if not all(0 <= one < math.inf for one in (*costs, first, last)):
+        raise ValueError(f"costs={costs}, first={first}, last={last}: must be finite and at least 0")
+    sums = list(itertools.accumulate(costs, initial=0))
+
+    def cost(chunk: int, start: int, stop: int) -> float:
+        extra = (first if chunk == 0 else 0) + (last if chunk == chunks - 1 else 0)
+        return sums[stop] - sums[start] + extra
+
+    def starts(chunk: int, stop: int) -> range:
+        """Where the chunk may begin, if every chunk in front of it has a block."""
+        return range(chunk, stop) if chunk else range(1)
+
+    # dearest[j]: the dearest chunk of the first j blocks, cut into so many. It grows with j, and the last
+    # chunk gets cheaper with a later start: the best start is where they cross
+    dearest: list[float] = [0.0] * (layers + 1)
+    for chunk in range(chunks):
+        before, dearest = dearest, [math.inf] * (layers + 1)
+        for stop in range(chunk + 1, layers + 1) if chunk < chunks - 1 else (layers,):
+            options = starts(chunk, stop)
+            turn = bisect.bisect_left(
+                options, True, key=lambda s, c=chunk, e=stop, b=before: b[s] >= cost(c, s, e)
+            )
+            near = options[max(0, turn - 1) : turn + 1]
+            dearest[stop] = min(max(before[s] if chunk else 0, cost(chunk, s, stop)) for s in near)
+    most = dearest[layers]
+
+    # among cuts without a dearer chunk: the least sum of squares, and where each chunk then begins
+    least: list[float] = [0.0] + [math.inf] * layers
+    begin: list[list[int]] = []
+    for chunk in range(chunks):
+        before, least, at = least, [math.inf] * (layers + 1), [0] * (layers + 1)
+        for stop in range(chunk + 1, layers + 1):
+            for start in reversed(starts(chunk, stop)):
+                if (here := cost(chunk, start, stop)) > most:
+                    break
+                if (total := before[start] + here * here) <= least[stop]:
+                    least[stop], at[stop] = total, start
+        begin.append(at)
+    spans: list[range] = []
+    stop = layers
+    for at in reversed(begin):
+        spans.append(range(at[stop], stop))
+        stop = at[stop]
+    return spans[::-1]
