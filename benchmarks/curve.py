@@ -152,7 +152,10 @@ def whole_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
 
 
 def torchs_step(self: AdamW) -> None:
-    """A step of torch's AdamW on fp32 gradients. It clips and skips as `decide` says, which the host reads."""
+    """A step of torch's AdamW on fp32 gradients.
+
+    It clips and skips as `decide` says, which the host reads.
+    """
     params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
     for p in params:
         p.grad = p.grad.float()

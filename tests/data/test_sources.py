@@ -116,7 +116,8 @@ def test_parquet(tmp_path: Path):
         found(tmp_path)
 
 
-# Without the time of now: workers that collect this file at different seconds would give the case different names.
+# Without the time of now: workers that collect this file at different seconds would give the case
+# different names.
 TGZ = gzip.compress(b"x" + bytes(256) + b"ustar" + bytes(99), mtime=0)
 
 

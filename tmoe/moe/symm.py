@@ -460,7 +460,7 @@ def _forward(
     shared SwiGLU (empty without it).
     """
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
-    if shared_gate_up is not None:
+    if shared_gate_up is not None and shared_down is not None:
         check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
@@ -559,7 +559,7 @@ def _backward(
 
         # What travels while the shared expert's gradients are made, or before anything.
         if shared:
-            assert d_shared is not None
+            assert d_shared is not None and shared_down is not None
             _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
             of_shared = swiglu.backward(d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
             ex.arrived()

@@ -543,7 +543,10 @@ def test_recomputation_worked_by_hand(policy):
 
 def test_tendencies_that_a_user_relies_on():
     m = constants.values(CONSTANTS)
-    rate = lambda dp, ep, cfg=OLMOE: step_time.predict(cfg, Axes(dp=dp, ep=ep), m).tokens_per_s_gpu  # noqa: E731
+
+    def rate(dp: int, ep: int, cfg: Config = OLMOE) -> float:
+        return step_time.predict(cfg, Axes(dp=dp, ep=ep), m).tokens_per_s_gpu
+
     assert rate(512, 8) < rate(64, 8) < rate(8, 8) < rate(1, 8), "more nodes never help a GPU"
     longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=8))
     assert rate(512, 8, longer) > rate(512, 8), "micro-batches spread the reduce-scatters"
