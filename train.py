@@ -91,10 +91,11 @@ class Trainer:
         # Model and optimizer.
         with run.refusing():  # a dispatcher that was asked for and does not work here
             self.model = build_model(cfg, self.mesh, run.device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), cfg.optim, run.device)
+        # keeps_fresh: besides the optimizer only Ema writes weights here, and Ema marks them stale.
+        parameters = self.model.named_parameters()
+        self.optimizer = build_optimizer(parameters, cfg.optim, run.device, keeps_fresh=True)
         if not cfg.eval_only:
             init_state(self.optimizer)
-        self.optimizer.keeps_fresh = True  # besides it only Ema writes weights here, and Ema marks them stale
         self.ema = Ema(self.model.named_parameters(), cfg.optim.ema) if cfg.optim.ema else None
 
         # Where the run stands, and what it has met.
@@ -113,7 +114,6 @@ class Trainer:
             mode="sync" if cfg.checkpoint.mode == "sync" else "async",
             info=dict(config=asdict(cfg), versions=known, data=self.data.facts()),
         )
-        run.watch.saving = self.checkpoints.saving
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
@@ -151,7 +151,8 @@ class Trainer:
             return self.metrics.note(result)
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
-            for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout):
+            saving = self.checkpoints.saving
+            for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout, saving):
                 batch = next(data)
                 totals, stop = self.agree(batch)
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)

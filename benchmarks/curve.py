@@ -12,14 +12,23 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.train import running
+from tmoe.model import transformer
+from tmoe.model.attention_backend import document_mask
+from tmoe.moe import experts, router
+from tmoe.ops import reference
+from tmoe.optim.adamw import AdamW
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 MODEL = """tiny --model.dim 256 --model.layers 4 --model.heads 8 --model.kv-heads 4 --model.moe.ffn-dim 128
     --model.moe.experts 16 --train.seq 256 --train.batch 16 --train.eval-every 0 --train.eval-batches 1
@@ -40,6 +49,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the curves to this file")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- --section.field value ... for every run")
     args = parser.parse_args()
+
+    # What cannot work, before the first run.
     if args.steps < WINDOW:
         parser.error(
             f"--steps={args.steps}: must be {WINDOW} or more, which are averaged before curves are compared"
@@ -54,6 +65,8 @@ def main() -> None:
             "no GPU here: three runs on the CPU, without tmoe's kernels (fewer --steps are quicker)",
             file=sys.stderr,
         )
+
+    # Three runs side by side, each in a process of its own.
     started = {}
     with tempfile.TemporaryDirectory() as out, ExitStack() as stack:
         for name, (path, dtype) in RUNS.items():
@@ -65,6 +78,7 @@ def main() -> None:
             if process.wait():
                 raise SystemExit(f"{name}: train.py ended with code {process.returncode}")
         curves = {name: read(Path(out, name, "metrics.jsonl")) for name in RUNS}
+
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(curves) + "\n")
@@ -79,7 +93,7 @@ def main() -> None:
 
 def read(path: Path) -> list[float]:
     """The losses of a metrics.jsonl."""
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    return [line["loss"] for _, line in read_steps(path)]
 
 
 def train(path: str, words: list[str]) -> None:
@@ -92,38 +106,68 @@ def train(path: str, words: list[str]) -> None:
     entry.main(words)
 
 
+class Plain(NamedTuple):
+    """A definition in place of a fast path."""
+
+    owner: Any
+    """the module, or class, that looks the fast path up by `name` when it runs"""
+    name: str
+    plain: Callable[..., Any]
+
+
 def become_plain() -> None:
     """Replaces every fast path of this process by its definition."""
-    from tmoe.model import transformer as model
-    from tmoe.model.attention_backend import document_mask
-    from tmoe.moe import experts, router
-    from tmoe.ops import reference
-    from tmoe.optim import adamw as optim
+    for part in plain_parts():
+        getattr(part.owner, part.name)  # AttributeError where a name has moved: setattr would make a new one
+        setattr(part.owner, part.name, part.plain)
 
-    def whole_loss(h_TD, weight_VD, targets_T):
-        return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")
 
-    def dense_mask(documents_BS, window, S, device, width, sinks=False):
-        return None if documents_BS is None else document_mask(documents_BS)
+def plain_parts() -> list[Plain]:
+    """The definitions, and where each belongs: in the module that uses the fast path, not its own."""
+    return [
+        Plain(experts, "moe_mlp", plain_mlp),
+        Plain(transformer, "make_mask", dense_mask),
+        Plain(transformer, "cross_entropy_sum", whole_loss),
+        Plain(AdamW, "_step_in_one_pass", torchs_step),
+        Plain(router, "softmax_topk", reference.softmax_topk),
+        Plain(router, "on_matrix_units", never),
+    ]
 
-    def torchs_step(self):
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in params:
-            p.grad = p.grad.float()
-        if self.finite:
-            if self.factor is not None:
-                torch._foreach_mul_([p.grad.to_local() for p in params], self.factor)
-            torch.optim.AdamW.step(self)
 
-    def plain_mlp(*args, **_):
-        return reference.moe_mlp(*args[:7])
+def plain_mlp(*args: Any) -> Tensor:
+    """ops/reference.py's layer, which has no use for `pairs`."""
+    return reference.moe_mlp(*args[:7])
 
-    experts.moe_mlp = plain_mlp
-    model.make_mask = dense_mask
-    model.cross_entropy_sum = whole_loss
-    optim.AdamW._step_in_one_pass = torchs_step
-    router.softmax_topk = reference.softmax_topk
-    router.on_matrix_units = lambda x_TD: False
+
+def dense_mask(
+    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int, sinks: bool = False
+) -> Tensor | None:
+    """Every pair of positions, whatever the device; a window is the attention's own affair."""
+    return None if documents_BS is None else document_mask(documents_BS)
+
+
+def whole_loss(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
+    """torch's loss of all logits at once."""
+    return F.cross_entropy(F.linear(h_TD, weight_VD).float(), targets_T, reduction="sum")
+
+
+def torchs_step(self: AdamW) -> None:
+    """A step of torch's AdamW on fp32 gradients.
+
+    It clips and skips as `decide` says, which the host reads.
+    """
+    params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    for p in params:
+        p.grad = p.grad.float()
+    if self.finite:
+        if self.factor is not None:
+            torch._foreach_mul_([p.grad.to_local() for p in params], self.factor)
+        torch.optim.AdamW.step(self)
+
+
+def never(x_TD: Tensor) -> bool:
+    """Whether a product runs on matrix units as it is: no, in fp32."""
+    return False
 
 
 if __name__ == "__main__":

@@ -4,19 +4,22 @@
     torchrun --nproc-per-node 4 -m benchmarks.exchange --sizes 8 --layers qwen3
     torchrun --nproc-per-node 4 -m benchmarks.exchange --programs 8 16 24 32 64 --sizes 64 --layers
 
-Exchange, for each size (MiB that a rank sends to its peers; rows of 2048 bf16, K=8 of 128 experts drawn at
-    random): put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each; no
-            rank waits for another
+Exchange, for each size: MiB that a rank sends to its peers, in rows of 2048 bf16, K=8 of 128 experts drawn at
+random.
+    put     a plain Triton kernel stores as many bytes into the peers' memory, in one piece each; no rank
+            waits for another
     symm    ours: rows, ids and weights, and all ranks meet; back: they meet, and a token's rows are read and
-    added up expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host
-            waits, NCCL all-to-all; and back, the K rows of a token weighted and added up. Not like for like:
-            ours sorts and weights inside the experts' kernels, outside of this time
+            added up
+    expert  what others do: one row for each (token, expert), sorted, counts exchanged, the host waits, NCCL
+            all-to-all; and back, the K rows of a token weighted and added up. Not like for like: ours sorts
+            and weights inside the experts' kernels, outside of this time
     same    the rows that ours moves, counts known already: gathered, NCCL all-to-all; and back, added up
             (tmoe's nccl dispatcher)
     nccl    of that, the two all-to-all alone
     fp8     symm with rows packed for the way (--fp8), and how far off tokens are that went and came back
 Layer: forward and backward of tmoe.MoE, router to combine, compiled, T=16384 a GPU, with every expert here
 (ep=1) or 1/GPUs of them.
+
 Microseconds and milliseconds are medians over rounds in which all contestants take turns, of the slowest
 rank.
 """
@@ -24,13 +27,16 @@ rank.
 import argparse
 import functools
 import os
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import tmoe
 from benchmarks.moe_layer import require_gpu, time_all
@@ -43,9 +49,13 @@ from tmoe.ops.exchange import section
 from tmoe.ops.launch.launch import launch
 from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.parallel import collectives
+from tmoe.parallel.mesh import Mesh
 from tmoe.warmup import local_arch
 
-E, K, D = 128, 8, 2048
+# Experts, choices of a token, width and tokens of a rank.
+E = 128
+K = 8
+D = 2048
 T = 16384
 LAYERS = {  # name: (D, the layer)
     "qwen3": (2048, tmoe.MoEConfig(experts=128, top_k=8, ffn_dim=768)),
@@ -68,7 +78,7 @@ def put_kernel(x, to, n, rank, WORLD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @functools.cache
-def room():
+def room() -> symm.Exchange:
     """An exchange for this benchmark alone.
 
     In one that has had room for 512 MiB a rank, a layer goes over the slots of three times its tokens, and
@@ -80,9 +90,13 @@ def room():
 
 
 class Sizes:
-    """One size of the exchange, and what is timed at it."""
+    """One size of the exchange, and what is timed at it: for each contestant a way there and a way back.
 
-    def __init__(self, mib, programs, fp8):
+    mib: that a rank sends to its peers. programs: most of each kernel, 0: what training uses.
+    fp8: whether room for packed rows is needed.
+    """
+
+    def __init__(self, mib: int, programs: int, fp8: bool) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.L = E // self.world
@@ -97,6 +111,8 @@ class Sizes:
         self.ex = room()
         self.ex.reserve(tokens, 2 * D, K, fp8)
         self.programs = programs
+
+        # What NCCL's ways need: the plan of tmoe's nccl dispatcher, its counts known to the host.
         self.group = dist.group.WORLD.group_name
         ranks = torch.arange(self.world, device="cuda")[:, None, None]
         goes = (self.ids // self.L == ranks).any(-1)  # [rank, token]
@@ -107,39 +123,39 @@ class Sizes:
         self.packed = self.x[self.plan[1]]
         self.arrived = self.x.new_empty(sum(self.receive), D)
 
-    def put(self):
+    def put(self) -> None:
         n = self.bytes // (self.world - 1) // 16 * 4
         words = self.x.view(torch.int32)
         to = self.ex.addresses["x"]
         launch(put_kernel, (self.programs or 264,), words, to, n, self.rank, self.world, 4096, num_warps=8)
 
-    def dispatch(self, fp8=False):
+    def dispatch(self, fp8: bool = False) -> None:
         self.ex.push("x", self.x, self.ids, self.weights, self.L, fp8, programs=self.programs)
         if fp8:
             self.ex.unpack("x", D, self.x.dtype, K)
 
-    def combine(self, fp8=False):
+    def combine(self, fp8: bool = False) -> None:
         self.ex.pull(self.y, None, self.ids, self.L, fp8, programs=self.programs)
 
-    def fp8_there(self):
+    def fp8_there(self) -> None:
         self.dispatch(True)
 
-    def fp8_back(self):
+    def fp8_back(self) -> None:
         self.combine(True)
 
-    def same_there(self):
+    def same_there(self) -> None:
         collectives.push(self.x, *self.plan, self.group)
 
-    def same_back(self):
+    def same_back(self) -> None:
         collectives.pull(self.arrived, *self.plan, self.x.shape[0], self.group)
 
-    def nccl_there(self):
+    def nccl_there(self) -> None:
         dist.all_to_all_single(self.arrived, self.packed, self.receive, self.send)
 
-    def nccl_back(self):
+    def nccl_back(self) -> None:
         dist.all_to_all_single(self.packed, self.arrived, self.send, self.receive)
 
-    def expert_there(self):
+    def expert_there(self) -> None:
         """As the standard dispatchers of torchtitan and OLMo-core, without their padding and second sort."""
         flat = self.ids.flatten()
         self.slots = flat.argsort(stable=True)
@@ -153,13 +169,13 @@ class Sizes:
         dist.all_to_all_single(self.far, rows, both[1], both[0])
         self.both = both
 
-    def expert_back(self):
+    def expert_back(self) -> Tensor:
         rows = self.far.new_empty(self.slots.shape[0], D)
         dist.all_to_all_single(rows, self.far, *self.both)
         back = torch.empty_like(rows).index_copy_(0, self.slots, rows).view(-1, K, D)
         return torch.bmm(self.weights[:, None].bfloat16(), back)
 
-    def error(self, fp8):
+    def error(self, fp8: bool) -> float:
         """Relative error of the sum when every token goes to its ranks and comes back from all of them."""
         self.dispatch(fp8)
         self.ex.rows("y", D, torch.bfloat16).copy_(self.ex.rows("x", D, torch.bfloat16))
@@ -168,13 +184,13 @@ class Sizes:
         return float((self.y - want).norm() / want.norm())
 
 
-def slowest(fns, rounds, ex):
+def slowest(fns: Sequence[Callable[[], Any]], rounds: int, ex: symm.Exchange) -> list[float]:
     """Median milliseconds of each function on the slowest rank.
 
     Ranks start together, where they meet in `ex`, with the host five milliseconds ahead.
     """
 
-    def begin():
+    def begin() -> None:
         torch.cuda._sleep(10_000_000)
         ex.meet()
 
@@ -183,7 +199,8 @@ def slowest(fns, rounds, ex):
     return ms.tolist()
 
 
-def time_size(mib, rounds, programs, fp8):
+def time_size(mib: int, rounds: int, programs: int, fp8: bool) -> dict[str, Any]:
+    """The figures of one size, as they are written to the JSON file."""
     torch.cuda.empty_cache()
     s = Sizes(mib, programs, fp8)
     errors = [s.error(packed) for packed in (False, True)[: 1 + fp8]]
@@ -208,8 +225,8 @@ def time_size(mib, rounds, programs, fp8):
     )
 
 
-def layer(name, mesh, ep, wire="same"):
-    """A function that runs one layer forward and backward."""
+def layer(name: str, mesh: Mesh, ep: int, wire: str = "same") -> Callable[[], None]:
+    """A function that runs one of LAYERS forward and backward."""
     dim, cfg = LAYERS[name]
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -221,7 +238,7 @@ def layer(name, mesh, ep, wire="same"):
     x.requires_grad_()
     route = torch.compile(moe.route, fullgraph=True, dynamic=False)
 
-    def run():
+    def run() -> None:
         moe.experts(route, x, None)[0].backward(dy)
         x.grad = None
         moe.zero_grad(set_to_none=True)
@@ -229,7 +246,8 @@ def layer(name, mesh, ep, wire="same"):
     return run
 
 
-def time_layer(name, mesh, rounds, fp8):
+def time_layer(name: str, mesh: Mesh, rounds: int, fp8: bool) -> dict[str, Any]:
+    """The figures of one of LAYERS, as they are written to the JSON file."""
     torch.compiler.reset()  # else the layers of all shapes count as recompilations of one function
     torch.cuda.empty_cache()
     world = dist.get_world_size()
@@ -240,7 +258,8 @@ def time_layer(name, mesh, rounds, fp8):
     return dict(kind="layer", name=name, world=world, ms_ep1=one, ms=many, wires=wires, kept=kept)
 
 
-def show(line):
+def show(line: dict[str, Any]) -> str:
+    """The figures of a size or of a layer in one printed line."""
     if line["kind"] == "layer":
         each = zip(line["wires"], line["ms"], line["kept"], strict=True)
         many = "   ".join(f"{wire} {ms:.2f} ms {kept:.0%}" for wire, ms, kept in each)
@@ -257,8 +276,8 @@ def show(line):
     return f"{line['mib']:4} MiB  {put} | {ours} | {others}{off}"
 
 
-def warm(names, world, fp8):
-    """Compile all that the layers need, before a process group exists."""
+def warm(names: list[str], world: int, fp8: bool) -> None:
+    """Compiles all that the layers need, before a process group exists."""
     traces: list[tuple] = [(exchange.trace, T, D, K, world, torch.bfloat16, fp8)]
     for name in names:
         dim, cfg = LAYERS[name]
@@ -277,7 +296,7 @@ def warm(names, world, fp8):
     precompile(local_arch(), traces, 8)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -303,9 +322,9 @@ def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     mesh = tmoe.parallel.build_mesh(ep=dist.get_world_size())
-    lines = []
+    lines: list[dict[str, Any]] = []
 
-    def add(line):
+    def add(line: dict[str, Any]) -> None:
         line |= dict(date=str(date.today()), gpu=torch.cuda.get_device_name(), torch=torch.__version__)
         lines.append(line)
         if dist.get_rank() == 0:

@@ -234,7 +234,7 @@ def truncated_missing_extra(system: System, folder: Path) -> list[str]:
 
 
 class Hostile:
-    def __init__(self, sentinel: Path):
+    def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
 
     def __reduce__(self) -> tuple:

@@ -38,7 +38,7 @@ FULL = 40_000  # bytes that still fit on the full disk: less than a rank's shard
 class Tmoe:
     name = "tmoe"
 
-    def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1):
+    def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1) -> None:
         shards.SMALL = 1 << 14  # several shard files and threads a rank, small as the tensors are
         self.store = Checkpoints(folder, keep=keep, mode="async" if background else "sync", info={})
 
@@ -75,7 +75,7 @@ class Tmoe:
 class Stock:
     name = "stock DCP"
 
-    def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1):
+    def __init__(self, folder: Path, keep: int = 0, background: bool = False, threads: int = 1) -> None:
         self.folder = folder
         self.background = background
         self.threads = threads

@@ -58,8 +58,8 @@ def launch(
     world: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 30.0,
-    limit: float = 60.0,
+    timeout: float = 100.0,
+    limit: float = 300.0,
     waits: int | None = None,
 ) -> list[End]:
     """fn(rank, world, *args) on `world` processes; no process is left when this returns.
@@ -72,6 +72,7 @@ def launch(
     # Without GPUs: a forked process cannot use the driver that its parent has touched.
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         forkserver.ensure_running()
+    _imported()
     with tempfile.TemporaryDirectory() as folder:
         meet = (_store().port, f"launch{next(_numbers)}", folder, timeout)
         job = pickle.dumps((fn, args))
@@ -84,6 +85,14 @@ def launch(
         finally:
             for worker in workers:
                 _kill(worker)
+
+
+@cache
+def _imported() -> None:
+    """Returns when the server has imported what ranks need: `limit` is for the ranks alone."""
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join()
 
 
 @cache

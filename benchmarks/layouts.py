@@ -1,8 +1,9 @@
 """Checks that no layout changes the mathematics: a small model in fp32, with kernels and compile on.
 
-    python -m benchmarks.layouts --gpus 4                   with fewer GPUs processes share them
-    (benchmarks/shared.py) python -m benchmarks.layouts --gpus 2 -- --no-compile   on a CPU: two processes
+    python -m benchmarks.layouts --gpus 4                     with fewer GPUs processes share them
+    python -m benchmarks.layouts --gpus 2 -- --no-compile     on a CPU: two processes
 
+benchmarks/shared.py says how processes share a GPU.
 Losses and gradient norms of 20 steps are compared with those of one process with one micro-batch; exit code 1
 beyond 1e-5. The processes of a world start once and train on one layout after another. On GPUs the worlds run
 side by side and share them, as most of their time goes into compiling. A world that fails is named, and the
@@ -10,7 +11,6 @@ code is 1.
 """
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -19,7 +19,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,7 @@ import train
 from benchmarks.train import at_least_one, running
 from tmoe import warmup
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 SEQUENCES = 8  # of a step, on all processes together
 STEPS = 20
@@ -158,10 +159,9 @@ def name(layout: Layout) -> str:
     return "-".join(map(str, layout))
 
 
-def steps(layout: Layout, out: Path) -> list[dict]:
-    """The lines of the run's metrics.jsonl, [] if it did not come to its end."""
-    file = out / name(layout) / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def steps(layout: Layout, out: Path) -> list[dict[str, Any]]:
+    """What the run's metrics.jsonl holds of each step, [] if it did not come to its end."""
+    lines = [line for _, line in read_steps(out / name(layout) / "metrics.jsonl")]
     return lines if len(lines) >= STEPS else []
 
 

@@ -1,10 +1,10 @@
 """Times one MoE layer, from the router's softmax to combined output, beside its rivals and dense products.
 
-    python -m benchmarks.moe_layer                                  # all shapes and contestants, the table
-    last python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
-    python -m benchmarks.moe_layer --only tmoe sonicmoe             # some contestants (benchmarks/rivals.py
-    has them all) python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8    # any shape: T,D,F,E,K
-    python -m benchmarks.moe_layer --shapes qwen3 --breakdown       # each kernel beside its floor
+    python -m benchmarks.moe_layer                                # all shapes and contestants, the table last
+    python -m benchmarks.moe_layer --shapes qwen3 olmoe --json benchmarks/results/moe_layer/h200.jsonl
+    python -m benchmarks.moe_layer --only tmoe sonicmoe           # some contestants (of benchmarks/rivals.py)
+    python -m benchmarks.moe_layer --shapes 8192,4096,1408,128,8  # any shape: T,D,F,E,K
+    python -m benchmarks.moe_layer --shapes qwen3 --breakdown     # each kernel beside its floor
 
 Every contestant sees the same logits, weights and dy, random normal, bf16; gradients go to x, the logits and
 all weights. Before it is timed, its output and gradients are compared with float32 (benchmarks/rivals.py). A
@@ -30,17 +30,22 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from benchmarks import rivals
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.routing import route
+from tmoe.ops.experts.table import Config
 
-SHAPES = {  # name: (T, D, F, E, K)
+Shape = tuple[int, int, int, int, int]  # T, D, F, E, K
+SHAPES: dict[str, Shape] = {  # name: (T, D, F, E, K)
     "qwen3": (32768, 2048, 768, 128, 8),
     "olmoe": (32768, 2048, 1024, 64, 8),
     "mixtral": (16384, 4096, 14336, 8, 2),
@@ -55,7 +60,7 @@ SHAPES = {  # name: (T, D, F, E, K)
 }
 # Widths of the tuned table at other lengths or numbers of experts. benchmarks/shapes.py has widths that it
 # lacks.
-MORE = {
+MORE: dict[str, Shape] = {
     "gpt-oss-20b": (8192, 2880, 2880, 32, 4),
     "v3-slice": (4096, 7168, 2048, 64, 8),
     "small-64": (2048, 1024, 512, 64, 8),
@@ -70,20 +75,20 @@ PEAK_BYTES = 4.3e12  # a second: copy, read plus write
 CYCLES_PER_MS = 2_000_000  # of an H200's clock
 
 
-def make(shape, device, dtype=torch.bfloat16):
-    """x, logits, gate_up, down, dy: random normal (zeros run 13% faster on this hardware)."""
+def make(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> rivals.Inputs:
+    """Random normal inputs (zeros run 13% faster on this hardware)."""
     T, D, F, E, _ = shape
     x, dy = (torch.randn(T, D, device=device, dtype=dtype) for _ in range(2))
     logits = torch.randn(T, E, device=device)
     gate_up = torch.randn(E, 2 * F, D, device=device, dtype=dtype) * D**-0.5
     down = torch.randn(E, D, F, device=device, dtype=dtype) * F**-0.5
-    return x, logits, gate_up, down, dy
+    return rivals.Inputs(x, logits, gate_up, down, dy)
 
 
 class Bench:
     """One shape: the tensors of a layer, and a way to run one kernel of it under one configuration."""
 
-    def __init__(self, shape, device):
+    def __init__(self, shape: Shape, device: str) -> None:
         T, D, F, E, K = shape
         self.x, logits, self.gate_up, self.down, self.dy = make(shape, device)
         self.weights, self.ids = logits.softmax(-1).topk(K, dim=-1)
@@ -96,7 +101,8 @@ class Bench:
         self.gather = self.layer.gathered
         self.layer.gathered = lambda t_TD: self.rows
 
-    def run(self, kernel, cfg):
+    def run(self, kernel: str, cfg: Config) -> None:
+        """One call of one kernel, one of table.KERNELS."""
         layer = self.layer
         layer.config = lambda kernel: cfg
         dy, x = (self.dy, self.x) if cfg.gather else (self.rows, self.rows)
@@ -113,15 +119,16 @@ class Bench:
         else:
             layer.dw(kernel, self.h, x, "b" if cfg.gather else "")
 
-    def products(self):
-        """up and down as the forward runs them where experts have few rows: in one launch, its counters cleared."""
+    def products(self) -> None:
+        """up and down in one launch, counters cleared, as the forward runs them for experts of few rows."""
         for spent in (self.layer.meta.ready, self.layer.meta.counter):
             spent.zero_()
         self.layer.products(self.gate_up, None, self.h, self.down)
 
-    def dense(self, kernel):
+    def dense(self, kernel: str) -> Tensor:
         """One cuBLAS product of the same sizes on plain matrices, to compare the kernel with."""
-        w1, w2 = self.gate_up[0], self.down[0]
+        w1 = self.gate_up[0]
+        w2 = self.down[0]
         pairs = {
             "up": (self.rows, w1.T),
             "down": (self.act, w2.T),
@@ -132,15 +139,18 @@ class Bench:
         }
         return torch.mm(*pairs[kernel])
 
-    def flops(self, kernel):
+    def flops(self, kernel: str) -> int:
         n = self.layer
         return 2 * n.N * n.D * n.F * (2 if kernel in ("up", "dx", "dw_up") else 1)
 
-    def bytes(self, kernel):
+    def bytes(self, kernel: str) -> int:
         """Fewest bytes through device memory: every operand once, gathered rows once a slot."""
         n = self.layer
-        x, h, f = n.N * n.D, 2 * n.N * n.F, n.N * n.F
-        w1, w2 = 2 * n.E * n.D * n.F, n.E * n.D * n.F
+        x = n.N * n.D
+        f = n.N * n.F
+        h = 2 * f
+        w2 = n.E * n.D * n.F
+        w1 = 2 * w2
         elements = {
             "up": x + w1 + h + f,
             "down": f + w2 + x,
@@ -153,10 +163,10 @@ class Bench:
         return 2 * elements[kernel]
 
 
-_scratch = {}
+_scratch: dict[str, Tensor] = {}
 
 
-def prepare(head_start=CYCLES_PER_MS):
+def prepare(head_start: int = CYCLES_PER_MS) -> None:
     """Cycles of head start for the host, then a cold L2."""
     if not _scratch:
         _scratch["l2"] = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
@@ -164,7 +174,7 @@ def prepare(head_start=CYCLES_PER_MS):
     _scratch["l2"].zero_()
 
 
-def in_turn(i, *lists):
+def in_turn(i: int, *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     """The lists' entries side by side, in the order of round i.
 
     No entry always follows the same neighbour, and all ranks draw the same order.
@@ -172,14 +182,19 @@ def in_turn(i, *lists):
     return random.Random(i).sample(list(zip(*lists, strict=True)), len(lists[0]))
 
 
-def time_all(fns, rounds=9, give_up=None, begin=prepare):
+def time_all(
+    fns: Sequence[Callable[[], Any]],
+    rounds: int = 9,
+    give_up: float | None = None,
+    begin: Callable[[], Any] = prepare,
+) -> list[float]:
     """Median GPU ms of each function, in rounds over all, with `begin` before each.
 
     Before the first round each is called once, in the order given: some read what one before them has left.
 
     give_up: a function that takes this many times as long as the best drops out early.
     """
-    times = [[] for _ in fns]
+    times: list[list[float]] = [[] for _ in fns]
     for fn in fns:
         fn()
     for i in range(rounds):
@@ -196,7 +211,7 @@ def time_all(fns, rounds=9, give_up=None, begin=prepare):
     return [statistics.median(t) for t in times]
 
 
-def host_ms(fn, rounds=20):
+def host_ms(fn: Callable[[], Any], rounds: int = 20) -> float:
     """Median time until a call returns, the GPU idle before: what the launches cost the host."""
     times = []
     for _ in range(rounds):
@@ -208,7 +223,7 @@ def host_ms(fn, rounds=20):
     return statistics.median(times)
 
 
-def weights_once(logits, K, gate_up, down):
+def weights_once(logits: Tensor, K: int, gate_up: Tensor, down: Tensor) -> Callable[[], Tensor]:
     """A copy that moves as many bytes as the weights of the chosen experts hold."""
     touched = rivals.top_k(logits, K)[1].unique().numel()
     half = touched * (gate_up[0].nbytes + down[0].nbytes) // 2
@@ -216,37 +231,47 @@ def weights_once(logits, K, gate_up, down):
     return lambda: target.copy_(source)
 
 
-def measure(name, contestants):
-    """One shape: {"shape", "dense", "weights_once", "results": {contestant: {...}}, "missing": {contestant: reason}}.
+def measure(name: str, contestants: list[str]) -> dict[str, Any]:
+    """One shape of ALL, as it is written to the JSON file:
 
-    "dense" is all six products of forward and backward as cuBLAS does them on plain matrices, in the same
-    rounds.
+    "shape": its name; "results": {contestant: its figures}; "missing": {contestant: reason};
+    "dense": ms of all six products of forward and backward as cuBLAS does them on plain matrices, in the same
+    rounds; "weights_once": ms of the copy of the weights.
     """
     shape = ALL[name]
     K = shape[-1]
     torch.manual_seed(0)
-    x, logits, gate_up, down, dy = make(shape, "cuda")
-    x.requires_grad_(), logits.requires_grad_()
-    want = rivals.exact(x, logits, gate_up, down, dy, K)
-    results, missing, calls = {}, {}, []
-    for who in contestants:
+    inputs = make(shape, "cuda")
+    x, logits, gate_up, down, dy = inputs
+    x.requires_grad_()
+    logits.requires_grad_()
+    want = rivals.exact(inputs, K)
+
+    # Forward, and forward with backward, of each contestant that is right.
+    results: dict[str, dict[str, Any]] = {}
+    missing: dict[str, str] = {}
+    calls: list[Callable[[], Any]] = []
+    for rival in contestants:
         try:
-            (layer, weights, _), errors = rivals.enter(who, x, logits, gate_up, down, dy, K, want)
+            (layer, weights, _), errors = rivals.enter(rival, inputs, K, want)
             held = kept(functools.partial(layer, x, logits)) / 2**20
         except Exception as reason:  # a rival's own code may raise anything
             words = str(reason).strip().partition("\n")[0][:200]
-            missing[who] = f"{type(reason).__name__}: {words}"
+            missing[rival] = f"{type(reason).__name__}: {words}"
             continue
         calls.append(functools.partial(layer, x, logits))
         calls.append(functools.partial(both, layer, (x, logits), weights, dy))
-        results[who] = {"version": rivals.version(who), "errors": errors, "kept_mib": held}
+        installed = rivals.version(rival)
+        results[rival] = {"version": installed, "errors": errors, "kept_mib": held}
     del want
+
+    # All of them in the same rounds.
     bench = Bench(shape, "cuda")
     once = weights_once(logits, K, gate_up, down)
     host = [host_ms(call) for call in calls]
     ahead = int(CYCLES_PER_MS * max(1, 1.5 * max(host, default=0)))
 
-    def all_dense():
+    def all_dense() -> list[Tensor]:
         return [bench.dense(k) for k in table.KERNELS]
 
     dense, read, *times = time_all([all_dense, once, *calls], begin=functools.partial(prepare, ahead))
@@ -257,19 +282,21 @@ def measure(name, contestants):
     return {"shape": name, "dense": dense, "weights_once": read, "results": results, "missing": missing}
 
 
-def both(layer, inputs, weights, dy):
+def both(
+    layer: Callable[..., Tensor], inputs: Sequence[Tensor], weights: list[Tensor], dy: Tensor
+) -> tuple[Tensor, ...]:
     """Forward and backward."""
     return torch.autograd.grad(layer(*inputs), [*inputs, *weights], dy)
 
 
-def kept(forward):
+def kept(forward: Callable[[], Tensor]) -> int:
     """Bytes that live after forward, besides what it returns."""
     before = torch.cuda.memory_allocated()
     y = forward()
     return torch.cuda.memory_allocated() - before - y.nbytes
 
 
-def breakdown(name):
+def breakdown(name: str) -> str:
     """Each kernel's time, rate, and share of the longer of its two floors, arithmetic and bytes."""
     bench = Bench(ALL[name], "cuda")
     n = bench.layer
@@ -284,6 +311,8 @@ def breakdown(name):
     dense = time_all([functools.partial(bench.dense, k) for k in table.KERNELS])
     times = time_all(fns)
     combine, routing, gather, *products = times[len(configs) :]
+
+    # A line a kernel, then what is no product, then both products at once.
     lines = [f"{name}: kernel     ms  TFLOP/s   TB/s  of floor  of dense  configuration"]
     for kernel, ms, dense_ms in zip(configs, times[: len(configs)], dense, strict=True):
         flops, moved = bench.flops(kernel), bench.bytes(kernel)
@@ -304,22 +333,22 @@ def breakdown(name):
     return "\n".join(lines)
 
 
-def rows(r):
-    """One shape's rows of the table."""
+def rows(r: dict[str, Any]) -> Iterator[str]:
+    """One shape's rows of the table, of what `measure` returns."""
     T, D, F, _, K = ALL[r["shape"]]
     ours = r["results"].get("tmoe")
     flops = 18 * T * K * D * F
     shape = f"{r['shape']:>10}"
     yield f"{shape} {'dense products':>20} {'':>9} {r['dense']:8.2f} {flops / r['dense'] / 1e9:5.0f}"
     yield f"{shape} {'weights once':>20} {r['weights_once']:9.3f}"
-    for who, m in r["results"].items():
+    for rival, m in r["results"].items():
         ahead = f"{m['both'] / ours['both']:6.2f}x" if ours else ""
         yield (
-            f"{shape} {who:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
+            f"{shape} {rival:>20} {m['fwd']:9.3f} {m['both']:8.3f} {flops / m['both'] / 1e9:5.0f} "
             f"{r['dense'] / m['both']:6.0%} {ahead:>7} {m['host_fwd']:6.2f} {m['host_both']:6.2f} "
             f"{m['kept_mib']:7.0f} {max(m['errors']):8.1e} {m['version']:>13}"
         )
-    yield from (f"{shape} {who:>20} not timed: {why}" for who, why in r["missing"].items())
+    yield from (f"{shape} {rival:>20} not timed: {why}" for rival, why in r["missing"].items())
 
 
 HEADER = (
@@ -329,7 +358,7 @@ HEADER = (
 )
 
 
-def shape(text):
+def shape(text: str) -> str:
     """A shape's name, or five numbers that become one."""
     if text not in ALL:
         try:
@@ -343,13 +372,13 @@ def shape(text):
     return text
 
 
-def require_gpu(parser):
+def require_gpu(parser: argparse.ArgumentParser) -> None:
     """Ends the program with one line where there is no GPU."""
     if not torch.cuda.is_available():
         parser.error("no GPU here, and this times one")
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=list(ALL), type=shape, metavar="SHAPE")
     p.add_argument("--only", nargs="+", default=list(rivals.CONTESTANTS), choices=list(rivals.CONTESTANTS))

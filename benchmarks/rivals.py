@@ -1,8 +1,9 @@
 """The layers that tmoe is timed beside, each set up as its users would, on the same inputs, routing and work.
 
-A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An Entry's layer takes x [T, D] and the router's
-logits [T, E], fp32, through softmax, top-k (no renormalisation) and the experts to y [T, D]. Weights lie as their maker stores
-them, so no contestant pays for another's layout. Who is not installed raises ImportError, which `enter` reports.
+A contestant is a function (gate_up [E, 2F, D], down [E, D, F], K) -> Entry. An Entry's layer takes x [T, D]
+and the router's logits [T, E], fp32, through softmax, top-k (no renormalisation) and the experts to y [T, D].
+Weights lie as their maker stores them, so no contestant pays for another's layout. One that is not installed
+raises ImportError, which `enter` passes on.
 
 next: shapes.py
 """
@@ -13,48 +14,71 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tmoe import ops
 from tmoe.ops import reference
 
 
+class Inputs(NamedTuple):
+    """What every contestant is given."""
+
+    x: Tensor  # [T, D]
+    logits: Tensor  # [T, E], fp32
+    gate_up: Tensor  # [E, 2F, D]
+    down: Tensor  # [E, D, F]
+    dy: Tensor  # [T, D]
+
+
 class Entry(NamedTuple):
     """One contestant's layer, ready to run."""
 
-    layer: Callable  # (x, logits) -> y
-    weights: list  # what its gradients are taken for, besides x and the logits
-    standard: Callable  # gradients of weights -> gradients of gate_up and down
+    layer: Callable[[Tensor, Tensor], Tensor]  # (x, logits) -> y
+    weights: list[Tensor]  # what its gradients are taken for, besides x and the logits
+    standard: Callable[..., tuple[Tensor, ...]]  # gradients of weights -> gradients of gate_up and down
 
 
-def top_k(logits, K, dtype=torch.float32):
+Contestant = Callable[[Tensor, Tensor, int], Entry]  # (gate_up, down, K) -> its layer
+
+
+def top_k(logits: Tensor, K: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Weights [T, K] and ids [T, K] for the contestants that bring no top-k of their own."""
     weights, ids = logits.softmax(-1).topk(K, dim=-1)
     return weights.to(dtype), ids
 
 
-def leaf(t):
+def leaf(t: Tensor) -> torch.nn.Parameter:
+    """A copy that takes a gradient of its own."""
     return torch.nn.Parameter(t.detach().clone(memory_format=torch.contiguous_format))
 
 
-def compiled(entry):
-    return entry._replace(layer=torch.compile(entry.layer, fullgraph=True, dynamic=False))
+def compiled(contestant: Contestant) -> Contestant:
+    """The same contestant with its layer compiled."""
+
+    def make(gate_up: Tensor, down: Tensor, K: int) -> Entry:
+        entry = contestant(gate_up, down, K)
+        return entry._replace(layer=torch.compile(entry.layer, fullgraph=True, dynamic=False))
+
+    return make
 
 
-def tmoe(gate_up, down, K):
-    gate_up, down = leaf(gate_up), leaf(down)
+def tmoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
+    gate_up = leaf(gate_up)
+    down = leaf(down)
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         return ops.moe_mlp(x, gate_up, down, *ops.softmax_topk(logits, K, False))
 
     return Entry(layer, [gate_up, down], lambda *grads: grads)
 
 
-def grouped_mm(gate_up, down, K):
+def grouped_mm(gate_up: Tensor, down: Tensor, K: int) -> Entry:
     """What PyTorch itself offers: sort, gather, two torch._grouped_mm, gather back, weighted sum."""
-    gate_up, down = leaf(gate_up), leaf(down)
+    gate_up = leaf(gate_up)
+    down = leaf(down)
     E = down.shape[0]
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = top_k(logits, K, x.dtype)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
@@ -67,8 +91,8 @@ def grouped_mm(gate_up, down, K):
     return Entry(layer, [gate_up, down], lambda *grads: grads)
 
 
-def transformers(gate_up, down, K):
-    """The experts of transformers' Qwen3-MoE block, in the implementation that it recommends for training, compiled."""
+def transformers(gate_up: Tensor, down: Tensor, K: int) -> Entry:
+    """The experts of transformers' Qwen3-MoE block, in the implementation that it recommends for training."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -77,28 +101,31 @@ def transformers(gate_up, down, K):
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = leaf(gate_up), leaf(down)
+    experts.gate_up_proj = leaf(gate_up)
+    experts.down_proj = leaf(down)
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = top_k(logits, K, x.dtype)
         return experts(x, ids, weights)
 
     return Entry(layer, [experts.gate_up_proj, experts.down_proj], lambda *grads: grads)
 
 
-def torchtitan(gate_up, down, K):
-    """torchtitan's routed experts without expert parallelism, compiled as its block is."""
+def torchtitan(gate_up: Tensor, down: Tensor, K: int) -> Entry:
+    """torchtitan's routed experts without expert parallelism, to be compiled as its block is."""
+    from torchtitan.models.common import token_dispatcher  # pyrefly: ignore[missing-import]
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # pyrefly: ignore[missing-import]
-    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
     experts = GroupedExperts.Config(dim=D, hidden_dim=width, num_experts=E)
-    dispatcher = LocalTokenDispatcher.Config(num_experts=E, top_k=K)
+    dispatcher = token_dispatcher.LocalTokenDispatcher.Config(num_experts=E, top_k=K)
     routed = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
     mine = routed.inner_experts
-    mine.w1_EFD, mine.w3_EFD, mine.w2_EDF = leaf(gate_up[:, :width]), leaf(gate_up[:, width:]), leaf(down)
+    mine.w1_EFD = leaf(gate_up[:, :width])
+    mine.w3_EFD = leaf(gate_up[:, width:])
+    mine.w2_EDF = leaf(down)
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         weights, ids = top_k(logits[None], K)  # its router's scores are fp32
         counts = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, ids[0], True).sum(0)
         return routed(x[None], weights, ids, counts)[0]
@@ -110,7 +137,7 @@ def torchtitan(gate_up, down, K):
     )
 
 
-def scattermoe(gate_up, down, K):
+def scattermoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
     from scattermoe.mlp import GLUMLP  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
@@ -119,7 +146,7 @@ def scattermoe(gate_up, down, K):
     mlp.experts.weight = leaf(torch.cat([gate_up[:, width:], gate_up[:, :width]], 1))  # up rows first
     mlp.output_experts.weight = leaf(down)
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         return mlp(x, *top_k(logits, K, x.dtype))
 
     return Entry(
@@ -129,48 +156,59 @@ def scattermoe(gate_up, down, K):
     )
 
 
-def megablocks(gate_up, down, K):
+def megablocks(gate_up: Tensor, down: Tensor, K: int) -> Entry:
     """Its dropless MLP in the grouped implementation (the sparse one refuses triton >= 3.2)."""
     from megablocks.layers.arguments import Arguments  # pyrefly: ignore[missing-import]
     from megablocks.layers.dmoe import ParallelDroplessMLP  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
     args = Arguments(
-        hidden_size=D, ffn_hidden_size=width, moe_num_experts=E, moe_top_k=K, mlp_type="glu", mlp_impl="grouped",
-        activation_fn=F.silu, bias=False, fp16=False, bf16=True, device=down.device,
-    )  # fmt: skip
+        hidden_size=D,
+        ffn_hidden_size=width,
+        moe_num_experts=E,
+        moe_top_k=K,
+        mlp_type="glu",
+        mlp_impl="grouped",
+        activation_fn=F.silu,
+        bias=False,
+        fp16=False,
+        bf16=True,
+        device=down.device,
+    )
     experts = ParallelDroplessMLP(args)
     gate, up, out = (leaf(w.reshape(E * width, D)) for w in (gate_up[:, :width], gate_up[:, width:], down.mT))
-    experts.mlp.w1, experts.mlp.v1, experts.mlp.w2 = gate, up, out
+    experts.mlp.w1 = gate
+    experts.mlp.v1 = up
+    experts.mlp.w2 = out
 
-    def layer(x, logits):
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
         return experts.forward_once(x, *top_k(logits, K, x.dtype))[0]
 
-    def standard(*grads):
+    def standard(*grads: Tensor) -> tuple[Tensor, ...]:
         gate, up, out = (g.view(E, width, D) for g in grads)
         return torch.cat([gate, up], 1), out.mT
 
     return Entry(layer, [gate, up, out], standard)
 
 
-def sonicmoe(gate_up, down, K):
-    """SonicMoE's layer after its router's product: `moe_TC_softmax_topk_layer` line for line, with given logits."""
+def sonicmoe(gate_up: Tensor, down: Tensor, K: int) -> Entry:
+    """SonicMoE's layer behind its router's product: `moe_TC_softmax_topk_layer` line for line."""
     from sonicmoe import functional as sonic  # pyrefly: ignore[missing-import]
     from sonicmoe.enums import ActivationType  # pyrefly: ignore[missing-import]
 
     E, D, width = down.shape
-    w1 = leaf(
-        gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D)
-    )  # gate and up rows take turns
+    # gate and up rows take turns
+    w1 = leaf(gate_up.view(E, 2, width, D).transpose(1, 2).reshape(E, 2 * width, D))
     w2 = leaf(down)
 
-    def layer(x, logits):
-        T, N = x.shape[0], x.shape[0] * K
-        weights, ids = sonic.TC_Softmax_Topk_Router_Function.apply(
-            logits, E, K, False, False
-        )  # softmax, then top-k
+    def layer(x: Tensor, logits: Tensor) -> Tensor:
+        T = x.shape[0]
+        N = T * K
+        # softmax, then top-k
+        weights, ids = sonic.TC_Softmax_Topk_Router_Function.apply(logits, E, K, False, False)
         empty = {"dtype": torch.int32, "device": x.device}
-        count, offset = torch.empty(E, **empty), torch.empty(E + 1, **empty)
+        count = torch.empty(E, **empty)
+        offset = torch.empty(E + 1, **empty)
         gather, scatter, back = (torch.empty(N, **empty) for _ in range(3))
         sonic.TC_topk_router_metadata_triton(ids, E, count, offset, gather, scatter, back)
         indices = gather, scatter, back, None, False
@@ -189,47 +227,50 @@ def sonicmoe(gate_up, down, K):
             act, h, w2.permute(1, 2, 0), None, weights, offset, T, K, *indices, ActivationType.SWIGLU
         )
 
-    def standard(d_w1, d_w2):
+    def standard(d_w1: Tensor, d_w2: Tensor) -> tuple[Tensor, ...]:
         return d_w1.view(E, width, 2, D).transpose(1, 2).reshape(E, 2 * width, D), d_w2
 
     return Entry(layer, [w1, w2], standard)
 
 
-CONTESTANTS = {  # name: (distribution, constructor)
+CONTESTANTS: dict[str, tuple[str, Contestant]] = {  # name: (package, the contestant)
     "tmoe": ("tmoe", tmoe),
     "grouped_mm": ("torch", grouped_mm),
-    "grouped_mm compiled": ("torch", lambda *args: compiled(grouped_mm(*args))),
+    "grouped_mm compiled": ("torch", compiled(grouped_mm)),
     "sonicmoe": ("sonic-moe", sonicmoe),
-    "transformers": ("transformers", lambda *args: compiled(transformers(*args))),
-    "torchtitan": ("torchtitan", lambda *args: compiled(torchtitan(*args))),
+    "transformers": ("transformers", compiled(transformers)),
+    "torchtitan": ("torchtitan", compiled(torchtitan)),
     "scattermoe": ("scattermoe", scattermoe),
     "megablocks": ("megablocks", megablocks),
 }
 
 
-def version(name):
+def version(name: str) -> str:
+    """The installed version of a contestant's package; "source" where it is not installed as one."""
     try:
         return metadata.version(CONTESTANTS[name][0])
     except metadata.PackageNotFoundError:
         return "source"
 
 
-def exact(x, logits, gate_up, down, dy, K):
-    """y and the gradients of x, logits, gate_up and down by the definition, in float32 of the same rounded inputs."""
-    leaves = [t.detach().float().requires_grad_() for t in (x, logits, gate_up, down)]
-    weights, ids = top_k(leaves[1], K)
-    y = reference.moe_mlp(
-        leaves[0], leaves[2], leaves[3], weights, ids
-    )  # tf32 is off unless a program asks for it
-    return y.detach(), *torch.autograd.grad(y, leaves, dy.float())
+def exact(inputs: Inputs, K: int) -> tuple[Tensor, ...]:
+    """y and the gradients of x, logits, gate_up and down by the definition: float32 of the rounded inputs."""
+    leaves = [t.detach().float().requires_grad_() for t in inputs[:4]]
+    x, logits, gate_up, down = leaves
+    weights, ids = top_k(logits, K)
+    y = reference.moe_mlp(x, gate_up, down, weights, ids)  # tf32 is off unless a program asks for it
+    return y.detach(), *torch.autograd.grad(y, leaves, inputs.dy.float())
 
 
-def enter(name, x, logits, gate_up, down, dy, K, want, limit=2e-2):
-    """The contestant's Entry and its relative errors of y and the gradients of x, logits, gate_up and down against `want`.
+def enter(
+    name: str, inputs: Inputs, K: int, want: tuple[Tensor, ...], limit: float = 2e-2
+) -> tuple[Entry, list[float]]:
+    """The contestant's Entry, and its relative errors against `want`, which is of `exact`.
 
-    Raises ImportError with the reason if it is not installed, whatever its own code raises, and ArithmeticError if an error
-    is above the limit: its time would mean nothing.
+    Raises ImportError with the reason if it is not installed, whatever its own code raises, and
+    ArithmeticError if an error is above the limit: its time would mean nothing.
     """
+    x, logits, gate_up, down, dy = inputs
     entry = CONTESTANTS[name][1](gate_up, down, K)
     y = entry.layer(x, logits)
     dx, dlogits, *grads = torch.autograd.grad(y, [x, logits, *entry.weights], dy)

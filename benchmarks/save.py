@@ -1,10 +1,11 @@
-"""How long an asynchronous checkpoint holds training up, beside the bare copy of as many bytes to pinned memory.
+"""Times how long an asynchronous checkpoint holds training up, beside a bare copy of as many bytes.
 
     python -m benchmarks.save --gib 30 --folder /fast/disk --json save.jsonl
 
-One rank's state as training has it: fp32 weights and both moments, in tensors of 1 GiB. The first save also pins its buffers. When it
-is on the disk, bare copies into the same buffers are timed, and a second save. Seconds of each, until the GPU is free again.
-Without a GPU it says so and copies inside the host's memory, which times the disk.
+One rank's state as training has it: fp32 weights and both moments, in tensors of 1 GiB. The first save also
+pins its buffers. When it is on the disk, bare copies into the same buffers (pinned memory) are timed, and a
+second save. Seconds of each, until the GPU is free again. Without a GPU it says so and copies inside the
+host's memory, which times the disk.
 """
 
 import argparse
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
     args = parser.parse_args()
+
+    # How much state: what was asked for, if there is room.
     gpu = torch.cuda.is_available()
     if args.gib is None:
         args.gib = 30.0 if gpu else 1.0
@@ -45,13 +48,15 @@ def main() -> None:
     room = min(host, torch.cuda.mem_get_info()[0]) if gpu else host // 2  # a copy of the state is on the host
     if args.gib * 2**30 > (most := min(room, shutil.disk_usage(args.folder).free)):
         parser.error(
-            f"--gib={args.gib}: must be at most {most / 2**30:.1f}, which memory and {args.folder} have room for"
+            f"--gib={args.gib}: must be at most {most / 2**30:.1f}, "
+            f"which memory and {args.folder} have room for"
         )
     if not gpu:
         print(
             f"no GPU here: {args.gib:g} GiB are copied inside the host's memory, then written",
             file=sys.stderr,
         )
+
     whole, rest = divmod(round(args.gib * 2**28), PIECE)
     sizes = [PIECE] * whole + [rest] * (rest > 0)
     state = {f"tensor{i}": torch.randn(n, device="cuda" if gpu else "cpu") for i, n in enumerate(sizes)}
@@ -59,7 +64,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         checkpoints = Checkpoints(folder, keep=1, mode="async", info={})
-        first, on_disk = timed(lambda: checkpoints.save(1, dict(state), {}, {})), timed(checkpoints.finish)
+        first = timed(lambda: checkpoints.save(1, dict(state), {}, {}))
+        on_disk = timed(checkpoints.finish)
         buffers = checkpoints._staging
 
         def copy() -> None:
@@ -69,12 +75,20 @@ def main() -> None:
         copies = [timed(copy) for _ in range(3)]
         stall = timed(lambda: checkpoints.save(2, dict(state), {}, {}))
         result = dict(
-            date=str(date.today()), gpu=torch.cuda.get_device_name() if gpu else None, torch=torch.__version__, bytes=bytes_,
-            first_stall_s=first, stall_s=stall, bare_copy_s=statistics.median(copies), on_disk_s=first + on_disk,
-        )  # fmt: skip
+            date=str(date.today()),
+            gpu=torch.cuda.get_device_name() if gpu else None,
+            torch=torch.__version__,
+            bytes=bytes_,
+            first_stall_s=first,
+            stall_s=stall,
+            bare_copy_s=statistics.median(copies),
+            on_disk_s=first + on_disk,
+        )
         print(
-            f"{bytes_ / 2**30:.1f} GiB: training stood for {stall:.2f} s ({first:.1f} in the first save, which pins the memory); bare "
-            f"copy to pinned memory {result['bare_copy_s']:.2f} s; hashed, on the disk and synced after {first + on_disk:.1f} s",
+            f"{bytes_ / 2**30:.1f} GiB: training stood for {stall:.2f} s "
+            f"({first:.1f} in the first save, which pins the memory); "
+            f"bare copy to pinned memory {result['bare_copy_s']:.2f} s; "
+            f"hashed, on the disk and synced after {first + on_disk:.1f} s",
             flush=True,
         )
         if args.json:
@@ -85,7 +99,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds until it is done, on the GPU as well."""
+    """Seconds until `work` is done, on the GPU as well."""
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.synchronize()

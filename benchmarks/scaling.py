@@ -1,16 +1,18 @@
-"""Weak scaling: the same tokens a GPU on 1, 2, 4 and 8 GPUs, experts over all of them and over pairs, in one call.
+"""Measures weak scaling: the same tokens a GPU on 1, 2, 4 and 8 GPUs, experts over all or over pairs.
 
     python -m benchmarks.scaling --json scaling.jsonl -- olmoe-1b-7b --model.layers 8
     python -m benchmarks.scaling --gpus 2 --steps 12 -- tiny --no-compile           on a CPU: two processes
 
-Everything that this machine's GPUs allow: n GPUs with ep = n, and with ep = 2 and dp = n/2. Each is a run of benchmarks/train.py and
-a line of its JSON, which `python -m benchmarks.model --check` compares with its prediction. Efficiency is tokens/s/GPU over that of
-the first run. A run that fails is named in the table, the others go on, and the exit code is 1.
+One call measures all that this machine's GPUs allow: n GPUs with ep = n, and with ep = 2 and dp = n/2. Each
+is a run of benchmarks/train.py and a line of its JSON, which `python -m benchmarks.model --check` compares
+with its prediction. Efficiency is tokens/s/GPU over that of the first run. A run that fails is named in the
+table, the others go on, and the exit code is 1.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,12 +35,11 @@ def main() -> None:
     results = []
     for gpus, ep in layouts(args.gpus or max(1, torch.cuda.device_count())):
         print(f"--- {gpus} GPUs, dp {gpus // ep} x ep {ep}", flush=True)
-        result: dict = {"gpus": gpus, "ep": ep}
+        result: dict[str, Any] = {"gpus": gpus, "ep": ep}
+        own = [*words, "--parallel.ep", str(ep)]
         try:
             with tempfile.TemporaryDirectory() as out:
-                result |= measure(
-                    gpus, args.steps, [*words, "--parallel.ep", str(ep)], Path(out, "run"), args.timeout
-                )
+                result |= measure(gpus, args.steps, own, Path(out, "run"), args.timeout)
         except SystemExit as failure:
             result["failure"] = str(failure)
         results.append(result)
@@ -54,7 +55,8 @@ def layouts(most: int) -> list[tuple[int, int]]:
     return [(gpus, ep) for gpus in sizes for ep in dict.fromkeys((gpus, min(gpus, 2)))]
 
 
-def table(results: list[dict]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
+    """A row a run, or why it failed."""
     lines = ["| GPUs | dp x ep | tokens/s/GPU | efficiency | MFU | peak GiB | start s |", "|" + " --- |" * 7]
     first = next((r["tokens_per_s_gpu"] for r in results if "failure" not in r), None)
     for r in results:
@@ -63,8 +65,9 @@ def table(results: list[dict]) -> str:
             lines.append(f"{layout} {r['failure']} | | | | |")
             continue
         mfu = "" if r["mfu"] is None else f"{r['mfu']:.1%}"
-        rate, peak = r["tokens_per_s_gpu"], r["peak_gib"]
-        lines.append(f"{layout} {rate:,.0f} | {rate / first:.1%} | {mfu} | {peak:.1f} | {r['start_s']:.1f} |")
+        rate = r["tokens_per_s_gpu"]
+        seen = f"{r['peak_gib']:.1f} | {r['start_s']:.1f}"
+        lines.append(f"{layout} {rate:,.0f} | {rate / first:.1%} | {mfu} | {seen} |")
     return "\n".join(lines)
 
 

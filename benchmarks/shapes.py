@@ -1,11 +1,13 @@
-"""Times the layer at the widths of published models and a few others, few tokens to many, beside torch's grouped_mm: is it ever slower?
+"""Times the layer at the widths of published models, few tokens to many: is grouped_mm ever faster?
 
     python -m benchmarks.shapes                                          # all, two minutes on an H200
     python -m benchmarks.shapes dbrx granite-1b --tokens 512 8192 --json shapes.jsonl
 
-The tuned table holds few of these widths, so this is the rule between its entries at work. Both are eager and are given the host's
-time before (GPU time alone is compared: compiling grouped_mm for each shape would take an hour), on one routing; their gradients are
-compared with each other. benchmarks/moe_layer.py has the full comparison of a shape, `--shapes T,D,F,E,K`.
+The widths are those of published models and a few others. The tuned table holds few of them, so this is the
+rule between its entries at work. tmoe's layer and torch's grouped_mm are both eager, on one routing, with a
+head start for the host: GPU time alone is compared, as compiling grouped_mm for each shape would take an
+hour. Their gradients are compared with each other. benchmarks/moe_layer.py has the full comparison of a
+shape, `--shapes T,D,F,E,K`.
 
 next: tune.py
 """
@@ -14,8 +16,10 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -26,27 +30,42 @@ from tmoe.ops.launch.precompile import precompile, trace, trace_router
 from tmoe.warmup import local_arch
 
 MODELS = {  # name: (D, F, E, K)
-    "granite-1b": (1024, 512, 32, 8), "granite-3b": (1536, 512, 40, 8), "qwen1.5": (2048, 1408, 60, 4),
-    "qwen3-next": (2048, 512, 512, 10), "gpt-oss-120b": (2880, 2880, 128, 4), "qwen3-235b": (4096, 1536, 128, 8),
-    "glm-4.5-air": (4096, 1408, 128, 8), "hunyuan": (4096, 3072, 64, 8), "phi-3.5": (4096, 6400, 16, 2), "llama-4": (5120, 8192, 16, 1),
-    "dbrx": (6144, 10752, 16, 4), "mixtral-8x22b": (6144, 16384, 8, 2), "arctic/2": (7168, 4864, 64, 2), "switch": (1024, 4096, 64, 1),
-    "small": (512, 256, 16, 2), "gpt2-upcycled": (768, 3072, 8, 2), "one-expert": (4096, 11008, 1, 1),
-}  # fmt: skip
+    "granite-1b": (1024, 512, 32, 8),
+    "granite-3b": (1536, 512, 40, 8),
+    "qwen1.5": (2048, 1408, 60, 4),
+    "qwen3-next": (2048, 512, 512, 10),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "qwen3-235b": (4096, 1536, 128, 8),
+    "glm-4.5-air": (4096, 1408, 128, 8),
+    "hunyuan": (4096, 3072, 64, 8),
+    "phi-3.5": (4096, 6400, 16, 2),
+    "llama-4": (5120, 8192, 16, 1),
+    "dbrx": (6144, 10752, 16, 4),
+    "mixtral-8x22b": (6144, 16384, 8, 2),
+    "arctic/2": (7168, 4864, 64, 2),
+    "switch": (1024, 4096, 64, 1),
+    "small": (512, 256, 16, 2),
+    "gpt2-upcycled": (768, 3072, 8, 2),
+    "one-expert": (4096, 11008, 1, 1),
+}
 TOKENS = (64, 512, 2048, 8192, 32768)
-HEAD_START = (
-    5 * CYCLES_PER_MS
-)  # for the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms
+# For the host before each call: grouped_mm's forward and backward takes it 2 to 3 ms.
+HEAD_START = 5 * CYCLES_PER_MS
 ROOM = 110e9  # bytes of an H200 that a shape may take
 
 
-def measure(T, D, F, E, K):
-    """ms of forward and of forward + backward, of tmoe and of grouped_mm, and the largest relative difference of their gradients."""
+def measure(T: int, D: int, F: int, E: int, K: int) -> tuple[float, ...]:
+    """ms of tmoe's forward and forward + backward, the same of grouped_mm, and how far apart they are.
+
+    That is the largest relative difference of their gradients.
+    """
     torch.manual_seed(1)
     x, logits, gate_up, down, dy = make((T, D, F, E, K), "cuda")
-    x.requires_grad_(), logits.requires_grad_()
-    calls = []
-    for who in ("tmoe", "grouped_mm"):
-        layer, weights, _ = rivals.CONTESTANTS[who][1](gate_up, down, K)
+    x.requires_grad_()
+    logits.requires_grad_()
+    calls: list[Callable[[], Any]] = []
+    for name in ("tmoe", "grouped_mm"):
+        layer, weights, _ = rivals.CONTESTANTS[name][1](gate_up, down, K)
         calls.append(functools.partial(layer, x, logits))
         calls.append(functools.partial(both, layer, (x, logits), weights, dy))
     del gate_up, down
@@ -57,7 +76,7 @@ def measure(T, D, F, E, K):
     return *time_all(calls, 5, begin=functools.partial(prepare, HEAD_START)), apart
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
     p.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
@@ -68,6 +87,8 @@ def main():
     if min(args.tokens) < 1:
         p.error(f"--tokens={min(args.tokens)}: must be at least 1")
     require_gpu(p)
+
+    # What fits, compiled first.
     shapes = [(name, (T, *MODELS[name])) for name in args.models or MODELS for T in args.tokens]
     fits = [12 * s[0] * s[4] * (s[1] + 3 * s[2]) + 30 * s[3] * s[1] * s[2] < ROOM for _, s in shapes]
     for (name, s), ok in zip(shapes, fits, strict=True):
@@ -80,14 +101,16 @@ def main():
     about |= {"date": str(date.today()), "command": " ".join(["python -m benchmarks.shapes", *sys.argv[1:]])}
     print(about)
     print(
-        f"{'model':>14} {'T':>6} {'rows/expert':>11} | forward ms, grouped_mm | f + b ms, grouped_mm | TFLOP/s   apart"
+        f"{'model':>14} {'T':>6} {'rows/expert':>11} | forward ms, grouped_mm | f + b ms, grouped_mm | "
+        "TFLOP/s   apart"
     )
     for name, shape in shapes:
         T, D, F, E, K = shape
         fwd, f_b, their_fwd, their_f_b, apart = measure(*shape)
         print(
             f"{name:>14} {T:6d} {T * K / E:11.1f} | {fwd:8.3f} {their_fwd:8.3f} {their_fwd / fwd:4.2f}x | "
-            f"{f_b:8.3f} {their_f_b:8.3f} {their_f_b / f_b:4.2f}x | {18 * T * K * D * F / f_b / 1e9:4.0f} {apart:8.1e}",
+            f"{f_b:8.3f} {their_f_b:8.3f} {their_f_b / f_b:4.2f}x | "
+            f"{18 * T * K * D * F / f_b / 1e9:4.0f} {apart:8.1e}",
             flush=True,
         )
         if args.json:

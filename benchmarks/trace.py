@@ -17,14 +17,16 @@ RANGES = {
 }  # record_function's names: kernels inside are theirs
 # all that this one's stream does are collectives: gradients go by all-to-all, but are no exchange of tokens
 BESIDE = "experts' gradients"
+# Kernels of tmoe/ops/experts, forward and backward.
+EXPERTS = (
+    r"^(specialised|few_rows|histogram|scan|tabulate|place\w*|"
+    r"(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$"
+)
 KINDS = [  # the first pattern that a kernel's name matches
     ("exchange", r"^(push|pull|meet|pack|unpack)_kernel|^Memcpy PtoP|nccl.*SendRecv"),
     ("collectives", r"nccl"),
     ("attention", r"flash|fmha|attention|cudnn|compute_dot_do_o"),
-    (
-        "experts",
-        r"^(specialised|few_rows|histogram|scan|tabulate|place\w*|(up|rows|dh|dw|combine|gather|clear|bias)_kernel)$",
-    ),
+    ("experts", EXPERTS),
     ("optimizer, norm", r"adamw_kernel|LpNorm|FusedAdam"),
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
     ("loss", r"cross_entropy"),
@@ -52,15 +54,22 @@ def summary(shares: dict[str, float], waits: dict[str, float]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], dict[str, float]]:
-    """ms of the step; of it nothing running, only the exchange or other collectives running, and nothing of WORK running ("outside");
-    busy by kind (kernels that run at the same time count each); kernels by time as (name, microseconds, launches); and the idle ms, by
-    the kernel that ends them.
+    """Where the GPU time of a traced step goes. Returns three things:
 
-    Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps without a tracer do, with
-    the host ahead. A single step is read from its first kernel to its last."""
+    - ms of the step; of these, ms in which nothing runs, in which only the exchange or only other collectives
+      run, and in which nothing of WORK runs ("outside"); then busy ms by kind, where kernels that run at the
+      same time count each;
+    - kernels, the longest first, as (name, microseconds, launches);
+    - idle ms by the kernel that ends them, the most first.
+
+    Of several steps in one trace the last is read, from where the one before ends: it alone begins as steps
+    without a tracer do, with the host ahead. A single step is read from its first kernel to its last.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         events = json.load(file)["traceEvents"]
+
+    # The kernels of the last step, and the ranges of the GPU's time that record_function has named.
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         raise SystemExit(f"{path}: no GPU activity in it")
@@ -87,21 +96,25 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
                 return name
         return alone(e)
 
-    times, launches, kinds = Counter(), Counter(), Counter()
+    # Sums by name and by kind.
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     by_kind = [(e, kind(e)) for e in kernels]
     for e, its in by_kind:
         times[e["name"]] += e["dur"]
         launches[e["name"]] += 1
         kinds[its] += e["dur"]
+
+    # What no kernel of a kind covers.
     waits: dict[str, float] = defaultdict(float)
     for name, us in idle(kernels, begin):
         waits[name] += us
     shares = {"ms": busy(kernels) + sum(waits.values()), "GPU idle": sum(waits.values())}
     for moving in ("exchange", "collectives"):
         shares[f"{moving} not hidden"] = busy(kernels) - busy([e for e, its in by_kind if its != moving])
-    shares["outside"] = shares["ms"] - busy(
-        [e for e, its in by_kind if its in WORK or (alone(e) in WORK and its != "collectives")]
-    )
+    working = [e for e, its in by_kind if its in WORK or (alone(e) in WORK and its != "collectives")]
+    shares["outside"] = shares["ms"] - busy(working)
     shares |= dict(kinds.most_common())
     return (
         {name: us / 1e3 for name, us in shares.items()},
@@ -111,7 +124,10 @@ def read(path: Path) -> tuple[dict[str, float], list[tuple[str, float, int]], di
 
 
 def last_step(events: list[dict]) -> tuple[float, float]:
-    """When the last of several steps ran on the stream that it kept longest: from the end of the step before. All time if there is one."""
+    """When the last of several steps ran: from the end of the step before. All time if there is only one.
+
+    Times are those of the stream that a step kept longest.
+    """
     steps = [
         e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep#")
     ]
@@ -124,12 +140,16 @@ def last_step(events: list[dict]) -> tuple[float, float]:
 
 def cut(e: dict, begin: float, end: float) -> dict:
     """What of a kernel lies between two times."""
-    ts, stop = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
+    ts = max(e["ts"], begin)
+    stop = min(e["ts"] + e["dur"], end)
     return e | {"ts": ts, "dur": stop - ts}
 
 
 def idle(kernels: list[dict], begin: float) -> Iterator[tuple[str, float]]:
-    """The gaps in which no stream works, from `begin` or the first kernel on: the kernel that ends one, and its microseconds."""
+    """The gaps in which no stream works, from `begin` or the first kernel on.
+
+    Each is the name of the kernel that ends it, and its microseconds.
+    """
     ordered = sorted(kernels, key=lambda e: e["ts"])
     end = ordered[0]["ts"] if begin == float("-inf") else begin
     for e in ordered:
@@ -140,7 +160,8 @@ def idle(kernels: list[dict], begin: float) -> Iterator[tuple[str, float]]:
 
 def busy(kernels: list[dict]) -> float:
     """Microseconds in which at least one stream works."""
-    end, total = float("-inf"), 0.0
+    end = float("-inf")
+    total = 0.0
     for e in sorted(kernels, key=lambda e: e["ts"]):
         stop = e["ts"] + e["dur"]
         total += max(0.0, stop - max(end, e["ts"]))

@@ -3,15 +3,19 @@
     python -m benchmarks.train --gpus 4 --json results.json -- olmoe-1b-7b --parallel.ep 4
     python -m benchmarks.train --gpus 1 --cold --trace -- olmoe-1b-7b --model.layers 8
 
-Everything behind `--` goes to train.py. Tokens are drawn at random from the whole vocabulary, as torchtitan's benchmark has them,
-and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. Few different tokens, as bytes of text are, give a new
-model's experts far less even loads, and so do first steps at the full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
-The start counts from the launch of torchrun to the end of the first step on the GPU; with --cold it is taken twice, first with empty
-caches of inductor and triton, then with the filled ones. Medians leave the warm-up steps out. With --trace two more steps are traced, and where the second's GPU time went is told below the table. Table and JSON line are there before
-the trace is read, which then joins the line: a run killed meanwhile keeps its figures.
+Everything behind `--` goes to train.py. Tokens are drawn at random from the whole vocabulary, as torchtitan's
+benchmark has them, and the learning rate warms up over 2000 steps, as DeepSeek-V3's did. Few different
+tokens, as bytes of text are, give a new model's experts far less even loads, and so do first steps at the
+full rate: `-- ... --data.path stdlib`, `--optim.warmup 0`.
 
-`busiest_rank` says how unevenly tokens were routed, a number a step: pairs of a layer's busiest rank over the mean, averaged over
-layers; 1 without expert parallelism, --parallel.ep at most.
+The start counts from the launch of torchrun to the end of the first step on the GPU. With --cold it is taken
+twice, first with empty caches of inductor and triton, then with the filled ones. Medians leave the warm-up
+steps out. With --trace two more steps are traced, and where the second's GPU time went is told below the
+table. Table and JSON line are there before the trace is read, which then joins the line: a run killed
+meanwhile keeps its figures.
+
+`busiest_rank` says how unevenly tokens were routed, a number a step: pairs of a layer's busiest rank over the
+mean, averaged over layers; 1 without expert parallelism, --parallel.ep at most.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +39,7 @@ from benchmarks.trace import read, summary
 from tmoe.data.shards import write_shards
 from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 WARMUP = 10  # steps left out of the medians
 
@@ -59,20 +65,24 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="trace the step after the measured ones")
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args()
-    words, env, cold_s = [w for w in args.train if w != "--"], dict(os.environ), None
+    words = [w for w in args.train if w != "--"]
+    env = dict(os.environ)
+    cold_s = None
     with tempfile.TemporaryDirectory() as out:
         if args.cold:
             env |= {f"{name}_CACHE_DIR": f"{out}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
             cold_s = launch(args.gpus, 1, words, Path(out, "cold"), args.timeout, env)
-        # two steps, of which the second is read: it begins with the host ahead, as others do. The tracer starts in the step before them,
-        # and delays the one before that; the last step validates
-        traced, steps = args.steps + 2, args.steps + 4 * args.trace
+
+        # Two steps are traced, of which the second is read: it begins with the host ahead, as others do. The
+        # tracer starts in the step before them, and delays the one before that; the last step validates.
+        traced = args.steps + 2
+        steps = args.steps + 4 * args.trace
         words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
-        result = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env) | {
-            "cold_start_s": cold_s
-        }
+        figures = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env)
+        result = figures | {"cold_start_s": cold_s}
         print(table(result), flush=True)
         begin = write_line(args.json, result) if args.json else None
+
         if args.trace:
             result["trace_ms"], kernels, waits = read(Path(out, f"run/trace-step{traced}-rank0.json.gz"))
             result["kernels"] = [(name[:160], round(us), launches) for name, us, launches in kernels[:40]]
@@ -82,8 +92,11 @@ def main() -> None:
                 write_line(args.json, result, begin)
 
 
-def write_line(path: Path, result: dict, at: int | None = None) -> int:
-    """Puts a JSON line at the end of the file, or over what follows byte `at`; the byte at which it begins."""
+def write_line(path: Path, result: dict[str, Any], at: int | None = None) -> int:
+    """Puts a JSON line at the end of the file, or over what follows byte `at`.
+
+    Returns the byte at which it begins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     with path.open("r+b") as file:
@@ -96,7 +109,10 @@ def write_line(path: Path, result: dict, at: int | None = None) -> int:
 def launch(
     gpus: int, steps: int, words: list[str], out: Path, timeout: float, env: dict[str, str] | None = None
 ) -> float:
-    """Trains into `out`; seconds from the launch to the end of the first step."""
+    """Trains into `out` and returns the seconds from the launch to the end of the first step.
+
+    Ends the program with one line if train.py fails, or is not done within `timeout` seconds.
+    """
     command = [
         sys.executable,
         "-m",
@@ -109,10 +125,8 @@ def launch(
     ]
     command += ["--steps", str(steps), "--out", str(out), "--checkpoint.mode", "off"]
     if not given("--data.path", words):
-        command += [
-            "--data.path",
-            str(random_tokens(out.with_name("random"), parse(words, "", world=gpus).model.vocab)),
-        ]
+        vocab = parse(words, "", world=gpus).model.vocab
+        command += ["--data.path", str(random_tokens(out.with_name("random"), vocab))]
     if not given("--optim.warmup", words):
         command += ["--optim.warmup", "2000"]
     began = time.monotonic()
@@ -130,10 +144,9 @@ def launch(
 
 @contextmanager
 def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen]:
-    """A command in the project's folder, gone behind this whatever happens, SIGTERM to this process included."""
-    before = signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # as Ctrl-C, not a failed run before the next
+    """A command in the project's folder. It is ended behind this whatever happens, SIGTERM included."""
+    # A SIGTERM is as Ctrl-C here, not a failed run before the next.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env)
     try:
         yield process
@@ -144,11 +157,15 @@ def running(command: list[str], env: dict[str, str] | None = None) -> Iterator[s
 
 
 def given(flag: str, words: list[str]) -> bool:
+    """Whether train.py's words set this flag."""
     return any(word.split("=")[0] == flag for word in words)
 
 
 def random_tokens(folder: Path, vocab: int, tokens: int = 2**23) -> Path:
-    """A folder of one shard: a document of ids drawn evenly from 1 .. vocab - 1. As it is, if it is there."""
+    """A folder of one shard: a document of ids drawn evenly from 1 .. vocab - 1.
+
+    It is left as it is, if it is there.
+    """
     if not folder.exists():
         ids = np.random.default_rng(0).integers(1, vocab, tokens, dtype=np.uint32)
         write_shards(folder, [np.append(ids, np.uint32(0))], RandomIds(vocab), tokens)
@@ -158,15 +175,18 @@ def random_tokens(folder: Path, vocab: int, tokens: int = 2**23) -> Path:
 class RandomIds(ByteTokenizer):
     """What shards of random ids say of where they come from."""
 
-    def __init__(self, vocab: int):
-        self.vocab, self.eos, self.fingerprint = vocab, 0, f"random-{vocab}"
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.eos = 0
+        self.fingerprint = f"random-{vocab}"
 
 
 def measure(
     gpus: int, steps: int, words: list[str], out: Path, timeout: float, env: dict[str, str] | None = None
-) -> dict:
+) -> dict[str, Any]:
+    """Trains as `launch` does. Returns the figures that are printed and written to the JSON file."""
     start_s = launch(gpus, steps, words, out, timeout, env)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for _, line in read_steps(out / "metrics.jsonl")]
     steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
     if not steady:
         raise SystemExit(
@@ -198,8 +218,10 @@ def measure(
 
 
 def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:
-    """Pairs of a layer's busiest rank of `ep` over the mean, averaged over layers; the groups of ranks that hold all experts count
-    as one, so with dp > 1 it is a little low."""
+    """Pairs of a layer's busiest rank of `ep` over the mean, averaged over layers.
+
+    The groups of ranks that hold all experts count as one, so with dp > 1 it is a little low.
+    """
     if not counts_LE:
         return 1.0
     layers = np.array(counts_LE, dtype=float)
@@ -208,6 +230,7 @@ def busiest_rank(counts_LE: list[list[int]] | None, ep: int) -> float:
 
 
 def first_line(path: Path, process: subprocess.Popen, began: float, timeout: float) -> float:
+    """Seconds from `began` (time.monotonic) until the file has a line. Ends the program if it never comes."""
     while not (path.exists() and path.read_text().strip()):
         if process.poll() is not None:
             raise SystemExit(f"train.py ended with code {process.returncode} before its first step")
@@ -217,11 +240,13 @@ def first_line(path: Path, process: subprocess.Popen, began: float, timeout: flo
     return time.monotonic() - began
 
 
-def table(r: dict) -> str:
+def table(r: dict[str, Any]) -> str:
+    """The command, and its figures as a table of one row."""
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     cold = f"{r['cold_start_s']:.1f}, " if r.get("cold_start_s") else ""
     head = "GPUs | tokens/s/GPU | TFLOP/s/GPU | MFU | peak GiB | start s (cold, warm) | loss"
-    row = f"{r['gpus']} | {r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu} | {r['peak_gib']:.1f} | {cold}{r['start_s']:.1f}"
+    speed = f"{r['tokens_per_s_gpu']:,.0f} | {r['tflops_gpu']:.1f} | {mfu}"
+    row = f"{r['gpus']} | {speed} | {r['peak_gib']:.1f} | {cold}{r['start_s']:.1f}"
     return f"{r['command']}\n| {head} |\n| {row} | {r['first_loss']:.3f} -> {r['last_loss']:.3f} |"
 
 

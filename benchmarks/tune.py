@@ -1,11 +1,11 @@
-"""Fills tmoe/ops/experts/table.json for this GPU: every kernel, every configuration worth trying, at the given shapes.
+"""Fills tmoe/ops/experts/table.json for this GPU: times each kernel's likely configurations at given shapes.
 
-    python -m benchmarks.tune --shapes qwen3 olmoe --out tuned.json     # measure (minutes), keep everything measured
-    python -m benchmarks.tune --merge tuned.json                        # write the winners into the table (no GPU)
+    python -m benchmarks.tune --shapes qwen3 olmoe --out tuned.json   # measure (minutes), keep all figures
+    python -m benchmarks.tune --merge tuned.json                      # write winners into the table; no GPU
 
-Configurations compile in parallel first (into triton's cache), then are timed in rounds, as benchmarks/moe_layer.py times. A
-kernel that can gather its rows itself is timed both ways, and what enters the table is the set of kernels that is fastest with
-the copies it needs.
+Configurations compile in parallel first, into triton's cache. Then they are timed in rounds, as
+benchmarks/moe_layer.py times. A kernel that can gather its rows itself is timed both ways. What enters the
+table is the set of kernels that is fastest with the copies it needs.
 """
 
 import argparse
@@ -17,28 +17,44 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.moe_layer import SHAPES, Bench, require_gpu, time_all
+from benchmarks.moe_layer import SHAPES, Bench, Shape, require_gpu, time_all
 from tmoe.ops.experts import table
 from tmoe.ops.experts.table import Config
 from tmoe.ops.launch.launch import compile_only, device_facts
 from tmoe.warmup import ARCH, ARCH_VALID
 
-TUNED = {  # the benchmark's shapes, and others between which the rule finds its way: name: (T, D, F, E, K)
+# The benchmark's shapes, and others between which the rule finds its way.
+TUNED: dict[str, Shape] = {  # name: (T, D, F, E, K)
     **SHAPES,
-    "qwen3-128": (128, 2048, 768, 128, 8), "qwen3-16384": (16384, 2048, 768, 128, 8), "235b-2048": (2048, 4096, 1536, 128, 8),
-    "235b-16384": (16384, 4096, 1536, 128, 8), "gpt-oss-4096": (4096, 2880, 2880, 128, 4), "gpt-oss": (32768, 2880, 2880, 128, 4),
-    "v3-512": (512, 7168, 2048, 64, 8), "v3": (8192, 7168, 2048, 64, 8), "mixtral-64": (64, 4096, 14336, 8, 2),
-    "mixtral-512": (512, 4096, 14336, 8, 2), "mixtral-4096": (4096, 4096, 14336, 8, 2), "small": (32768, 1024, 512, 32, 4),
-    "small-2048": (2048, 1024, 512, 32, 4), "few-experts": (65536, 2048, 1408, 8, 2),
-}  # fmt: skip
+    "qwen3-128": (128, 2048, 768, 128, 8),
+    "qwen3-16384": (16384, 2048, 768, 128, 8),
+    "235b-2048": (2048, 4096, 1536, 128, 8),
+    "235b-16384": (16384, 4096, 1536, 128, 8),
+    "gpt-oss-4096": (4096, 2880, 2880, 128, 4),
+    "gpt-oss": (32768, 2880, 2880, 128, 4),
+    "v3-512": (512, 7168, 2048, 64, 8),
+    "v3": (8192, 7168, 2048, 64, 8),
+    "mixtral-64": (64, 4096, 14336, 8, 2),
+    "mixtral-512": (512, 4096, 14336, 8, 2),
+    "mixtral-4096": (4096, 4096, 14336, 8, 2),
+    "small": (32768, 1024, 512, 32, 4),
+    "small-2048": (2048, 1024, 512, 32, 4),
+    "few-experts": (65536, 2048, 1408, 8, 2),
+}
 GATHERS = ("up", "dh", "dw_down", "dw_up")
+Job = tuple[str, Shape, str, Config]  # architecture, shape, kernel, configuration
+Record = dict[str, Any]  # shape, kernel, gather_ms, dense (ms), tried [(ms, configuration)]
 
 
-def candidates(kernel, rows):
-    """Configurations that fit shared memory without spills (tests/ops/test_ops_kernels.py holds the table to that)."""
+def candidates(kernel: str, rows: float) -> list[Config]:
+    """Configurations worth trying for a kernel whose experts have so many rows.
+
+    They fit shared memory without spills; of those in the table tests/ops/test_ops_kernels.py requires it.
+    """
     if kernel in ("up", "dh"):
         cuts = [(128, 256, 64, 4, 3, 4)]
         few = [(64, 256, 64, 4, 4, 4)]
@@ -58,19 +74,24 @@ def candidates(kernel, rows):
     ]
 
 
-def compile_one(job):
-    """In a worker: put one configuration's binary into triton's cache. Returns None, or why it does not compile."""
+def compile_one(job: Job) -> str | None:
+    """In a worker: puts one configuration's binary into triton's cache. Returns None, or why that failed."""
     arch, shape, kernel, cfg = job
+
     try:
         with compile_only(arch, lambda name, key, compile: compile()):
             Bench(shape, "meta").run(kernel, cfg)
     except Exception as e:  # reported and left out
         return f"{kernel} {tuple(cfg)}: {type(e).__name__} {(str(e).splitlines() or [''])[-1][:100]}"
+    return None
 
 
-def compile_all(arch, names, kernels, jobs):
-    """Compile every candidate in parallel; returns those that failed."""
-    work = []
+def compile_all(arch: str, names: list[str], kernels: list[str], jobs: int) -> set[tuple[str, Config]]:
+    """Compiles every candidate in parallel; returns those that failed.
+
+    jobs: how many at once.
+    """
+    work: list[Job] = []
     for name in names:
         T, D, F, E, K = TUNED[name]
         for kernel in kernels:
@@ -82,17 +103,19 @@ def compile_all(arch, names, kernels, jobs):
     return {job[2:] for job, failure in zip(work, failures, strict=True) if failure}
 
 
-def sweep(name, kernels, failed):
+def sweep(name: str, kernels: list[str], failed: set[tuple[str, Config]]) -> list[Record]:
     """What was measured at one shape, a record a kernel: its configurations with their ms, best first."""
     T, _, _, E, K = TUNED[name]
     bench = Bench(TUNED[name], "cuda")
     (gather_ms,) = time_all([lambda: bench.gather(bench.x)])
     records = []
     for kernel in kernels:
-        found, tried = [], [c for c in candidates(kernel, T * K / E) if (kernel, c) not in failed]
+        found = []
+        tried = [c for c in candidates(kernel, T * K / E) if (kernel, c) not in failed]
         for stage in range(2):
             fns = [functools.partial(bench.run, kernel, cfg) for cfg in tried]
-            # nobody is held to the dense product: where experts have few rows, it reads one expert's weights and they all
+            # The dense product is shown, it is no bound: where experts have few rows, it reads the weights of
+            # one expert, and the kernels read those of all.
             (dense,) = time_all([functools.partial(bench.dense, kernel)], rounds=7)
             times = time_all(fns, rounds=7, give_up=1.5)
             found += zip(times, tried, strict=True)
@@ -113,10 +136,13 @@ def sweep(name, kernels, failed):
     return records
 
 
-def winners(records):
-    """{kernel: (ms, Config)} of one shape: the fastest set, gathered copies included (dh and dw_down share theirs)."""
+def winners(records: list[Record]) -> dict[str, tuple[float, Config]]:
+    """{kernel: (ms, Config)} of one shape: the fastest set, with the gathered copies that it needs.
+
+    dh and dw_down share theirs.
+    """
     gather_ms = records[0]["gather_ms"]
-    best = {}
+    best: dict[tuple[str, bool], tuple[float, Config]] = {}
     for r in records:
         for gather in (True, False):
             tried = [(ms, Config(*c)) for ms, c in r["tried"] if Config(*c).gather == gather]
@@ -124,7 +150,7 @@ def winners(records):
                 best[r["kernel"], gather] = min(tried)
     kernels = [r["kernel"] for r in records]
 
-    def cost(choice):
+    def cost(choice: dict[str, bool]) -> float:
         copies = {"dy" if k in ("dh", "dw_down") else k for k, g in choice.items() if k in GATHERS and not g}
         return sum(best[k, g][0] for k, g in choice.items()) + gather_ms * len(copies)
 
@@ -132,15 +158,17 @@ def winners(records):
     return {k: best[k, g] for k, g in min((dict(o) for o in itertools.product(*options)), key=cost).items()}
 
 
-def merge(path, arch):
-    """Write the winners of a file of records into the table, replacing entries of the same kernel and shape. ValueError or OSError
-    leaves the table as it was."""
+def merge(path: Path, arch: str) -> None:
+    """Writes the winners of a file of records into the table, in place of entries of their kernel and shape.
+
+    A ValueError or OSError leaves the table as it was.
+    """
+
+    def known(record: Any) -> bool:
+        return isinstance(record, dict) and record.get("shape") in TUNED
+
     records = json.loads(path.read_text())
-    if not (
-        isinstance(records, list)
-        and records
-        and all(isinstance(r, dict) and r.get("shape") in TUNED for r in records)
-    ):
+    if not (isinstance(records, list) and records and all(map(known, records))):
         raise ValueError(f"{path}: holds no records of this benchmark (--out)")
     shipped = json.loads(table.PATH.read_text())
     entries = {(e["kernel"], e["D"], e["F"], e["rows"]): e for e in shipped.get(arch, [])}
@@ -150,6 +178,7 @@ def merge(path, arch):
             rows = T * K // E
             entry = {"kernel": kernel, "D": D, "F": F, "rows": rows, "config": list(cfg), "ms": ms}
             entries[kernel, D, F, rows] = entry
+
     shipped[arch] = [entries[key] for key in sorted(entries)]
     lines = [f'"{a}": [\n' + ",\n".join(json.dumps(e) for e in es) + "\n]" for a, es in shipped.items()]
     new = table.PATH.with_suffix(".new")
@@ -157,7 +186,7 @@ def merge(path, arch):
     new.replace(table.PATH)
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=list(TUNED), choices=list(TUNED))
     p.add_argument("--kernels", nargs="+", default=list(table.KERNELS), choices=list(table.KERNELS))
@@ -174,6 +203,7 @@ def main():
         except (OSError, ValueError, KeyError, TypeError) as error:
             p.error(f"--merge={args.merge}: {error}")
     require_gpu(p)
+
     args.out.parent.mkdir(parents=True, exist_ok=True)
     start = time.time()
     arch = device_facts(torch.device("cuda", 0))[0]

@@ -19,19 +19,13 @@ from tmoe.checkpoint import dcp as shards
 
 LIB = Path(__file__).parent / "lib"
 CONTEXT_GIB = 0.6  # of a GPU's memory, CUDA's own in each process
-TEST_TIMEOUT_S = 360  # a neighbour that computes on the same cores must fail none
+TEST_TIMEOUT_S = 900  # a neighbour that computes on the same cores must fail none
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # a test that starts its own file as a program finds its helpers
     known = [str(LIB), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(known)
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
-    config.addinivalue_line(
-        "markers", "whole_gpu: starts ranks of its own, or needs several GPUs or most of one's memory"
-    )
-    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, and without it nothing")
-    config.addinivalue_line("markers", "slow: takes more than 20 s; leave out with -m 'not slow'")
     if (gpus := os.environ.get("TMOE_TESTS_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
         listed = gpus.split(",")  # run_gpu.py: workers share GPUs, one each
         os.environ["CUDA_VISIBLE_DEVICES"] = listed[int(worker.removeprefix("gw")) % len(listed)]
@@ -89,7 +83,7 @@ def _share_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gloo():
-    """`gloo(world, fn, *args, timeout=120)` runs fn(rank, world, *args) on `world` gloo processes."""
+    """`gloo(world, fn, *args, timeout=600)` runs fn(rank, world, *args) on `world` gloo processes."""
     return gloo_module.run
 
 

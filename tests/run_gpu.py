@@ -72,6 +72,7 @@ def traces() -> list[tuple]:
     import test_symm_gpu
     import torch
 
+    from tmoe.activations import ACTIVATIONS
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
@@ -84,7 +85,7 @@ def traces() -> list[tuple]:
     for T, D, F, E, K, _ in test_ops_gpu.SHAPES:
         found += [(trace, T, D, F, E, K, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
         if T > 200:
-            activations = ("swiglu", "clamped")
+            activations = tuple(ACTIVATIONS)
             found += [(trace, T, D, F, E, K, torch.bfloat16, None, act, True) for act in activations]
     for shape in test_ops_gpu.FEW_SHAPES:
         for dtype in (torch.bfloat16, torch.float16):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Floors from the ground up. A room is a folder of tmoe/, or a file directly in it; it may import from
 # floors below its own, never from beside or above.
 FLOORS = [
-    ("stack", "listing", "onlookers", "disk"),
+    ("stack", "listing", "onlookers", "disk", "activations"),
     ("versions",),
     ("ops", "config"),
     ("parallel",),
@@ -107,6 +107,44 @@ def test_first_line_states_the_job(path):
     assert doc and doc.splitlines()[0].rstrip().endswith((".", ":")), (
         f"{path}: first line must say what the file does"
     )
+
+
+ARGUMENTS = 8
+# Functions of ours that take more, `self` not counted: those that stand for a registered op take what its
+# schema has, and what such a function starts takes the same.
+MANY = {
+    "tmoe.moe.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
+    "tmoe.moe.received": {"__init__"},
+    "tmoe.ops.exchange": {"push", "pull"},
+    "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward"},
+    "tmoe.ops.experts.gpu": {"forward", "backward", "specialised"},
+    "tmoe.ops.experts.op": {
+        "forward",
+        "_forward_cpu",
+        "_forward_gpu",
+        "_forward_fake",
+        "_backward_cpu",
+        "_backward_gpu",
+        "_backward_fake",
+    },
+    "tmoe.ops.launch.precompile": {"trace"},
+    "tmoe.run.metrics": {"__init__", "log"},
+    "tmoe.upcycle": {"upcycle", "plan_upcycle"},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_functions_take_few_arguments(path):
+    """Kernels, whose decorator is some jit, take what they need."""
+    allowed = MANY.get(module_name(path), set())
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef) or node.name in allowed:
+            continue
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
+        assert kernel or len([name for name in names if name != "self"]) <= ARGUMENTS, (
+            f"{path}:{node.lineno}: {node.name} takes {len(names)} arguments: name what belongs together"
+        )
 
 
 def test_blocks_do_not_pad():

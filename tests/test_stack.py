@@ -39,17 +39,19 @@ def train(world: int, out: Path, *flags: str, script: str = "train.py") -> tuple
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
     command = [sys.executable, *launcher, script, "tiny", "--steps", "2", "--out", str(out), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::FutureWarning"}
-    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=340)
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], ran.stderr
 
 
+@pytest.mark.slow
 def test_a_start_says_nothing_that_is_not_for_the_user(tmp_path):
     """One process that compiles: torch and its compiler would have warnings of their own to give."""
     assert train(1, tmp_path)[1] == ""
 
 
+@pytest.mark.slow
 def test_without_private_names_a_run_computes_the_same(tmp_path):
     """Two processes, the experts spread over them.
 

@@ -1,9 +1,11 @@
 """Initial weights that depend on the seed and a parameter's name alone, never on the layout.
 
-The scheme: matrices are normal with standard deviation `std`; matrices whose output is added to the residual stream
-(attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow with depth (GPT-2);
-norm weights are one, biases and sinks zero, buffers too. Each tensor draws from a generator of its own, seeded by a hash of (seed, name): a rank draws the
-full tensor and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
+The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
+stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
+with depth (GPT-2). Norm weights are one; biases, sinks and buffers are zero.
+
+Each tensor draws from a generator of its own, seeded by a hash of (seed, name). A rank draws the full tensor
+and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
 residual scale. (CPU and CUDA generators differ: equal seeds give equal weights on one kind of device.)
 """
 
@@ -15,17 +17,18 @@ from torch import nn
 
 from tmoe.parallel.mesh import local_part, local_slices
 
-RESIDUAL = (
-    "o.weight",
-    "down.weight",
-    "down",
-)  # ends of the names of matrices that write to the residual stream
+# Ends of the names of matrices that write to the residual stream.
+RESIDUAL = ("o.weight", "down.weight", "down")
 ZERO = ("bias", "sinks")
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int | None = None) -> None:
-    """Fills every parameter in place; seed None draws one from torch's global generator. Meta tensors are left alone."""
+    """Fills every parameter in place, and zeroes buffers. Meta tensors are left alone.
+
+    std: of matrices. layers: of the model, for the scale of what writes to the residual stream.
+    seed: None draws one from torch's global generator.
+    """
     if seed is None:
         seed = int(torch.randint(2**31, (), device="cpu"))
     for buffer in module.buffers():  # the routers' choice bias
@@ -42,4 +45,4 @@ def initialise(module: nn.Module, std: float = 0.02, layers: int = 1, seed: int 
         generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         full = torch.empty(parameter.shape, device=local.device).normal_(0.0, scale, generator=generator)
         local.copy_(full[local_slices(parameter)])
-        del full  # of the whole parameter's size on every rank: not beside the next
+        del full  # whole parameters, which every rank draws, must not be in memory two at a time

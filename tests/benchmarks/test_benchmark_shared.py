@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiers import slow_but
 
 from benchmarks import layouts, shared
 
@@ -30,8 +31,9 @@ print(json.dumps([__name__, sys.argv[1:], said, symm._obstacle_here([("host", "g
 """
 
 
-@pytest.mark.parametrize("module", [False, True])
-@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize(
+    ("gpus", "module"), slow_but([(2, True)], [(0, False), (0, True), (2, False), (2, True)])
+)
 def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
     (tmp_path / "target.py").write_text(TARGET)
     what = ["-m", "target"] if module else [tmp_path / "target.py"]
@@ -42,7 +44,7 @@ def test_a_rank_and_what_it_runs(tmp_path, module, gpus):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
     assert ran.returncode == 0, ran.stderr
     name, argv, said, obstacle = json.loads(ran.stdout)

@@ -2,7 +2,7 @@
 
 The table is that of benchmarks/scaling.py.
 
-next: test_model_cost.py
+next: cost/test_step_time.py
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import model as cost
 from benchmarks import scaling
 from benchmarks import train as steps
+from benchmarks.cost.points import read_points
 from tmoe.config.axes import ALONE, Axes
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def test_scaling_on_two_processes(tmp_path):
     records = [json.loads(text) for text in out.read_text().splitlines()]
     assert [(r["gpus"], r["ep"]) for r in records] == [(1, 1), (2, 2)]
     assert records[1]["tokens_per_step"] == 2 * records[0]["tokens_per_step"], "weak: the same tokens a GPU"
-    points = cost.read_points([out])
+    points = read_points([out])
     assert [p.axes for p in points] == [ALONE, Axes(ep=2)] and all(math.isfinite(p.seconds) for p in points)
 
 
@@ -111,8 +111,10 @@ def test_a_run_that_does_not_end_is_given_up(monkeypatch, tmp_path):
     def endless(command, env=None):
         (tmp_path / "metrics.jsonl").write_text("{}\n{}\n")
         with subprocess.Popen(["sleep", "60"]) as process:
-            yield process
-            process.kill()
+            try:
+                yield process
+            finally:
+                process.kill()
 
     monkeypatch.setattr(steps, "running", endless)
     with pytest.raises(SystemExit, match=r"not done within 1\.5 s, after 2 lines"):

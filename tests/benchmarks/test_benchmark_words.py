@@ -71,6 +71,7 @@ def test_a_save_without_a_gpu_is_small_and_says_so(monkeypatch, capsys, tmp_path
     assert f"no GPU here: {gib:g} GiB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
     before = descendants()
     curve = subprocess.Popen([sys.executable, "-m", "benchmarks.curve"], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -79,7 +80,7 @@ def test_a_curve_that_is_ended_ends_its_runs(no_orphans):
         time.sleep(0.05)
     time.sleep(0.5)  # the last one's Popen has returned by then
     curve.send_signal(signal.SIGTERM)
-    assert curve.wait(60) != 0
+    assert curve.wait() != 0
 
 
 def test_the_trace_readers_help(monkeypatch, capsys):
@@ -119,7 +120,7 @@ def test_the_exchange_wants_torchrun(monkeypatch, capsys):
 def test_a_word_that_cannot_work_is_named(monkeypatch, capsys, tmp_path, words, says):
     """And the shipped table of configurations stays as it is."""
     (tmp_path / "empty.json").write_text("{}")
-    constants = json.loads((ROOT / "benchmarks" / "h200.json").read_text())
+    constants = json.loads((ROOT / "benchmarks/cost/h200.json").read_text())
     (tmp_path / "kind.json").write_text(json.dumps(constants | {"attention_rate": {"value": 5.0}}))
     files = {"EMPTY": "empty.json", "KIND": "kind.json"}
     name, *rest = [str(tmp_path / files[word]) if word in files else word for word in words.split()]

@@ -9,15 +9,13 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 
+import forked
 import numpy as np
 import pytest
 import torch
 from steps import (
-    ROOT,
     assert_same,
     load,
     plain,
@@ -339,8 +337,7 @@ def test_verify_looks_on_while_a_run_goes_on(tmp_path, monkeypatch, capsys, agai
 
 def test_the_command_line(step):
     def tool(*words):
-        command = [sys.executable, "-m", "tmoe.checkpoint", *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = forked.run(["-m", "tmoe.checkpoint", *map(str, words)])
         return done.returncode, done.stdout, done.stderr.strip().splitlines()
 
     assert tool("verify", step) == (0, f"whole    {step}\n", [])

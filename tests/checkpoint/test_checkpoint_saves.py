@@ -26,6 +26,7 @@ from steps import (
     steps_of,
 )
 from steps import two_steps as two_steps  # a fixture
+from tiers import slow_but
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -67,7 +68,7 @@ def test_after_a_rollback_the_step_saved_last_is_the_newest(two_steps, monkeypat
     assert_same(found, {n: t.contiguous() for n, t in plain(99).items()})
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["fresh", "same step"])
+@pytest.mark.parametrize("again", slow_but([False], [False, True]), ids=["fresh", "same step"])
 def test_killed_at_any_write_sync_or_rename(tmp_path, again):
     step = 10 if again else 20
     count = 1

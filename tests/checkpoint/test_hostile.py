@@ -9,10 +9,9 @@ import ast
 import io
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from runs import SMALL, begin, run
@@ -77,14 +76,7 @@ def test_a_file_without_end_is_named_and_not_waited_for(step, tmp_path, name, ki
                 print("offline:", error)
         Checkpoints(Path(sys.argv[1]), keep=0, mode="sync", info={}).find("auto")"""
     # a process: what hangs in a thread ends with it
-    command = [
-        sys.executable,
-        "-c",
-        source,
-        str(step.parent),
-        repr(calls),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = forked.run(["-c", source, step.parent, repr(calls)])
     says = f"{name}: no regular file"
     assert done.stdout.count(says) >= (2 if name != "empty" else 1) and says in done.stderr, (
         done.stdout + done.stderr

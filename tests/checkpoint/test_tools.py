@@ -40,6 +40,7 @@ from steps import (
     whole,
 )
 from steps import step as step  # a fixture
+from tiers import slow_but
 
 from benchmarks.inject import die_at, flip
 from tmoe import disk
@@ -119,7 +120,10 @@ def contents(step: Path) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize(("world", "ep", "experts"), [(2, 1, 6), (4, 2, 6), (4, 2, 8), (4, 1, 6), (4, 4, 8)])
+@pytest.mark.parametrize(
+    ("world", "ep", "experts"),
+    slow_but([(2, 1, 6), (4, 2, 8)], [(2, 1, 6), (4, 2, 6), (4, 2, 8), (4, 1, 6), (4, 4, 8)]),
+)
 def test_resharded_files_are_what_that_world_would_have_saved(gloo, tmp_path, world, ep, experts):
     gloo(world, save_model, tmp_path / "there", experts, ep)
     gloo(1, save_model, tmp_path / "here", experts, 1)
@@ -414,6 +418,7 @@ def reshard_alone(step: Path, dst: Path) -> None:
     rewrite.rewrite(offline.plan_reshard(step, Axes(dp=2)), dst)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_it_is_whole_or_absent_and_the_same_command_finishes(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 500)  # several groups
     step = save(
@@ -524,6 +529,7 @@ RSS = """
 import re, sys
 from pathlib import Path
 from tmoe.checkpoint import tools as offline, rewrite
+from tmoe.config.axes import Axes
 
 rewrite.MEMORY = int(sys.argv[2])
 # not getrusage: its peak starts at the parent's size, which exec hands on
@@ -537,6 +543,7 @@ for tool, plan in (("reshard", reshard), ("average", average)):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     tensors = {f"model.{i}.{'experts.w' if i % 2 else 'w'}": torch.randn(8, 512, 512) for i in range(32)}
     step = save(tmp_path, 1, tensors)

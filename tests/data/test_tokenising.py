@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import corpora
+import forked
 import numpy as np
 import pytest
 from corpora import data, prose
@@ -274,8 +275,7 @@ def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
         "corpus._write_shard = lambda path, *a: (write(path, *a), os.kill(os.getpid(), 9))\n"
         "corpus.open_corpus(sys.argv[1], corpus_tokenizer(sys.argv[2]), 300, 0.05, 'train')"
     ).replace("corpus_tokenizer", "__import__('tmoe.data.tokenizer').data.tokenizer.load_tokenizer")
-    command = [sys.executable, "-c", code, str(tmp_path / "a.jsonl"), str(bpe), str(tmp_path / "t")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(["-c", code, tmp_path / "a.jsonl", bpe, tmp_path / "t"])
     assert done.returncode == -9, done.stderr
     found = data(tmp_path / "a.jsonl", vocab=300, tokenizer=str(bpe))
     monkeypatch.setattr(corpus, "IN_MEMORY", 10**9)

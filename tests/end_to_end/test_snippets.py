@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPETS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(
+        block,
+        id=f"{page.name}-{number}",
+        marks=[] if page.name == "README.md" else pytest.mark.slow,
+    )
     for page in PAGES
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 ]
@@ -25,7 +29,7 @@ def torchrun(world: int, words: list[str], **extra: str) -> str:
     """What `world` gloo processes print; AssertionError with their output unless all end with 0."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -68,6 +72,7 @@ def alone(tmp_path_factory):
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [1, 2])
 def test_own_loop_on_two_ranks_is_the_one_of_one(alone, tmp_path, ep):
     """Ten steps on two ranks, then four more on one rank, from the two ranks' checkpoint."""

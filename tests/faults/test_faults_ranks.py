@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import EP2, TIMEOUT, before_step, finish, start
+from faulty import EP2, LIMIT, TIMEOUT, before_step, finish, start
 from gloo import shared
 from orphans import no_orphans  # noqa: F401
+from tiers import slow_but
 
 import train
 from benchmarks.launch import End, launch
@@ -56,7 +58,8 @@ def stops(rank: int, world: int, argv: list[str], stopped: int, where: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("world", "stopped", "where"), [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]
+    ("world", "stopped", "where"),
+    slow_but([(2, 1, "forward")], [(2, 1, "forward"), (4, 2, "backward"), (2, 0, "save")]),
 )
 def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
     """Its peers end within the timeout and 2 s, also those in its subgroups.
@@ -64,16 +67,22 @@ def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
     They name the rank, the step and the collective that the rank came to last.
     """
     flags = [*EP2, "--train.batch", "1", "--checkpoint.every", "4", "--out", str(tmp_path)]
-    ends = launch(world, stops, flags, stopped, where, timeout=TIMEOUT, waits=world - 1, limit=15)
+    timeout = shared(TIMEOUT)
+    ends = launch(world, stops, flags, stopped, where, timeout=timeout, waits=world - 1, limit=LIMIT)
     stopped_at = float(ends[stopped].said.split("stopped ")[1].split()[0])
     assert ends[stopped].code is None
     for rank, end in enumerate(ends):
         if rank != stopped:
-            assert end.code == 1 and end.at - stopped_at < TIMEOUT + 2, end.said
+            assert end.code == 1 and end.at - stopped_at < timeout + shared(2), end.said
             assert f"rank {stopped} is silent for" in end.said, end.said
             assert re.search("last heard of in step [34], in or after all_", end.said), end.said
             assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))
+
+
+def two_seconds() -> str:
+    """What --train.timeout is given: how long a step may stand still, on cores that others use as well."""
+    return f"{min(shared(2.0), 24.0):.1f}"
 
 
 def raise_here() -> None:
@@ -87,6 +96,7 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
     """
     trainer = start(rank, world, argv)
     mine = rank == world - 1
+    unit = trainer.cfg.train.timeout / 2 or 1.0  # 1 s on cores of one's own
     if how == "stopped":
         before_step(trainer, 3, lambda _: mine and os.kill(os.getpid(), signal.SIGSTOP))
     elif how == "asleep":
@@ -94,59 +104,63 @@ def stands(rank: int, world: int, argv: list[str], how: str) -> None:
     elif how == "slow to end":
         before_step(trainer, 3, lambda _: raise_here() if mine else None)
         close = trainer.metrics.close
-        trainer.metrics.close = lambda **how: (time.sleep(6), close(**how))[1]
+        trainer.metrics.close = lambda **how: (time.sleep(6 * unit), close(**how))[1]
     elif how == "asleep behind a save":
         before_step(trainer, 3, lambda _: time.sleep(60) if mine else None)
         write = trainer.checkpoints._write
-        trainer.checkpoints._write = lambda *args: (time.sleep(6), write(*args))[1]
+        trainer.checkpoints._write = lambda *args: (time.sleep(6 * unit), write(*args))[1]
     elif how == "slow":
-        before_step(trainer, 3, lambda _: time.sleep(5) if mine else None)
+        before_step(trainer, 3, lambda _: time.sleep(5 * unit) if mine else None)
     elif how == "locked":  # as a launch into the full queue of a GPU does
         before_step(trainer, 3, lambda _: ctypes.PyDLL(None).sleep(60) if mine else None)
     else:  # step 0, a save, a validation
-        before_step(trainer, 0, lambda _: time.sleep(2.5))
+        before_step(trainer, 0, lambda _: time.sleep(2.5 * unit))
         for name in ("save", "validate"):
             real = getattr(trainer, name)
-            setattr(trainer, name, lambda real=real: (time.sleep(2.5), real())[1])
+            setattr(trainer, name, lambda real=real: (time.sleep(2.5 * unit), real())[1])
     finish(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "asleep", "locked"])
 def test_25_a_step_that_stands_still_ends(tmp_path, how):
     """Long before the collectives' own timeout.
 
     Each rank says where it stands itself and what it knows of the others.
     """
-    flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
+    still = two_seconds()
+    flags = [*EP2, "--train.timeout", still, "--out", str(tmp_path)]
     began = time.monotonic()
-    ends = launch(2, stands, flags, how, timeout=60, waits=1 if how == "stopped" else 2, limit=40)
+    ends = launch(2, stands, flags, how, timeout=shared(60), waits=1 if how == "stopped" else 2, limit=LIMIT)
     assert max(end.at for end in ends) - began < shared(25)
     assert ends[0].code == 1 and ends[1].code == (None if how == "stopped" else 1), ends
     assert "ended in step 3, in or after all_" in ends[0].said, ends
     assert how == "asleep" or "rank 1 is silent for" in ends[0].said, ends
     if how != "locked":  # that rank may be gone before the other has waited as long
-        assert re.search(r"error: nothing has moved for [23]\.\d s \(--train.timeout\)", ends[0].said), ends
+        moved = re.search(r"error: nothing has moved for (\d+\.\d) s \(--train.timeout\)", ends[0].said)
+        assert moved and float(still) <= float(moved[1]) < 2 * float(still), ends
     if how != "stopped":
         says = "Timeout (0:00:0" if how == "locked" else "time.sleep(60)"
         assert says in ends[1].said and "test_faults_ranks.py" in ends[1].said, ends
 
 
+@pytest.mark.slow
 def test_25_who_waits_has_not_failed(tmp_path):
-    flags = [*EP2, "--train.timeout", "2", "--parallel.ep", "1", "--out", str(tmp_path)]
-    ends = launch(3, stands, flags, "stopped", timeout=60, waits=2, limit=40)
+    flags = [*EP2, "--train.timeout", two_seconds(), "--parallel.ep", "1", "--out", str(tmp_path)]
+    ends = launch(3, stands, flags, "stopped", timeout=shared(60), waits=2, limit=LIMIT)
     for end in ends[:2]:
         assert "rank 2 is silent for" in end.said and "the first to fail" not in end.said, end.said
     assert any(f"rank {1 - rank} stood still, in step 3" in ends[rank].said for rank in (0, 1)), ends
 
 
+@pytest.mark.slow
 def test_25_the_cause_is_said(tmp_path):
     """The cause is the error of the rank that raised.
 
     Its end may take longer than a step may stand still: metrics on their way to a server, for example.
     """
-    ends = launch(
-        2, stands, [*EP2, "--train.timeout", "2", "--out", str(tmp_path)], "slow to end", timeout=60, limit=40
-    )
+    flags = [*EP2, "--train.timeout", two_seconds(), "--out", str(tmp_path)]
+    ends = launch(2, stands, flags, "slow to end", timeout=shared(60), limit=LIMIT)
     assert [end.code for end in ends] == [1, 1]
     assert "RuntimeError: the cause" in ends[1].said and "raise_here" in ends[1].said, ends[1].said
     assert "error: nothing has moved for" in ends[1].said
@@ -167,22 +181,25 @@ def test_25_who_waited_for_a_save_has_time_behind_it(monkeypatch):
     assert armed == [600.0, 0.2]
     ended = []
     watch._give_up = ended.append
+    moved = watch._moved
     time.sleep(0.3)
     watch._guard()
-    assert len(ended) == 1 and 0.2 < ended[0] < 1.0
+    assert len(ended) == 1 and 0.2 < ended[0] <= time.monotonic() - moved
 
 
 def test_25_last_words_do_not_wait_for_a_stopped_store(monkeypatch):
     watch = Watch(0, 1, dist.HashStore(), None)
+    silent = threading.Event()  # set at the end: a test that waited for the store would not come there
     monkeypatch.setattr(watch_module, "HEARS_S", 0.2)
-    monkeypatch.setattr(watch, "_last_words", lambda error: time.sleep(5))
-    began = time.monotonic()
-    assert watch._words(RuntimeError()).endswith("the store does not answer") and time.monotonic() - began < 2
+    monkeypatch.setattr(watch, "_last_words", lambda error: silent.wait())
+    assert watch._words(RuntimeError()).endswith("the store does not answer")
+    silent.set()
 
 
+@pytest.mark.slow
 def test_25_a_save_under_way_ends_first(tmp_path):
-    flags = [*EP2, "--train.timeout", "2", "--checkpoint.every", "3", "--out", str(tmp_path)]
-    ends = launch(2, stands, flags, "asleep behind a save", timeout=60, limit=50)
+    flags = [*EP2, "--train.timeout", two_seconds(), "--checkpoint.every", "3", "--out", str(tmp_path)]
+    ends = launch(2, stands, flags, "asleep behind a save", timeout=shared(60), limit=LIMIT)
     assert [end.code for end in ends] == [1, 1] and (
         tmp_path / "checkpoints/step-3/manifest.json"
     ).exists(), ends
@@ -190,12 +207,15 @@ def test_25_a_save_under_way_ends_first(tmp_path):
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "raise error",
-        "raise ValueError('another') from error",
-        "raise ExceptionGroup('of two', [error])",
-        "pass",
-    ],
+    slow_but(
+        ["raise error"],
+        [
+            "raise error",
+            "raise ValueError('another') from error",
+            "raise ExceptionGroup('of two', [error])",
+            "pass",
+        ],
+    ),
 )
 def test_a_process_leaves_behind_what_nobody_catches(how):
     """It says so with its traceback, and before what CUDA would do at the end.
@@ -230,7 +250,8 @@ _leave_behind(error)
     assert ("RuntimeError: of all" in ran.stderr) is (how != "pass")
 
 
-@pytest.mark.parametrize(("how", "timeout"), [("patient", "2"), ("slow", "0")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "timeout"), [("patient", True), ("slow", False)])
 def test_25_what_may_take_long(tmp_path, how, timeout):
     """The first step, a save and a validation: the two seconds are for an ordinary step.
 
@@ -239,7 +260,7 @@ def test_25_what_may_take_long(tmp_path, how, timeout):
     flags = [
         *EP2,
         "--train.timeout",
-        timeout,
+        two_seconds() if timeout else "0",
         "--train.eval-every",
         "2",
         "--checkpoint.every",
@@ -247,7 +268,7 @@ def test_25_what_may_take_long(tmp_path, how, timeout):
         "--steps",
         "4",
     ]
-    ends = launch(2, stands, [*flags, "--out", str(tmp_path)], how, timeout=60, limit=60)
+    ends = launch(2, stands, [*flags, "--out", str(tmp_path)], how, timeout=shared(60), limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
     assert all("nothing has moved" not in end.said for end in ends)
 
@@ -266,10 +287,10 @@ def raises(rank: int, world: int, argv: list[str], where: str) -> None:
     finish(trainer)
 
 
-@pytest.mark.parametrize("where", ["start", "step"])
+@pytest.mark.parametrize("where", slow_but(["step"], ["start", "step"]))
 def test_26_one_rank_raises(tmp_path, where):
     """All end within 5 s, and the last words of each rank hold the first error."""
-    ends = launch(2, raises, [*EP2, "--out", str(tmp_path)], where, timeout=30, limit=15)
+    ends = launch(2, raises, [*EP2, "--out", str(tmp_path)], where, timeout=30, limit=LIMIT)
     raised_at = float(ends[0].said.split("raised ")[1].split()[0])
     assert [end.code for end in ends] == [1, 1]
     assert max(end.at for end in ends) - raised_at < shared(5)
@@ -319,10 +340,10 @@ PARTINGS = ["skipped by one", "skipped by each", "skipped inside"]
 PARTINGS += ["other operation", "other reduction", "other type", "other size", "other size, larger"]
 
 
-@pytest.mark.parametrize("how", [*PARTINGS, "after the last step"])
+@pytest.mark.parametrize("how", slow_but(["skipped by each"], [*PARTINGS, "after the last step"]))
 def test_27_ranks_part(tmp_path, how):
     """No rank changes its weights with a wrong sum; all end and name the call at which they parted."""
-    ends = launch(2, strays, [*EP2, "--out", str(tmp_path)], how, timeout=TIMEOUT, limit=15)
+    ends = launch(2, strays, [*EP2, "--out", str(tmp_path)], how, timeout=shared(TIMEOUT), limit=LIMIT)
     assert all(end.code not in (0, None) for end in ends), ends
     last = 7 if how == "after the last step" else 2
     for end in ends:
@@ -333,9 +354,10 @@ def test_27_ranks_part(tmp_path, how):
     assert_parting_named(ends, how)
 
 
+@pytest.mark.slow
 def test_27_one_of_four_parts(tmp_path):
     flags = [*EP2, "--train.batch", "1", "--out", str(tmp_path)]
-    ends = launch(4, strays, flags, "other size", timeout=TIMEOUT, limit=15)
+    ends = launch(4, strays, flags, "other size", timeout=shared(TIMEOUT), limit=LIMIT)
     assert all(end.code not in (0, None) and "weights changed in step 3" not in end.said for end in ends), (
         ends
     )
@@ -377,17 +399,20 @@ def shards(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("bad", "says"),
-    [
-        ("id", "00000.bin: token id 122 at byte "),
-        ("id", "valid ids are 0 to --model.vocab=120 - 1"),
-        ("empty", "00000.bin: "),
-        (
-            "nan",
-            "NaN or infinity in model.blocks.1.ffn_norm.weight: "
-            "start from another checkpoint (--resume, --init)",
-        ),
-        ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
-    ],
+    slow_but(
+        lambda case: case[0] == "experts",
+        [
+            ("id", "00000.bin: token id 122 at byte "),
+            ("id", "valid ids are 0 to --model.vocab=120 - 1"),
+            ("empty", "00000.bin: "),
+            (
+                "nan",
+                "NaN or infinity in model.blocks.1.ffn_norm.weight: "
+                "start from another checkpoint (--resume, --init)",
+            ),
+            ("experts", "--parallel.ep=2: must divide --model.moe.experts=5; valid: [1, 5]"),
+        ],
+    ),
 )
 def test_28_bad_input(tmp_path, gloo, bad, says):
     """Every rank ends soon, before the first step.
@@ -407,7 +432,7 @@ def test_28_bad_input(tmp_path, gloo, bad, says):
     else:
         flags += ["--model.moe.experts", "5"]
     began = time.monotonic()
-    ends = launch(2, enter, flags, timeout=TIMEOUT, limit=15)
+    ends = launch(2, enter, flags, timeout=60, limit=LIMIT)
     assert max(end.at for end in ends) - began < shared(6)
     assert all(end.code not in (0, None) for end in ends), ends
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ends[0].said).split())  # tyro frames what it says

@@ -201,7 +201,7 @@ def test_each_life_meets_under_a_name_of_its_own(monkeypatch):
     for world, late in ((3, 0), (3, 1), (2, 0), (4, 3), (1, None)):
         with ThreadPoolExecutor(world) as pool:
             stores = [
-                joined.result(20) for joined in [pool.submit(join, r, world, late) for r in range(world)]
+                joined.result(300) for joined in [pool.submit(join, r, world, late) for r in range(world)]
             ]
         stores[0].set("address", f"of life {len(lives)}")
         assert {store.get("address").decode() for store in stores} == {f"of life {len(lives)}"}
@@ -277,7 +277,7 @@ def test_torchrun_starts_dead_workers_again(tmp_path, agents):
     logs = [(tmp_path / f"log-{i}").open("w+") for i in range(agents)]
     runs = [subprocess.Popen([*agent, *flags], env=env, stdout=log, stderr=log) for log in logs]
     try:
-        codes = [run.wait(150) for run in runs]
+        codes = [run.wait(800) for run in runs]
     finally:
         for run in runs:
             run.kill()
@@ -289,7 +289,6 @@ def test_torchrun_starts_dead_workers_again(tmp_path, agents):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_hosts_lose_one_and_go_on():
     """tests/lib/two_hosts.py: torchrun meets between network namespaces, a host is killed, the run resumes.
 

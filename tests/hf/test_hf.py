@@ -120,7 +120,7 @@ def test_a_setting_of_another_type_is_named(tmp_path, key, value, message):
     assert sorted(tmp_path.iterdir()) == [hf_dir]
 
 
-@pytest.mark.timeout(20)  # lists as long as such a number would take minutes, then all memory
+@pytest.mark.timeout(120)  # lists as long as such a number would take minutes, then all memory
 @pytest.mark.parametrize(
     "key, value, message",
     [
@@ -398,7 +398,7 @@ def test_train_from_an_import_and_export(gloo, tmp_path):
     ]
     final = gloo(2, run, [*flags, "--checkpoint.mode", "sync"])[0]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 2
+    assert [line["step"] for line in steps if "loss" in line] == [0, 1]
     export_hf(tmp_path / "run" / "checkpoints" / "step-2", tmp_path / "back")
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     x = torch.randint(256, (2, 30))

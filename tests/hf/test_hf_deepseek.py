@@ -3,7 +3,7 @@
 And config.json of the hub. Logits, gradients and the way back of tiny models of both architectures are
 in test_hf_models.py.
 
-next: tmoe/hf/tables.py
+next: tmoe/hf/architectures/deepseek.py
 """
 
 import json
@@ -322,7 +322,7 @@ def test_trained_from_theirs_and_back(gloo, tmp_path):
     tensors[bias] = tensors[bias].float()
     in_two_files(hf_dir, tensors)
     edit_config(hf_dir, vocab_size=256)
-    gloo(2, run, flags.split(), timeout=240)
+    gloo(2, run, flags.split())
     export_hf(tmp_path / "run/checkpoints/step-1", tmp_path / "back")
     tuned = tensors_of(tmp_path / "back")
     assert {n: t.dtype for n, t in tuned.items()} == {n: t.dtype for n, t in tensors.items()}

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hf_tiny import LLAMA3, LOCAL_MOE, MLA, MODELS, MSCALE, SIZES, YARN, far
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from tiers import slow_but
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -33,9 +34,9 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.config.same import facts
 from tmoe.hf import load_hf
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import READ, read_config
 from tmoe.hf.files import Folder
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 ABSENT = object()
@@ -123,6 +124,7 @@ VARIANTS = {
     "llama, llama3": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "llama, linear": MODELS["llama, linear"],
 }
+FAST = "llama", "mixtral, windows", "gpt_oss, rope of the class", "deepseek_v2, greedy, mscale"
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +313,7 @@ def test_a_null_that_is_refused_is_named():
     assert "4 problems" in str(error.value)
 
 
-@pytest.mark.parametrize("name", [*BASES, *VARIANTS])
+@pytest.mark.parametrize("name", slow_but(FAST, [*BASES, *VARIANTS]))
 def test_every_key_is_read_as_transformers_reads_it(tmp_path, name):
     base = said_in_full(name)
     theirs = Theirs(tmp_path)

@@ -1,6 +1,6 @@
 """Every architecture of the table: the same function in both directions, and config.json both ways.
 
-next: tmoe/hf/tables.py
+next: tmoe/hf/architectures/__init__.py
 """
 
 import json
@@ -29,9 +29,9 @@ from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.rules import divide, their_shapes
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 

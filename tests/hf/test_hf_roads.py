@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.hf import export_hf, import_hf, load_hf
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
 from tmoe.hf.plan import plan_folder
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 HEAD = "lm_head.weight"

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 from tmoe.config.check import ConfigError
 from tmoe.hf import swap as hf_swap
 from tmoe.hf import swap_experts
+from tmoe.hf.rules import Swap
 from tmoe.hf.swap import SwappedExperts
-from tmoe.hf.tables import Swap
 
 TOKENS = torch.arange(20).view(2, 10) * 7 % 31
 

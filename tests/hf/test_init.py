@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_tiny import SIZES, others_of, saved, tensors_of
-from runs import changes, whole
+from runs import changes, lines, whole
 from starts import FLAGS, train_two_steps
+from tiers import slow_but
 from transformers import AutoModelForCausalLM
 
 import train
@@ -82,6 +83,7 @@ SAME = [
 ]
 
 
+@pytest.mark.slow
 def test_a_step_of_another_model_is_refused(gloo, tmp_path, flags):
     """One message on rank 0, code 2 on all, nothing loaded; what only training reads may differ."""
     gloo(1, train_two_steps, [*flags, "--out", str(tmp_path / "a")])
@@ -164,13 +166,16 @@ def tune(rank: int, world: int, argv: list[str], hf_dir: Path) -> tuple[torch.Te
 
 @pytest.mark.parametrize(
     ("name", "world", "ep"),
-    [
-        ("qwen3_moe", 1, 1),
-        ("qwen3_moe", 4, 2),
-        ("mixtral, tied, wide heads", 2, 2),
-        ("olmoe", 3, 3),
-        ("qwen3", 2, 1),
-    ],
+    slow_but(
+        lambda case: case[1] < 3,
+        [
+            ("qwen3_moe", 1, 1),
+            ("qwen3_moe", 4, 2),
+            ("mixtral, tied, wide heads", 2, 2),
+            ("olmoe", 3, 3),
+            ("qwen3", 2, 1),
+        ],
+    ),
 )
 def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, monkeypatch, name, world, ep):
     """Steps from --init HF_DIR on any number of ranks.
@@ -212,6 +217,7 @@ def test_tuned_weights_go_back_into_the_original_layout(gloo, tmp_path, flags, m
         hf.export_hf(step, step / "hf")
 
 
+@pytest.mark.slow
 def test_the_original_is_what_a_run_began_from(gloo, tmp_path, flags, monkeypatch):
     """However the run was started since.
 
@@ -292,7 +298,7 @@ def overlapping(rank: int, world: int, argv: list[str], out: Path) -> list:
         threading.Timer(1, lambda: child.communicate(b"save\n")).start()
     trainer = train.Trainer(cfg, runtime.start(cfg.seed))
     trainer.metrics.close(report=False)
-    return [*found, trainer.step, len((out / "metrics.jsonl").read_text().splitlines())]
+    return [*found, trainer.step, len(lines(out))]
 
 
 def test_what_a_run_that_is_still_there_saves_last_is_gone_on_from(gloo, tmp_path, flags):

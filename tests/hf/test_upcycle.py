@@ -215,6 +215,7 @@ def start(rank: int, world: int, step: Path, ep: int) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_any_layout_starts_from_it(gloo, tmp_path):
     dense = logits(save(tmp_path, MODELS["qwen3"]))
     run(
@@ -327,6 +328,7 @@ def test_space_dry_run_and_existing_folder(tmp_path, monkeypatch, capsys):
     assert "exists already" in refused(*words)
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_with_the_same_command(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 4000)  # several groups
     dense = logits(save(tmp_path, LLAMA))
@@ -358,6 +360,7 @@ print((peak() - before) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     cfg = replace(LLAMA, dim=512, layers=8, dense_layers=8, ffn_dim=1024)
     save(tmp_path, cfg)

@@ -11,13 +11,16 @@ from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 
 EP2 = [*SMALL, "--parallel.ep", "2", "--train.batch", "2"]
-TIMEOUT = 4.0  # of collectives, in seconds
+TIMEOUT = 4.0  # of collectives, in seconds, on cores of one's own
+LIMIT = 300.0  # seconds after which ranks that should have ended by themselves are killed
 
 
 def start(rank: int, world: int, argv: list[str]) -> train.Trainer:
-    """A trainer in a gloo worker, before its first step."""
+    """A trainer in a gloo worker, before its first step. It draws no report.png."""
     cfg = parse(argv, "", rank=rank, world=world)
-    return train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer.metrics.draw = lambda: None
+    return trainer
 
 
 def before_step(trainer: train.Trainer, step: int, act: Callable) -> None:

@@ -35,6 +35,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -54,9 +55,13 @@ PRELOAD = (
     "pytest",
     "tyro",
     "tmoe",
+    "train",
+    "matplotlib.backends.backend_agg",
+    "tmoe.run.report",
+    "settled",
 )
 # shorter than a call's, so that a stuck collective names its line before the call ends
-COLLECTIVE_TIMEOUT_S = 30
+COLLECTIVE_TIMEOUT_S = 100
 SETTLE_S = 0.3  # after the first failure, how long reports already on their way may take
 SEED = 1234
 
@@ -70,9 +75,10 @@ class WorkerError(AssertionError):
 def shared(seconds: float) -> float:
     """The limit in seconds on shared cores for what takes `seconds` on cores of its own.
 
-    It may take as many times longer as there are programs for each core.
+    It may take as many times longer as there are programs for each core, in the last minute or now.
     """
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    return seconds * max(1.0, max(os.getloadavg()[0], running) / (os.cpu_count() or 1))
 
 
 def start_server() -> None:
@@ -87,7 +93,7 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """`[fn(rank, world, *args) for rank in range(world)]`, each call in its own process of one gloo group.
 
     fn is a module-level function; args and results go through pickle (return plain tensors, not DTensors).
@@ -99,6 +105,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
     stderr).
     """
     start_server()
+    imported()
     key = f"run{next(_calls)}"
     job = pickle.dumps((fn, args))
     workers, inboxes = [], []
@@ -120,6 +127,14 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) 
 
 def _context() -> multiprocessing.context.ForkServerContext:
     return multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def imported() -> None:
+    """Returns when the server has imported what workers need: `timeout` is for the calls alone."""
+    first = _context().Process(target=int)
+    first.start()
+    first.join()
 
 
 @functools.cache
@@ -169,7 +184,7 @@ def _first(errors: list[tuple[float, int, tuple[bytes | None, str]]]) -> BaseExc
 
 
 def _obituary(worker: multiprocessing.process.BaseProcess, rank: int) -> str:
-    worker.join(5)
+    worker.join(60)
     code = worker.exitcode
     how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
     return f"rank {rank} died {how}"

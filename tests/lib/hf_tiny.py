@@ -29,8 +29,8 @@ from tmoe.checkpoint.checkpoints import Checkpoints, verify
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
 from tmoe.hf import export_hf, import_hf
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.rules import divide
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.model.transformer import Transformer
 
 SIZES = dict(

@@ -10,10 +10,13 @@ import torch
 
 
 def repair_interpreter() -> None:
-    """Mends two faults of triton 3.6.0's interpreter.
+    """Mends two faults of triton 3.6.0's interpreter, and makes ranks that wait leave the processors free.
 
-    Bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns.
+    Bounds of `range` fail under numpy >= 2.4, and dots of bf16 multiply the raw bit patterns. A volatile load
+    is that of a rank which waits for its peers.
     """
+    import time
+
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -35,6 +38,14 @@ def repair_interpreter() -> None:
         product = np.matmul(floats(a), floats(b), dtype=np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile):
+        if is_volatile:
+            time.sleep(0.001)
+        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+    interpreter.InterpreterBuilder.create_masked_load = create_masked_load
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot
 

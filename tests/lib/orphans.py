@@ -16,7 +16,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture
 def no_orphans() -> Iterator[None]:
-    """Fails the test if descendants live on after it.
+    """Fails the test if descendants live on after it, for a minute: they may still be on their way out.
 
     The kernel is asked to hand such orphans to this process, not to init.
     """
@@ -24,7 +24,7 @@ def no_orphans() -> Iterator[None]:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = descendants()
     yield
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while (left := descendants() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"processes left behind: {[Path(f'/proc/{pid}/cmdline').read_text() for pid in left]}"

@@ -15,6 +15,7 @@ import torch
 import train
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 # Eight steps of a model with two layers and four experts, on sequences of 32 tokens.
 SMALL = """tiny --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 2
@@ -27,14 +28,19 @@ NOISY = "--model.dropout 0.1 --model.moe.jitter 0.1 --optim.ema 0.9".split()
 # ---- in a worker ----
 
 
-def run(rank: int, world: int, argv: list[str], stop_at: int | None = None) -> dict[str, torch.Tensor]:
+def run(
+    rank: int, world: int, argv: list[str], stop_at: int | None = None, picture: bool = False
+) -> dict[str, torch.Tensor]:
     """One run. Returns every tensor of the final state, whole.
 
-    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged.
+    With `stop_at`, the last rank sends itself SIGTERM when this step has been logged. report.png takes
+    longer to draw than such a run takes: only with `picture`.
     """
     cfg = parse(argv, "", rank=rank, world=world)
     process = runtime.start(cfg.seed)
     trainer = train.Trainer(cfg, process)
+    if not picture:
+        trainer.metrics.draw = lambda: None
     if stop_at is not None and rank == world - 1:
         log = trainer.log
 
@@ -83,8 +89,10 @@ def whole(trainer: train.Trainer) -> dict[str, torch.Tensor]:
 
 
 def lines(out: Path) -> list[dict]:
-    """The lines of a run folder's metrics.jsonl."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """What a run folder's metrics.jsonl holds of each step. A line that cannot be read fails the test."""
+    for text in (out / "metrics.jsonl").read_text().splitlines():
+        json.loads(text)
+    return [line for _, line in read_steps(out / "metrics.jsonl")]
 
 
 def numbers(out: Path, first: int) -> list[tuple]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 D, K = 8, 2  # of `operands`
+STILL_S = 120  # of ranks that meet every few seconds
 SHARED = 96  # width of a shared expert; that of K experts' products is another
 
 
@@ -126,19 +127,23 @@ class Ranks:
 def fork(world: int, work: Callable, *arguments: object) -> None:
     """Runs work(rank, *arguments) in `world` processes, forked so that addresses hold in all of them.
 
-    AssertionError if one fails, or if they have not all ended after 120 s.
+    AssertionError if one fails, or if nothing has moved for STILL_S: no rank has ended, and no count at which
+    ranks of a Ranks, or of its `of`, meet has changed.
     """
+    sections = [a.of if isinstance(a, Ranks) else a for a in arguments if isinstance(a, (Ranks, dict))]
+    counts = [t for of in sections for name in ("state", "side") for t in of.get(name, ())]
     processes = [
         mp.get_context("fork").Process(target=work, args=(rank, *arguments)) for rank in range(world)
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + 120
-    while (
-        any(p.is_alive() for p in processes)
-        and not any(p.exitcode for p in processes)
-        and time.monotonic() < end
-    ):
+    seen = None
+    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
+        if (now := [[p.exitcode for p in processes], *(t.tolist() for t in counts)]) != seen:
+            seen = now
+            moved = time.monotonic()
+        if time.monotonic() > moved + STILL_S:
+            break
         time.sleep(0.05)
     failed = [p.exitcode for p in processes]  # None: it still waits for others
     for process in processes:
@@ -148,7 +153,7 @@ def fork(world: int, work: Callable, *arguments: object) -> None:
     )
 
 
-def run(*command: object, limit: float = 340, **env: str) -> None:
+def run(*command: object, limit: float = 600, **env: str) -> None:
     """Runs python with this command line; it must end with 0 and print a line "all right".
 
     limit: seconds. env: variables of its environment besides this process's own.

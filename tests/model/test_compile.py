@@ -77,7 +77,7 @@ def compare(rank: int, world: int, ep: int) -> dict:
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2)])
 def test_compiled_is_eager_and_never_recompiles(gloo, world, ep):
-    for result in gloo(world, compare, ep, timeout=340):
+    for result in gloo(world, compare, ep):
         (want_loss, want), (got_loss, got) = result["want"], result["got"]
         torch.testing.assert_close(got_loss, want_loss, rtol=1e-6, atol=0)
         for name in want:

@@ -293,6 +293,7 @@ def test_the_operator_is_registered_as_torch_asks():
         torch.library.opcheck(torch.ops.tmoe.cross_entropy.default, (*sides, targets, *needs))
 
 
+@pytest.mark.slow
 def test_a_whole_model_with_targets_compiles_to_one_graph():
     cfg = ModelConfig(
         layers=2, dim=32, heads=2, kv_heads=1, vocab=50, moe=MoEConfig(experts=4, top_k=2, ffn_dim=16)

@@ -10,7 +10,7 @@ from tmoe.moe.dispatch import AllToAllDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Routing
 from tmoe.parallel import build_mesh
-from tmoe.parallel.collectives import together
+from tmoe.parallel.agree import together
 
 D, E, K = 16, 8, 3
 

@@ -13,6 +13,7 @@ import torch
 from symm_ranks import Ranks, fork, routes, run
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run(__file__, TRITON_INTERPRET="1")
 

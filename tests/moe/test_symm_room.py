@@ -22,7 +22,7 @@ from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import exchange
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
-from tmoe.parallel import collectives
+from tmoe.parallel import agree
 
 D, K = 8, 2
 
@@ -175,10 +175,10 @@ def stay_away(rank, world):
         store = mock.Mock(wraps=_get_process_group_store(dist.group.WORLD), timeout=mock.Mock())
         store.timeout.total_seconds.return_value = 0.2
         with (
-            mock.patch.object(collectives, "_get_process_group_store", lambda group: store),
+            mock.patch.object(agree, "_get_process_group_store", lambda group: store),
             pytest.raises(TimeoutError, match=r"room: ranks \[1\] did not come"),
         ):
-            collectives.together(dist.group.WORLD, "room", 1, list)
+            agree.together(dist.group.WORLD, "room", 1, list)
     dist.barrier()
 
 
@@ -190,9 +190,9 @@ def split_groups(rank, world):
     """Two pairs of ranks with one store, as split_group leaves them, one pair after the other."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     store = _get_process_group_store(dist.group.WORLD)
-    with mock.patch.object(collectives, "_get_process_group_store", lambda group: store):
+    with mock.patch.object(agree, "_get_process_group_store", lambda group: store):
         time.sleep(rank // 2 * 0.3)
-        return collectives.together(groups[rank // 2], "room", rank, list)
+        return agree.together(groups[rank // 2], "room", rank, list)
 
 
 def test_groups_that_share_a_store(gloo):
@@ -313,7 +313,7 @@ def test_without_gpus(gloo):
 
 def one_after_another(rank, world):
     """What each rank heard in calls that follow each other without a pause."""
-    return [collectives.together(dist.group.WORLD, "room", [call, rank], list) for call in range(20)]
+    return [agree.together(dist.group.WORLD, "room", [call, rank], list) for call in range(20)]
 
 
 def test_a_call_hears_no_word_of_another(gloo):
@@ -341,7 +341,7 @@ def test_who_went_on_is_found_though_its_word_of_a_later_call_is_there(gloo):
 
 def late_for_one_call(rank, world):
     if rank:
-        return collectives.together(dist.group.WORLD, "room", 1, lambda: [0])
+        return agree.together(dist.group.WORLD, "room", 1, lambda: [0])
     store = _get_process_group_store(dist.group.WORLD)
     store.set("tmoe room of [0, 1] 0 0", "1")
     return [1]
@@ -356,9 +356,9 @@ def ahead_of_its_gpu(rank, world):
     dist.barrier()
     begin = time.monotonic()
     if rank == 0:
-        return collectives.together(dist.group.WORLD, "room", 1, lambda: time.monotonic() - begin > 0.3)
+        return agree.together(dist.group.WORLD, "room", 1, lambda: time.monotonic() - begin > 0.3)
     with pytest.raises(TimeoutError, match=r"room: ranks \[0\] did not come within 0:00:01"):
-        collectives.together(dist.group.WORLD, "room", 1, lambda: time.sleep(0.6))
+        agree.together(dist.group.WORLD, "room", 1, lambda: time.sleep(0.6))
 
 
 def test_a_word_is_not_out_before_its_ranks_own_work_is_done(gloo):

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tmoe import ops
+from tmoe.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import table
 
@@ -324,7 +325,7 @@ def test_grouped_mm_errors_name_the_argument():
 
 @pytest.mark.parametrize("shape", [(37, 24, 16, 5, 3), (0, 8, 8, 3, 2), (64, 16, 32, 16, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("activation", ["swiglu", "clamped"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bias_activation_and_bound(dtype, shape, activation):
     """Gates beyond the clamp, a bias with gradient, and a bound on pairs that changes nothing."""
     args = (*layer(*shape, dtype=dtype), torch.randn(shape[3], 2 * shape[2]).to(dtype))

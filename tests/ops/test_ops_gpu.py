@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tmoe import ops
+from tmoe.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
 from tmoe.ops.experts.routing import route
@@ -361,7 +362,7 @@ def test_every_tuned_configuration(entry, monkeypatch):
 
 # a gate at the clamp may fall on either side
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 200], ids=str)
-@pytest.mark.parametrize("activation", ["swiglu", "clamped"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bias_and_activation(shape, activation):
     x, gate_up, down, weights, ids, dy = layer(*shape)
     bias = torch.randn(gate_up.shape[:2], device="cuda").to(x.dtype)

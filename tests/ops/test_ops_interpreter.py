@@ -22,10 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 def test_kernels_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
-    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400)
+    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=800)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 

@@ -26,6 +26,7 @@ from router_operands import (
     step,
     truth,
 )
+from tiers import slow_but
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
@@ -298,7 +299,7 @@ def test_jitter_stays_fp32(monkeypatch):
 # ---- the kernel ----
 
 
-@pytest.mark.parametrize("arch", ["cuda:90", "cuda:80", "hip:gfx942"])
+@pytest.mark.parametrize("arch", slow_but(["cuda:90"], ["cuda:90", "cuda:80", "hip:gfx942"]))
 def test_the_kernel_compiles(monkeypatch, tmp_path, arch):
     """What `trace` names: one binary for dlogits, and one for each way that W is laid out."""
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
@@ -315,7 +316,7 @@ def test_the_kernel_compiles(monkeypatch, tmp_path, arch):
 
 def test_the_kernel_in_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/lib'}"}
-    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=800)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert ran.stdout.splitlines()[-1] == "all right"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import slow_but
 from tiny_models import MODEL
 from torch.distributed.fsdp import FSDPModule
 
@@ -98,17 +99,20 @@ def train(rank: int, world: int, ep: int, dtype: str, whole: float, micro: int, 
 
 @pytest.mark.parametrize(
     ("world", "ep", "dtype", "micro", "checkpoint"),
-    [
-        (2, 1, "bf16", 1, "none"),
-        (2, 1, "bf16", 3, "moe"),
-        (2, 1, "fp32", 2, "none"),
-        (4, 2, "bf16", 2, "block"),
-    ],
+    slow_but(
+        lambda case: case[:2] == (2, 1) and case[3] < 3,
+        [
+            (2, 1, "bf16", 1, "none"),
+            (2, 1, "bf16", 3, "moe"),
+            (2, 1, "fp32", 2, "none"),
+            (4, 2, "bf16", 2, "block"),
+        ],
+    ),
 )
 def test_to_the_bit_what_fsdp2_gives(gloo, world, ep, dtype, micro, checkpoint):
     """Two ranks' gradients have one sum in fp32, whichever comes first."""
-    norms, got, placed = gloo(world, train, ep, dtype, 16.0, micro, checkpoint, timeout=240)[0]
-    want_norms, want, want_placed = gloo(world, train, ep, dtype, 0.0, micro, checkpoint, timeout=240)[0]
+    norms, got, placed = gloo(world, train, ep, dtype, 16.0, micro, checkpoint)[0]
+    want_norms, want, want_placed = gloo(world, train, ep, dtype, 0.0, micro, checkpoint)[0]
     assert norms == want_norms
     assert placed == want_placed
     for name, value in want.items():

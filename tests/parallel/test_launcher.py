@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -285,24 +286,9 @@ def run_both(words: list[str], by: str) -> list[str]:
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=clean | announced(by, rank, port),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return said
+    ranks = forked.together([words, words], envs=[clean | announced(by, rank, port) for rank in range(2)])
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    return [rank.stdout + rank.stderr for rank in ranks]
 
 
 @pytest.mark.parametrize("by", ["torchrun", "mpiexec", "pmi", "srun"])
@@ -317,17 +303,16 @@ def test_train_joins_the_world_that_is_announced(tmp_path, by):
     said = run_both(["train.py", *SMALL.split(), "--out", str(tmp_path / by)], by)
     assert "mesh dp 1 x ep 2" in said[0]
     lines = [json.loads(line) for line in (tmp_path / by / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1]
+    assert [line["step"] for line in lines if "loss" in line] == [0, 1]
 
 
 def test_build_mesh_alone_without_a_launcher(environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
-    words = [sys.executable, "-c", MESH.replace("ep=2", "ep=1")]
-    env = clean | BATCH | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    done = forked.run(["-c", MESH.replace("ep=2", "ep=1")], env=clean | BATCH)
     assert "rank 0 of 1" in done.stdout and "trains alone (SLURM_NTASKS=4)" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpiexec"), reason="needs mpiexec")
 def test_a_real_mpiexec():
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
@@ -338,7 +323,7 @@ def test_a_real_mpiexec():
         env=clean,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} of 2: [0, 1]" in done.stdout for rank in range(2))
@@ -395,7 +380,6 @@ def test_home_in_every_path_of_a_command_line(monkeypatch, tmp_path):
     "tool", ["checkpoint verify {}", "hf import {} /tmp/none", "report {}", "data {} --out=~/y"]
 )
 def test_home_in_offline_tools(tmp_path, tool):
-    words = [sys.executable, "-m", *f"tmoe.{tool.format('~/nothing-here')}".split()]
-    env = os.environ | dict(HOME=str(tmp_path), PYTHONPATH=str(ROOT))
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=100)
+    words = ["-m", *f"tmoe.{tool.format('~/nothing-here')}".split()]
+    done = forked.run(words, env=os.environ | dict(HOME=str(tmp_path)))
     assert done.returncode and f"{tmp_path}/nothing-here" in done.stdout + done.stderr

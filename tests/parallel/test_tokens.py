@@ -173,9 +173,10 @@ def test_inductor_makes_one_graph_of_each(gloo):
 
 
 def attention_like(
-    x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, group: str, chunks: int
+    x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, rank: int, world: int, group: str, chunks: int
 ) -> torch.Tensor:
     """All of them, one after the other: heads by slice, tokens for heads and back, keys of all tokens."""
+    w, v = w.chunk(world)[rank], v.chunk(world, 1)[rank]
     q = gathered_linear(x, w, None, group, chunks).unflatten(-1, (-1, C))  # my heads of all tokens
     q = exchange(q, group, False)  # all heads of mine
     k = gather(q.tanh(), group)
@@ -190,13 +191,13 @@ def directional(rank: int, world: int, chunks: int) -> list[tuple[float, float]]
     group, given = name_of(dist.group.WORLD), whole()
     point = [
         part(given["x"], 1, rank, world),
-        part(given["w"], 0, rank, world),
-        part(given["v"], 1, rank, world),
+        given["w"],
+        given["v"],
     ]
     leaves = [t.clone().requires_grad_() for t in point]
 
     def total(*inputs: torch.Tensor) -> torch.Tensor:
-        return loss_of(attention_like(*inputs, group, chunks), rank)
+        return loss_of(attention_like(*inputs, rank, world, group, chunks), rank)
 
     def everywhere(value: torch.Tensor) -> float:
         value = value.detach().clone()
@@ -227,8 +228,8 @@ def block(rank: int, world: int, backend: str | None) -> tuple:
     group, given = name_of(dist.group.WORLD), whole()
     inputs = [
         part(given["x"], 1, rank, world),
-        part(given["w"], 0, rank, world),
-        part(given["v"], 1, rank, world),
+        given["w"],
+        given["v"],
     ]
     inputs = [t.float().clone().requires_grad_() for t in inputs]
     run = (
@@ -237,7 +238,7 @@ def block(rank: int, world: int, backend: str | None) -> tuple:
         else attention_like
     )
     for _ in range(2):
-        got = run(*inputs, group, 2)
+        got = run(*inputs, rank, world, group, 2)
         loss_of(got, rank).backward()
     return (
         got.detach(),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from held import MostHeld, saved_bytes
+from tiers import slow_but
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -186,8 +187,8 @@ def test_mfu():
     assert mfu(16.3e9, 30_000, 989.4e12) == pytest.approx(0.49424, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("kind", ["moe", "jitter", "dense"])
+@pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp32"]))
+@pytest.mark.parametrize("kind", slow_but(["moe", "dense"], ["moe", "jitter", "dense"]))
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
     # as on the GPU
@@ -496,7 +497,7 @@ def test_peak_takes_the_larger_of_activations_and_gradients():
 
 def test_ep_that_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"--parallel\.ep=3.*--model\.moe\.experts=8"):
-        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), dp=1, ep=3)
+        memory_per_rank(Config(model=ModelConfig(moe=MoEConfig(experts=8))), Axes(ep=3))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tmoe.run import progress, report
 from tmoe.run.metrics import max_violation, to_host
 
 ROOT = Path(__file__).parents[2]
-KEYS = "step loss val_loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
+KEYS = "step loss grad_norm lr tokens_per_s tflops mfu peak_gib tokens skipped seconds recompiles"
 KEYS = {*KEYS.split(), "expert_counts", "max_violation", "entropy", "dropped"}
 
 
@@ -61,10 +61,16 @@ def lines(path) -> list[dict]:
     ]
 
 
+def steps(path):
+    """The lines of each step as one, as every reader of the file takes them."""
+    return [line for _, line in lines_module.read_steps(path / "metrics.jsonl")]
+
+
 def test_a_line_holds_every_key_and_the_given_values(tmp_path):
     with start(config(tmp_path), peak=1e12) as log:
         step(log, 0, val_loss=2.5, skipped=3, recompiles=2)
-    (line,) = lines(tmp_path)
+    line, validated = lines(tmp_path)
+    assert validated == {"step": 0, "val_loss": 2.5}
     assert set(line) == KEYS
     want = routers(0)
     assert line["expert_counts"] == want.counts_LE.int().tolist()
@@ -73,7 +79,7 @@ def test_a_line_holds_every_key_and_the_given_values(tmp_path):
     assert line["max_violation"] == pytest.approx(fullest.tolist())
     assert line["entropy"] == pytest.approx(want.entropy_L.tolist())
     assert line["dropped"] == [0, 1, 2]
-    assert (line["loss"], line["val_loss"], line["grad_norm"], line["lr"]) == (10.0, 2.5, 1.5, 1e-3)
+    assert (line["loss"], line["grad_norm"], line["lr"]) == (10.0, 1.5, 1e-3)
     assert (line["tokens"], line["skipped"], line["recompiles"]) == (100, 3, 2)
     assert 0.01 < line["peak_gib"] < 100  # this process imported torch
 
@@ -110,7 +116,7 @@ def test_throughput_leaves_out_the_first_line_and_validation(tmp_path, clock):
         log.validated(1.0)
         clock.time += 4
         step(log, 4, tokens=20000)
-    first, second, validated, last = lines(tmp_path)
+    first, second, validated, last = steps(tmp_path)
     assert (first["tokens_per_s"], first["tflops"], first["mfu"]) == (None, None, None)
     assert second["tokens_per_s"] == 2000  # 4000 tokens in 2 s
     assert second["tflops"] == pytest.approx(1.0)  # 500 tokens/s a rank, 2 GFLOP a token
@@ -178,56 +184,97 @@ def test_lines_for_the_first_every_nth_the_last_and_validated_steps(tmp_path, mo
     with start(cfg, start_step=2) as log:
         for number in range(2, 12):
             step(log, number, val_loss=1.0 if number == 6 else None)
-    assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6, 8, 11]
+    assert [line["step"] for line in steps(tmp_path)] == [2, 4, 6, 8, 11]
     assert len(copies) == 5  # no tensor is read for the others
     other = start(cfg, rank=1, start_step=2)
     assert [number for number in range(2, 12) if other.due(number)] == [2, 4, 6, 8, 11]
 
 
-def test_a_validations_loss_joins_the_line_that_was_there_before_it(tmp_path):
+def test_a_validations_loss_is_a_line_of_its_own(tmp_path):
     with start(config(tmp_path)) as log:
         step(log, 0)
         step(log, 1)
         before = lines(tmp_path)
-        assert before[1]["val_loss"] is None
-        log.validated(-1.2345678901234567e-123)  # as long as a number gets
-        after = [before[0], before[1] | {"val_loss": -1.2345678901234567e-123}]
-        assert lines(tmp_path) == after
+        log.validated(-1.2345678901234567e-123)
+        assert lines(tmp_path) == [*before, {"step": 1, "val_loss": -1.2345678901234567e-123}]
         step(log, 2, val_loss=float("nan"))
-        assert lines(tmp_path)[:2] == after and lines(tmp_path)[2]["val_loss"] is None
+        assert lines(tmp_path)[-1] == {"step": 2, "val_loss": None}
+    joined = steps(tmp_path)
+    assert joined[:2] == [before[0], before[1] | {"val_loss": -1.2345678901234567e-123}]
+    assert joined[2].keys() == KEYS | {"val_loss"} and len(joined) == 3
 
 
 @pytest.mark.parametrize("harm", ["cut", "replaced", "full", "line failed"])
-def test_a_validations_loss_that_cannot_be_added_harms_no_line(tmp_path, monkeypatch, capsys, harm):
+def test_a_validations_loss_harms_no_line(tmp_path, capsys, harm):
+    """Whatever became of its step's line, and of the file."""
+    path = tmp_path / "metrics.jsonl"
+    val_line = b'{"step":1,"val_loss":2.5}\n'
     with start(config(tmp_path)) as log:
         step(log, 0)
-        before = (tmp_path / "metrics.jsonl").read_bytes()
-        if harm == "line failed":
-            with monkeypatch.context() as m:
-                m.setattr(
-                    module, "append", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
-                )
-                step(log, 1)
-            want = before
-        else:
+        with room_for(path, 100) if harm == "line failed" else contextlib.nullcontext():
             step(log, 1)
-            want = (tmp_path / "metrics.jsonl").read_bytes()
         if harm == "cut":  # by logrotate, say
-            want = b""
-            os.truncate(tmp_path / "metrics.jsonl", 0)
+            os.truncate(path, 0)
         elif harm == "replaced":
-            want = want.replace(b'"step":1', b'"step": 1')
-            (tmp_path / "metrics.jsonl").write_bytes(want)
-        elif harm == "full":
-            monkeypatch.setattr(
-                module.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
-            )
-        log.validated(2.5)
-        assert (tmp_path / "metrics.jsonl").read_bytes() == want
-    assert (
-        capsys.readouterr().out.count("metrics.jsonl: could not be written, training goes on without it: ")
-        == 1
+            path.write_bytes(path.read_bytes().replace(b'"step":1', b'"step": 1'))
+        before = path.read_bytes()
+        with room_for(path, 10) if harm == "full" else contextlib.nullcontext():
+            log.validated(2.5)
+        assert path.read_bytes() == before + (b"" if harm == "full" else val_line)
+    told = "metrics.jsonl: could not be written, training goes on without it: "
+    assert capsys.readouterr().out.count(told) == (harm in ("full", "line failed"))
+    assert [line["step"] for line in steps(tmp_path)] == ([1] if harm == "cut" else [0, 1])
+
+
+def test_a_kill_in_the_line_of_a_validation_costs_that_number_alone(tmp_path, capsys):
+    with start(config(tmp_path)) as log:
+        step(log, 0, val_loss=3.0)
+        step(log, 1)
+    whole = steps(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step":1,"val_lo')
+    assert steps(tmp_path) == whole
+    with start(config(tmp_path), start_step=2) as log:
+        assert steps(tmp_path) == whole and "dropped 1 lines" in capsys.readouterr().out
+        step(log, 2, val_loss=1.0)
+    found = [(line["step"], line.get("val_loss")) for line in steps(tmp_path)]
+    assert found == [(0, 3.0), (1, None), (2, 1.0)]
+
+
+def test_going_back_drops_the_validations_of_later_steps_too(tmp_path):
+    with start(config(tmp_path)) as log:
+        for number in range(4):
+            step(log, number, val_loss=float(number))
+    with start(config(tmp_path), start_step=2) as log:
+        want = [("loss", 0), ("val_loss", 0), ("loss", 1), ("val_loss", 1)]
+        got = [("val_loss" if "val_loss" in line else "loss", line["step"]) for line in lines(tmp_path)]
+        assert got == want
+        step(log, 2, val_loss=20.0)
+    assert [line["val_loss"] for line in steps(tmp_path)] == [0.0, 1.0, 20.0]
+
+
+def test_steps_of_every_kind_of_file(tmp_path):
+    """An older run has val_loss in the step's line, and a blank behind one that was never known."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step":0,"loss":3.0,"val_loss":null                    }\n'
+        '{"step":1,"loss":2.0,"val_loss":2.5                     }\n'
+        "torn\n"
+        '{"step":2,"loss":1.0}\n'
+        '{"step":2,"val_loss":1.5}\n'
+        '{"step":3,"val_loss":1.4}\n'  # its step's line was lost
+        '{"step":4,"loss":0.5}\n'
+        '{"step":4,"loss":0.6}\n'  # never written by a run, and not hidden
     )
+    assert list(lines_module.read_steps(path)) == [
+        (1, {"step": 0, "loss": 3.0, "val_loss": None}),
+        (2, {"step": 1, "loss": 2.0, "val_loss": 2.5}),
+        (4, {"step": 2, "loss": 1.0, "val_loss": 1.5}),
+        (6, {"step": 3, "val_loss": 1.4}),
+        (7, {"step": 4, "loss": 0.5}),
+        (8, {"step": 4, "loss": 0.6}),
+    ]
+    assert list(lines_module.read_steps(tmp_path / "none")) == []
 
 
 def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
@@ -281,7 +328,7 @@ def test_a_crash_while_rewinding_leaves_the_old_file(tmp_path, monkeypatch):
     def crash(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="no space"):
         lines_module.rewind(tmp_path / "metrics.jsonl", 1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -6,10 +6,9 @@ next: test_metrics.py
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -37,6 +36,20 @@ def test_load_gathers_series_and_the_last_window(tmp_path):
     want = sum(routers(number).counts_LE for number in range(20, 70))
     assert np.array_equal(run.counts, want.numpy())
     assert run.violation.shape == (70, 3)
+
+
+def test_a_step_whose_line_was_lost_is_not_called_infinite(tmp_path):
+    """A full disk may take a step's line and leave the one of its validation."""
+    with start(config(tmp_path)) as log:
+        for number in range(3):
+            step(log, number, val_loss=2.0 + number, grad_norm=float("nan") if number == 0 else 1.0)
+    file = tmp_path / "metrics.jsonl"
+    kept = [text for text in file.read_text().splitlines(True) if not text.startswith('{"step":1,"tokens"')]
+    file.write_text("".join(kept))
+    run = report.load(tmp_path)
+    assert run.steps.tolist() == [0, 1, 2] and run.series["val_loss"].tolist() == [2.0, 3.0, 4.0]
+    titles = [axis.get_title(loc="left") for axis in report.paint(run).axes]
+    assert "Gradient norm, 1 not finite" in titles
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -128,8 +141,7 @@ def test_what_no_run_wrote_is_one_line(tmp_path, file, content, says):
 
 
 def test_report_ends_with_one_line():
-    command = [sys.executable, "-m", "tmoe.report", "/nope"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = forked.run(["-m", "tmoe.report", "/nope"])
     assert done.returncode == 1 and done.stderr == "error: /nope/metrics.jsonl: missing; name a run folder\n"
 
 
@@ -138,9 +150,7 @@ def test_names_that_are_no_text_or_look_like_formulas(tmp_path):
         run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
         run.mkdir()
         (run / "metrics.jsonl").write_text(LINE)
-        ended = subprocess.run(
-            [sys.executable, "-m", "tmoe.report", run], cwd=ROOT, capture_output=True, text=True
-        )
+        ended = forked.run(["-m", "tmoe.report", run])
         assert ended.returncode == 0 and is_picture(run / "report.png"), ended.stderr
         assert ended.stdout == f"{tmp_path}/{name.decode(errors='replace')}/report.png\n"
 

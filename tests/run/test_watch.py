@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
-from faulty import EP2, before_step, finish, start
+from faulty import EP2, LIMIT, before_step, finish, start
+from gloo import shared
 from orphans import no_orphans  # noqa: F401
 
 import train
@@ -29,7 +32,9 @@ from tmoe.run.watch import _cause
 pytestmark = pytest.mark.usefixtures("no_orphans")
 
 
-def steps(watch, n: int, act, timeout: float = 1.0) -> None:
+def steps(watch, n: int, act, timeout: float | None = None) -> None:
+    """n steps, each of which may stand still for a second, on cores of one's own."""
+    timeout = shared(1.0) if timeout is None else timeout
     with watch:
         for step in watch.over(range(n), timeout):
             dist.all_reduce(torch.ones(4))
@@ -42,12 +47,15 @@ def again(rank: int, world: int) -> str:
 
     Then code that takes longer than a step may stand still.
     """
+    unit = shared(1.0)
     watch = runtime.start(0).watch
     steps(watch, 3, lambda _: time.sleep(0.05))
     steps(
         watch,
         4,
-        lambda step: [(dist.all_reduce(torch.ones(4)), time.sleep(0.4)) for _ in range(5 * (step == 2))],
+        lambda step: [
+            (dist.all_reduce(torch.ones(4)), time.sleep(0.4 * unit)) for _ in range(5 * (step == 2))
+        ],
     )
 
     def fails(step):
@@ -59,7 +67,7 @@ def again(rank: int, world: int) -> str:
         steps(watch, 5, fails)
     except ValueError as error:
         said = "".join(error.__notes__)
-    time.sleep(2.5)
+    time.sleep(2.5 * unit)
     other = runtime.start(
         0
     ).watch  # of the same process group: what the first left in the store is not this one's
@@ -71,8 +79,9 @@ def again(rank: int, world: int) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_run_after_another_is_guarded_and_what_follows_lives():
-    ends = launch(2, again, timeout=60, limit=60)
+    ends = launch(2, again, timeout=60, limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
     assert all("in step 3: ValueError: of rank" in end.result for end in ends), ends
 
@@ -84,9 +93,11 @@ def second_stands(rank: int, world: int) -> None:
 
 
 def test_the_second_run_is_guarded_too():
-    ends = launch(2, second_stands, timeout=60, limit=40)
+    ends = launch(2, second_stands, timeout=60, limit=LIMIT)
     assert [end.code for end in ends] == [1, 1], ends
-    assert all("error: nothing has moved for 1." in end.said for end in ends), ends
+    for end in ends:
+        moved = re.search(r"error: nothing has moved for (\d+\.\d) s", end.said)
+        assert moved and 1.0 <= float(moved[1]) < shared(3.0), ends
 
 
 def in_a_thread(rank: int, world: int, argv: list[str], how: str) -> None:
@@ -114,10 +125,11 @@ def in_a_thread(rank: int, world: int, argv: list[str], how: str) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["parts", "stands"])
 def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
-    flags = [*EP2, "--train.timeout", "2", "--out", str(tmp_path)]
-    ends = launch(2, in_a_thread, flags, how, timeout=20, limit=50)
+    flags = [*EP2, "--train.timeout", f"{shared(2.0):.1f}", "--out", str(tmp_path)]
+    ends = launch(2, in_a_thread, flags, how, timeout=120, limit=LIMIT)
     for end in ends:
         assert "weights changed in step 2" in end.said and "weights changed in step 3" not in end.said, (
             end.said
@@ -131,13 +143,15 @@ def slow_alone(rank: int, world: int, argv: list[str]) -> None:
     """Rank 0 writes a validation's loss for longer than a step may stand still; the others do not."""
     trainer = start(rank, world, argv)
     real = trainer.metrics.validated
-    trainer.metrics.validated = lambda loss: (time.sleep(0 if rank else 4), real(loss))[1]
+    long = 4 * trainer.cfg.train.timeout
+    trainer.metrics.validated = lambda loss: (time.sleep(0 if rank else long), real(loss))[1]
     finish(trainer)
 
 
+@pytest.mark.slow
 def test_nobody_is_ended_for_what_another_does_behind_a_validation(tmp_path):
-    flags = [*EP2, "--train.timeout", "1", "--train.eval-every", "2", "--steps", "4", "--out", str(tmp_path)]
-    ends = launch(2, slow_alone, flags, timeout=60, limit=50)
+    flags = [*EP2, "--train.timeout", f"{shared(1.0):.1f}", "--train.eval-every", "2", "--steps", "4"]
+    ends = launch(2, slow_alone, [*flags, "--out", str(tmp_path)], timeout=shared(60), limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
 
 
@@ -154,8 +168,9 @@ def hangs_in_stderr(rank: int, world: int) -> None:
     steps(watch, 4, act)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_words_hang_ends_as_well():
-    ends = launch(2, hangs_in_stderr, timeout=60, limit=30)
+    ends = launch(2, hangs_in_stderr, timeout=60, limit=LIMIT)
     assert [end.code for end in ends] == [1, 1], ends
 
 
@@ -164,8 +179,9 @@ def without_stderr(rank: int, world: int, argv: list[str]) -> None:
     finish(start(rank, world, argv))
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_stderr(tmp_path):
-    ends = launch(2, without_stderr, [*EP2, "--steps", "2", "--out", str(tmp_path)], timeout=20, limit=50)
+    ends = launch(2, without_stderr, [*EP2, "--steps", "2", "--out", str(tmp_path)], timeout=120, limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
 
 
@@ -175,8 +191,9 @@ def own_timer(rank: int, world: int) -> None:
     time.sleep(20)
 
 
+@pytest.mark.slow
 def test_without_a_timeout_the_users_own_timer_stands():
-    ends = launch(2, own_timer, timeout=20, limit=15)
+    ends = launch(2, own_timer, timeout=120, limit=LIMIT)
     assert [end.code for end in ends] == [1, 1] and all("Timeout (0:00:01" in end.said for end in ends), ends
 
 
@@ -215,10 +232,11 @@ os.kill(os.getpid(), {int(signum)})
 time.sleep(5)
 print("not ended")
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, timeout=120)
+    ran = forked.run(["-c", code])
     assert ran.returncode == -signum and "not ended" not in ran.stdout, ran
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     """The terminal sends `2>&1 | tee log` the same signal."""
     reads, writes = os.pipe()
@@ -231,13 +249,12 @@ def test_ctrl_c_saves_where_stderr_is_a_pipe_that_ends_first(tmp_path):
     os.close(writes)
     try:
         metrics = tmp_path / "metrics.jsonl"
-        deadline = time.monotonic() + 100
         while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert time.monotonic() < deadline and run.poll() is None
+            assert run.poll() is None
             time.sleep(0.1)
         os.close(reads)
         run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 0
+        assert run.wait() == 0
     finally:
         run.kill()
     assert len(list(tmp_path.glob("checkpoints/step-*/manifest.json"))) == 1

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, wr
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from tmoe.listing import listed
+from tmoe.parallel.agree import attempt, by_reason, gathered, named
 from tmoe.parallel.mesh import patience
 
 __all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
@@ -79,7 +80,8 @@ class Checkpoints:
         self.info = info
         # A group of its own: the background thread's collectives must not pair with training's. It is gloo,
         # because votes travel as CPU tensors.
-        self._group = dist.new_group(backend="gloo", timeout=patience()) if dist.is_initialized() else None
+        group = dist.new_group(backend="gloo", timeout=patience()) if dist.is_initialized() else None
+        self._group = cast("dist.ProcessGroup | None", group)
         self._rank = dist.get_rank() if self._group else 0
         self._world = dist.get_world_size() if self._group else 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -362,18 +364,10 @@ class Checkpoints:
 
         Raises CheckpointError on every rank if one fails; it names each rank that failed and why.
         """
-        result = None
-        error = None
-        try:
-            result = work()
-        except Exception as caught:  # any error: the other ranks are waiting
-            error = caught
-        votes: list[Any] = [(result, error and _describe(error))] * self._world
-        if self._group:
-            dist.all_gather_object(votes, votes[0], group=self._group)
-        if failures := {rank: why for rank, (_, why) in enumerate(votes) if why}:
+        result, error, failures = attempt(work, self._group, words=_describe)
+        if failures:
             raise CheckpointError(_report(doing, failures)) from error
-        return [value for value, _ in votes]
+        return gathered(cast(T, result), self._group)
 
     def _dcp(self, doing: str, call: Callable[..., object], planner: SavePlanner | LoadPlanner) -> None:
         """Call DCP, which shares one rank's failure with all, and put the failures into words."""
@@ -386,22 +380,19 @@ class Checkpoints:
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else named(error)
 
 
 def _report(doing: str, failures: dict[int, str]) -> str:
     """One line for each different failure, with the ranks where it happened."""
-    ranks: dict[str, list[str]] = {}
-    for rank, why in failures.items():
-        ranks.setdefault(why, []).append(str(rank))
-    failed = [f"{doing} failed: rank {_some(where)}: {why}" for why, where in ranks.items()]
+    failed = [f"{doing} failed: rank {_some(ranks)}: {why}" for why, ranks in by_reason(failures).items()]
     return listed("", failed, indent="")
 
 
-def _some(ranks: list[str]) -> str:
+def _some(ranks: list[int]) -> str:
     """The numbers of the ranks; of many, the first eight and how many more there are."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(ranks[:8]) + more
+    return ", ".join(map(str, ranks[:8])) + more
 
 
 def _differences(saved: dict[str, files.TensorEntry], tensors: dict[str, Tensor]) -> list[str]:

@@ -107,7 +107,7 @@ class Axes:
         return Place(pp, replicate, dp, etp, ep, reader, cp, tp)
 
     def __str__(self) -> str:
-        """ "dp 2 x ep 4", and the other axes where they are more than 1."""
+        """In words: `dp 2 x ep 4`, and the other axes where they are more than 1."""
         more = [field.name for field in fields(self) if field.name not in ("dp", "ep")]
         names = ["dp", "ep", *(name for name in more if getattr(self, name) > 1)]
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tmoe.activations import ActivationName
 from tmoe.config.check import check, divisors, require
 
 # settings of a model that training alone reads, in every step
@@ -137,7 +138,7 @@ class MoEConfig:
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
     """learned biases on the routed experts' projections (gpt-oss)"""
-    activation: Literal["swiglu", "clamped"] = "swiglu"
+    activation: ActivationName = "swiglu"
     """of the routed experts: silu(gate) up (swiglu);
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 

@@ -1,6 +1,6 @@
-"""config.json to ModelConfig and back, by the table; which settings make two models compute differently.
+"""config.json to ModelConfig and back, by the entries of hf/architectures.
 
-next: hf/importer.py
+next: hf/plan.py
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from tmoe.config.same import (
     nested,
     softmax_scale,
 )
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
-from tmoe.hf.tables import ARCHITECTURES
 from tmoe.listing import listed
 
-# The types of keys of config.json that are read here and not by a Field: whole numbers, objects, others.
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
 WHOLE = (
     "sliding_window",
-    "max_window_layers",
     "max_position_embeddings",
-    "decoder_sparse_step",
-    "moe_layer_freq",
     "n_shared_experts",
-    "n_group",
-    "topk_group",
     "original_max_position_embeddings",
     "head_dim",
     *AHEAD,
 )
+# The types of keys of config.json that no Field reads: those of all architectures, then those of some. A
+# type counts for every model_type, whether it reads the key or not.
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
-READ |= dict(use_sliding_window=bool, mlp_only_layers=tuple[int, ...], layer_types=tuple[str, ...])
+READ |= dict(use_sliding_window=bool, layer_types=tuple[str, ...])
+READ |= {key.name: key.kind for arch in ARCHITECTURES for key in arch.keys}
+# The smallest valid numbers of some of them.
+LEAST = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
 
 # Most expert tensors in a folder, far above any model (DeepSeek-V3: 46,000). Each becomes a Python object
 # before a byte is read.
@@ -76,7 +75,7 @@ def read_config(hf: HF) -> ModelConfig:
 
     said = {key: value for key, value in hf.items() if value is not None}
     problems = _unknown(arch, hf, said)
-    problems += [_null(key) for key in arch.no_null if key in hf and key not in said]
+    problems += [_null(key.name) for key in arch.keys if not key.null and hf.get(key.name, 0) is None]
     found = dict(arch.ours)
     for field in by_name.values():
         try:
@@ -93,7 +92,7 @@ def read_config(hf: HF) -> ModelConfig:
         problems.append(
             f"num_key_value_heads={keys}: must be num_attention_heads={queries} with latent attention"
         )
-    problems += read_layers(arch, said, found)
+    problems += arch.layers.read(said, found)
     problems += read_windows(arch, hf, said, found) + read_rope(arch, hf, found)
     _refuse(arch, list(dict.fromkeys(problems)))  # a missing key that others are derived from is named once
 
@@ -160,9 +159,8 @@ def _miscounted(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str
 
     Checked before a list or a shape is made of them.
     """
-    least = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
-    of_layers = dict(qwen=dict(decoder_sparse_step=1), deepseek=dict(moe_layer_freq=1, q_lora_rank=1))
-    least |= of_layers.get(arch.layers, {})
+    least = LEAST | {key.name: key.least for key in arch.keys if key.least is not None}
+    least |= {field.keys[0]: field.least for field in arch.fields if field.least is not None}
     given = {key: said[key] for key in least if key in said}
     problems = [f"{key}={n}: must be at least {least[key]}" for key, n in given.items() if n < least[key]]
 
@@ -212,7 +210,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
-        hf |= write_layers(arch, cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
+        hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
         hf |= arch.write(cfg)
         try:
             if not differences(cfg, read_config(hf)):
@@ -237,18 +235,22 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
         return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = "none" if kind == "default" else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
+
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
     for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
+
     found["rope.scaling"] = scaling
     found["rope.theta"] = given["rope_theta"]
     found["rope.max_seq"] = hf.get("max_position_embeddings")
+
     keys = dict(theta="rope_theta") | ROPE[scaling]
     if key := keys.get("original_max_seq"):  # at the top level, Phi-3's place for it, it goes first
         given[key] = hf.get(key, given.get(key, hf.get("max_position_embeddings")))
@@ -280,39 +282,6 @@ def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
     )
 
 
-def read_layers(arch: Architecture, said: HF, found: dict[str, Any]) -> list[str]:
-    """Put dense_layers, moe_every and dense_blocks of a config.json into `found`; return what is wrong."""
-    layers = found.get("layers") or 0
-    if arch.layers == "deepseek":
-        # From the first MoE block on, those whose number the step divides are MoE.
-        step = found["moe_every"] = said.get("moe_layer_freq", 1)
-        found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step  # rounded up to the step
-        return []
-    if arch.layers != "qwen":
-        found["dense_layers"] = layers if arch.layers == "dense" else 0
-        return []
-    step = said.get("decoder_sparse_step", 1)
-    dense = said.get("mlp_only_layers", [])
-    if not all(0 <= i < layers for i in dense):
-        return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
-    sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
-    first = sparse[0] if sparse else layers
-    every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
-    if sparse != list(range(first, layers, every)):
-        every = 1
-        found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
-    found["dense_layers"] = first
-    found["moe_every"] = every
-    return []
-
-
-def write_layers(arch: Architecture, cfg: ModelConfig) -> HF:
-    """The keys of config.json that say which blocks are MoE; none but for Qwen's kind of architecture."""
-    if arch.layers != "qwen":
-        return {}
-    return dict(decoder_sparse_step=1, mlp_only_layers=[i for i in range(cfg.layers) if not cfg.is_moe(i)])
-
-
 def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) -> list[str]:
     """Put window and windowed of a config.json into `found`, and return what is wrong."""
     windows = arch.windows
@@ -325,10 +294,12 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
         return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
     if windows is None:
         return []
+
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
     width = None if off else hf.get("sliding_window", windows.width or None)
     if width is not None and width < 1:
         return [f"sliding_window={width}: must be at least 1, or null"]
+
     slides = [windows.sliding(said, i) for i in range(layers)]
     if "layer_types" in said and typed:
         slides = [kind == "sliding_attention" for kind in types]
@@ -336,6 +307,7 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
             return ["layer_types: sliding_attention needs a sliding_window"]
     elif any(slides) and width is None and not (off or windows.null):
         return [_null("sliding_window")]
+
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0

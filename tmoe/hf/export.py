@@ -47,7 +47,7 @@ from tmoe.hf.files import (
 )
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout
-from tmoe.hf.rules import FP32, HF, Piece, divide, their_shapes
+from tmoe.hf.rules import HF, Piece, divide, their_shapes
 from tmoe.hf.tokenizer import require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.listing import listed
@@ -217,8 +217,10 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
     if dtype is None:
         return origin
 
+    fp32 = architecture(origin.config).fp32
+
     def new(name: str, kind: str) -> str:
-        if name.endswith(FP32):
+        if name.endswith(fp32):
             return "F32"
         return SHORT[dtype] if kind in DTYPES else kind
 

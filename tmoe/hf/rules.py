@@ -4,7 +4,7 @@ Every tensor of theirs is a box of one of ours: `q_proj` is the first rows of `q
 lower half of one expert of `gate_up`. `pieces` computes the boxes. Import, export and direct start all read
 them, so no direction has its own code.
 
-next: hf/tables.py
+next: hf/architectures/__init__.py
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ HF = dict[str, Any]  # the contents of a config.json
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert, in a tensor's name
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Ends of the names of tensors that stay fp32 in an export to bf16, as in transformers.
-FP32 = ("e_score_correction_bias",)
 
 
 # ---- what an entry is made of ----
@@ -73,12 +71,40 @@ class Field(NamedTuple):
         the key must be there.
     null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
         null, or its model fails.
+    least: the smallest number that config.json may say. None: ModelConfig's own check decides.
     """
 
     ours: str
     keys: tuple[str, ...]
     default: Any = None
     null: Any = NO_NULL
+    least: int | None = None
+
+
+class Key(NamedTuple):
+    """A key of config.json that is no Field's, because functions of the entry make settings of it.
+
+    kind: its type.
+    least: the smallest valid number. None: any.
+    null: whether transformers takes null for it.
+    """
+
+    name: str
+    kind: Any = int
+    least: int | None = None
+    null: bool = True
+
+
+class Layers(NamedTuple):
+    """How an architecture says which blocks are MoE."""
+
+    read: Callable[[HF, dict[str, Any]], list[str]]
+    """(keys that are not null, settings found so far) -> what is wrong
+
+    Puts dense_layers, and moe_every and dense_blocks where they are needed, into the settings.
+    """
+    write: Callable[[ModelConfig], HF] = lambda cfg: {}
+    """the keys that say it"""
 
 
 class Windows(NamedTuple):
@@ -92,6 +118,20 @@ class Windows(NamedTuple):
     """the window where config.json has no sliding_window"""
     null: bool = True
     """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
+
+
+class Swap(NamedTuple):
+    """Where in a decoder layer of a transformers model the experts' weights are, and how they lie.
+
+    place: the module that holds them. activation: MoEConfig's.
+    """
+
+    place: str = "mlp.experts"
+    activation: str = "swiglu"
+    transposed: bool = False
+    """for x W instead of W x: the last two axes of the weights are exchanged"""
+    woven: bool = False
+    """gate and up rows take turns"""
 
 
 @dataclass(frozen=True)
@@ -109,11 +149,10 @@ class Architecture:
 
     null is valid only if it is in the tuple; a missing key is fine.
     """
-    layers: str = "dense"
-    """which blocks are MoE: dense (none), moe (all), or as their keys say it
-
-    qwen: decoder_sparse_step and mlp_only_layers; deepseek: moe_layer_freq.
-    """
+    layers: Layers
+    """which blocks are MoE"""
+    keys: tuple[Key, ...] = ()
+    """keys without a setting of their own, beside those that every architecture has (hf/config.py)"""
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
     """keys of config.json that are more than a copy of one setting"""
     theta: float = 10000.0
@@ -124,10 +163,12 @@ class Architecture:
     """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
     """keys of config.json that must agree with other keys, if they are there at all"""
-    no_null: tuple[str, ...] = ()
-    """keys without a setting of their own for which transformers takes no null"""
+    fp32: tuple[str, ...] = ()
+    """ends of the names of tensors that stay fp32 in an export to bf16, as in transformers"""
     extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """patterns of tensors that are computed from the config: kept for the way back, but not read"""
+    swap: Swap | None = None
+    """for swap_experts, which needs nothing else of the entry; None: it has no experts that tmoe computes"""
 
 
 class Piece(NamedTuple):

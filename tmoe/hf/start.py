@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,10 @@ from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
+from tmoe.parallel.agree import attempt
 from tmoe.parallel.mesh import local_part, local_slices
+
+T = TypeVar("T")
 
 
 def load_hf(
@@ -113,23 +116,14 @@ def _plan_load(
     return folder, plan.pieces
 
 
-def _together(work: Callable[[], Any]) -> Any:
+def _together(work: Callable[[], T]) -> T:
     """The result of `work` on this rank, or, on every rank, the error of the first rank that failed.
 
     So no rank waits for one that has failed.
     """
-    result = None
-    error = None
-    try:
-        result = work()
-    except Exception as caught:  # any error: the other ranks are waiting
-        error = caught
-    if dist.is_initialized():
-        votes: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(votes, error and f"{type(error).__name__}: {error}")
-        failed = [f"rank {rank}: {why}" for rank, why in enumerate(votes) if why]
-        if failed and error is None:
-            raise CheckpointError(failed[0])
+    result, error, failures = attempt(work, dist.group.WORLD)
     if error is not None:
         raise error
-    return result
+    for rank, why in failures.items():
+        raise CheckpointError(f"rank {rank}: {why}")
+    return cast(T, result)

@@ -18,12 +18,13 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tmoe.activations import ACTIVATIONS
 from tmoe.config.check import ConfigError
-from tmoe.hf.tables import CLAMPED, SWAPPABLE, Swap
+from tmoe.hf.architectures import SWAPPABLE
+from tmoe.hf.rules import Swap
 from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
@@ -253,18 +254,19 @@ def _computed_otherwise(module: Any, swap: Swap) -> str:
     """What the module computes that the fused op does not; "" where they compute the same."""
     if reason := _gated_otherwise(module, swap):
         return reason
-    if swap.activation == "clamped":
-        alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
-        if (alpha, limit) == CLAMPED:
-            return ""
-        return f"has swiglu_alpha={alpha}, swiglu_limit={limit}; computed: {CLAMPED}"
+    ours = ACTIVATIONS[swap.activation]
+    if {name: getattr(module, name, None) for name in ours.constants} != ours.constants:
+        said = ", ".join(f"swiglu_{name}={getattr(module, name, None)}" for name in ours.constants)
+        return f"has {said}; computed: {tuple(ours.constants.values())}"
+    if ours.of_gate is None:
+        return ""
     # Ask the function and not the configuration: some experts do not read it, others lack the setting.
     x = torch.linspace(-30, 30, 61, device=module.gate_up_proj.device)
     act = getattr(module, "act_fn", None)
-    if act is None or not torch.allclose(act(x), F.silu(x), rtol=1e-3):
+    if act is None or not torch.allclose(act(x), ours.of_gate(x), rtol=1e-3):
         said = getattr(getattr(module, "config", None), "hidden_act", None)
         name = getattr(act, "__name__", type(act).__name__)
-        return f"computes {name} (hidden_act={said!r}); the fused op computes silu"
+        return f"computes {name} (hidden_act={said!r}); the fused op computes {ours.hidden_act}"
     return ""
 
 
@@ -281,6 +283,8 @@ def _gated_otherwise(module: Any, swap: Swap) -> str:
             "which the fused op does not compute"
         )
     gate = getattr(module, "_apply_gate", None)
-    if swap.activation == "swiglu" and gate is not None and gate.__module__ != DEFAULT_GATE:
-        return f"computes a gate of its own, {gate.__qualname__}; the fused op computes silu(gate) * up"
+    ours = ACTIVATIONS[swap.activation]
+    if ours.of_gate and gate is not None and gate.__module__ != DEFAULT_GATE:
+        computed = f"{ours.hidden_act}(gate) * up"
+        return f"computes a gate of its own, {gate.__qualname__}; the fused op computes {computed}"
     return ""

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 from tmoe.config.model import IGNORE
 from tmoe.ops.check import autocasts
 from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
-from tmoe.ops.launch.eager import no_second_derivative
+from tmoe.ops.register import register
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
 # On a GPU: 4096 rows at V = 152k. At 1024 the sum of the head's gradient costs 25% on top of its product, at
@@ -71,25 +71,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 # The same for compilers, which would trace every chunk, and on a GPU the kernels' launches.
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # ops/experts/op.py says why not @custom_op
-_lib.define(
-    "cross_entropy(Tensor h, Tensor weight, Tensor targets, bool needs_h, bool needs_w) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_lib.define(
-    "cross_entropy_backward(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
 def _forward(h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool) -> tuple[Tensor, ...]:
     """loss_and_gradients; what is not needed is empty, since an op returns tensors."""
     gradients = loss_and_gradients(h, weight, targets, needs_h, needs_w)
     return tuple(h.new_empty(0) if t is None else t for t in gradients)
 
 
-@torch.library.register_fake("tmoe::cross_entropy", lib=_lib)
 def _forward_fake(
     h: Tensor, weight: Tensor, targets: Tensor, needs_h: bool, needs_w: bool
 ) -> tuple[Tensor, ...]:
@@ -99,7 +86,6 @@ def _forward_fake(
     return h.new_empty((), dtype=torch.float32), grad_h, grad_w
 
 
-@torch.library.register_fake("tmoe::cross_entropy_backward", lib=_lib)
 def _backward_fake(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(grad, dtype=dtype)
 
@@ -123,10 +109,6 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
     return by_h, by_w, None, None, None
 
 
-torch.library.register_autograd("tmoe::cross_entropy", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::cross_entropy_backward", no_second_derivative, lib=_lib)
-
-
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * factor (0-dim fp32), rounded once to dtype.
 
@@ -135,9 +117,22 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled(grad, factor, dtype) if grad.is_cuda else (grad.float() * factor).to(dtype)
 
 
-for _device in ("CPU", "CUDA"):
-    _lib.impl("cross_entropy", _forward, _device)
-    _lib.impl("cross_entropy_backward", times, _device)
+register(
+    "cross_entropy_backward",
+    "(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor",
+    cpu=times,
+    cuda=times,
+    fake=_backward_fake,
+)
+register(
+    "cross_entropy",
+    "(Tensor h, Tensor weight, Tensor targets, bool needs_h, bool needs_w) -> (Tensor, Tensor, Tensor)",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_forward_fake,
+    save=_save,
+    differentiate=_differentiate,
+)
 
 
 def chunk_rows(V: int, gpu: bool) -> int:

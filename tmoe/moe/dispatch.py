@@ -21,6 +21,7 @@ from torch import Tensor
 from tmoe.moe import symm
 from tmoe.moe.router import Routing
 from tmoe.parallel import collectives
+from tmoe.parallel.agree import gathered
 
 
 class Rows(NamedTuple):
@@ -208,8 +209,7 @@ def dispatcher_for(
         if fp8 and not obstacle and torch.cuda.get_device_capability() < (8, 9):
             obstacle = "its GPUs have no float8"
     if not obstacle:
-        widths = [0] * group.size()
-        dist.all_gather_object(widths, width, group=group)
+        widths = gathered(width, group)
         return SymmDispatcher(group, local_experts, tokens, fp8, min(widths))
     if fp8:
         raise ValueError(

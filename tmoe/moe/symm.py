@@ -59,7 +59,8 @@ from tmoe.moe.received import Experts
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.check import check_moe_mlp, check_shared
 from tmoe.ops.launch.launch import cdiv, device_facts
-from tmoe.parallel.collectives import group_of, together
+from tmoe.parallel.agree import gathered, together
+from tmoe.parallel.collectives import group_of
 from tmoe.stack import find
 
 log = logging.getLogger(__name__)
@@ -459,7 +460,7 @@ def _forward(
     shared SwiGLU (empty without it).
     """
     check_moe_mlp(x, gate_up, down, weights, ids, bias, activation)
-    if shared_gate_up is not None:
+    if shared_gate_up is not None and shared_down is not None:
         check_shared(x, shared_gate_up, shared_down, fp8)
     with torch.cuda.device(x.device):
         x, weights, ids = (t.contiguous() for t in (x, weights, ids))
@@ -558,7 +559,7 @@ def _backward(
 
         # What travels while the shared expert's gradients are made, or before anything.
         if shared:
-            assert d_shared is not None
+            assert d_shared is not None and shared_down is not None
             _push_beside(ex, {"dy": dy, "x": x}, ids, weights, L)
             of_shared = swiglu.backward(d_shared.contiguous(), x, shared_gate_up, shared_down, shared_h)
             ex.arrived()
@@ -678,10 +679,8 @@ def obstacle(ranks: dist.ProcessGroup) -> str:
     if "nccl" not in dist.get_backend(ranks) or torch.version.hip:
         return "its ranks do not run on NVIDIA's GPUs"
     gpu_here = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    gpus: list[tuple[str, str]] = [("", "")] * ranks.size()
-    dist.all_gather_object(gpus, (socket.gethostname(), gpu_here), group=ranks)
-    verdicts = [""] * ranks.size()
-    dist.all_gather_object(verdicts, _obstacle_here(gpus), group=ranks)
+    gpus = gathered((socket.gethostname(), gpu_here), ranks)
+    verdicts = gathered(_obstacle_here(gpus), ranks)
     verdict = next(filter(None, verdicts), "")
     if dist.get_rank() == 0:
         how = f"nccl, since {verdict}" if verdict else "symm: kernels that store into the peers' memory"

@@ -1,15 +1,21 @@
-"""AdamW on any number of tensors in one pass over their memory: clipping, the choice not to step, and the copy to compute with, all included."""
+"""AdamW on any number of tensors in one pass over their memory.
+
+Clipping, the choice not to step, and the copy to compute with are all part of that pass.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tmoe.ops.launch.launch import cdiv, launch
 
 BLOCK = 1024
-# numbers in the table's line for a tensor: its first program, its elements, and the addresses of weight, grad, mean, square, copy, step
+# numbers in the table's line for a tensor: its first program, its elements, and the addresses of its weight,
+# grad, mean, square, copy and step
 ROW = tl.constexpr(8)
 DTYPES = {
     torch.float32: tl.float32,
@@ -21,7 +27,7 @@ DTYPES = {
 
 @triton.jit
 def pointer(line, dtype, WIDE: tl.constexpr):
-    """To a tensor whose address stands in the table; WIDE: 16-byte aligned."""
+    """The tensor whose address stands in the table; WIDE: it is 16-byte aligned."""
     p = tl.load(line).to(tl.pointer_type(dtype), bitcast=True)
     return tl.multiple_of(p, 16) if WIDE else p
 
@@ -31,6 +37,7 @@ def adamw_kernel(
     table, lines, factor, finite, lr, beta1, beta2, eps, decay,
     GRAD: tl.constexpr, COPY: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """One AdamW step for BLOCK elements of the tensor that this program's line of the table describes."""
     if tl.load(finite) == 0:
         return
     program = tl.program_id(0)
@@ -47,7 +54,8 @@ def adamw_kernel(
     at = (program - tl.load(line)) * BLOCK + tl.arange(0, BLOCK)
     here = at < numel
     weight, mean, square = (
-        pointer(line + 2, tl.float32, WIDE), pointer(line + 4, tl.float32, WIDE), pointer(line + 5, tl.float32, WIDE),
+        pointer(line + 2, tl.float32, WIDE), pointer(line + 4, tl.float32, WIDE), pointer(line + 5,
+        tl.float32, WIDE),
     )  # fmt: skip
     n = tl.load(pointer(line + 7, tl.float32, False))
     correction1 = 1 - tl.exp2(n * tl.log2(beta1))
@@ -67,26 +75,42 @@ def adamw_kernel(
         tl.store(pointer(line + 6, COPY, WIDE) + at, w.to(COPY), here)
 
 
-def adamw_(tensors, factor, finite, lr, betas, eps, decay):
+def adamw_(
+    tensors: Iterable[tuple[Tensor | None, ...]],
+    factor: Tensor,
+    finite: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
     """One step of AdamW (Loshchilov & Hutter 2017, algorithm 2) in place, on the GPU.
 
     Args:
         tensors: (weight, grad, mean, square, copy, step) of each parameter, all on one GPU.
             weight, mean, square: fp32 and contiguous; weight decays by lr * decay.
-            grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not written.
+            grad: float of any type, contiguous, of weight's shape; it counts times `factor`, and is not
+                written.
             copy: contiguous, receives the new weight, rounded to its type; or None.
             step: 0-dim fp32, the number of this step, from 1.
-        betas: the corrections 1 - beta^step are fp32's: in the first steps the step's length is off by 1e-6 of itself at 0.99, 1e-5 at
-            0.999, 1e-4 at 0.9999. (A series that has no such loss spilled registers.)
-        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. Scalars stay on the GPU: nobody waits for them.
-    28 bytes an element with a bf16 gradient and a bf16 copy: reading and writing them is all the time that it takes on the GPU.
-    One launch takes all tensors of equal types: with one for each, 408 in moe-pilot-14b, the host was slower than the GPU.
-    ValueError for tensors that are not as above; RuntimeError where a CUDA graph is captured.
+        betas: the corrections 1 - beta^step are computed in fp32: in the first steps the step's length is off
+            by 1e-6 of itself at 0.99, 1e-5 at 0.999, 1e-4 at 0.9999. (A series without this loss spilled
+            registers.)
+        factor, finite: 0-dim fp32. Where finite is 0 nothing is written. These scalars stay on the GPU, so
+            the host does not wait for them.
+
+    Raises ValueError for tensors that are not as above, RuntimeError while a CUDA graph is captured.
+
+    Memory traffic is 28 bytes an element with a bf16 gradient and a bf16 copy, and takes all of the time on
+    the GPU. One launch takes all tensors of equal types: with one launch for each, 408 in moe-pilot-14b, the
+    host was slower than the GPU.
     """
-    tables, programs = defaultdict(list), defaultdict(int)
+    tables = defaultdict(list)
+    programs = defaultdict(int)
     for *parts, step in tensors:
         weight, grad, mean, square, copy = parts
-        numel, sizes = weight.numel(), [0 if t is None else t.element_size() for t in parts]
+        numel = weight.numel()
+        sizes = [0 if t is None else t.element_size() for t in parts]
         if not (
             weight.dtype == mean.dtype == square.dtype == step.dtype == torch.float32
             and all(
@@ -99,12 +123,15 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
                 for t in (*parts, step, finite)
             ]
             raise ValueError(
-                f"adamw_: weight, mean, square and step must be fp32, all contiguous, of weight's length and on {factor.device}; "
+                "adamw_: weight, mean, square and step must be fp32, all contiguous, "
+                f"of weight's length and on {factor.device}; "
                 f"weight, grad, mean, square, copy, step, finite: {got}"
             )
         starts = [0 if t is None else t.data_ptr() for t in parts]
-        # What is not wide apart, so that one and the same binary works on an element however a tensor is cut: another one may round
-        # otherwise. All pieces of a tensor cut at multiples of 16 elements are wide where it is.
+
+        # The part that is not wide is launched apart, so that the same binary works on an element however a
+        # tensor is cut: another binary may round otherwise. All pieces of a tensor cut at multiples of 16
+        # elements are wide where the tensor is.
         wide = 0 if any(start % 16 for start in starts) else numel - numel % 16
         for begin, end in ((0, wide), (wide, numel)):
             if begin < end:
@@ -112,6 +139,7 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
                 addresses = [start + begin * size for start, size in zip(starts, sizes, strict=True)]
                 tables[key].append((programs[key], end - begin, *addresses, step.data_ptr()))
                 programs[key] += cdiv(end - begin, BLOCK)
+
     for key, lines in tables.items():
         with torch.cuda.device_of(factor):
             if factor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -122,15 +150,17 @@ def adamw_(tensors, factor, finite, lr, betas, eps, decay):
                 factor.device, non_blocking=True
             )
             launch(
-                adamw_kernel, (programs[key],), table, len(lines), factor, finite, lr, *betas, eps, decay, *key, BLOCK,
+                adamw_kernel, (programs[key],), table, len(lines), factor, finite, lr, *betas, eps, decay,
+                *key, BLOCK,
                 num_warps=4,
             )  # fmt: skip
 
 
-def trace(dtype):
-    """Launch what training in dtype needs, for parameters with and without copies, on meta tensors, inside compile_only."""
+def trace(dtype: torch.dtype) -> None:
+    """Launch what training in dtype needs, with and without copies; on meta tensors, inside compile_only."""
     # 17 elements are cut into a wide part and a rest; meta tensors begin at address 0
-    weight, number = torch.empty(17, device="meta"), torch.empty((), device="meta")
+    weight = torch.empty(17, device="meta")
+    number = torch.empty((), device="meta")
     for grad in {torch.float32, dtype}:
         for copy in [None] if dtype == torch.float32 else [None, weight.to(dtype)]:
             parts = weight, weight.to(grad), weight, weight, copy

@@ -1,36 +1,46 @@
 """Argument checks of the ops: one ValueError that names the argument, what it got and what is valid."""
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
-from tmoe.ops.reference import ACTIVATIONS
+from tmoe.activations import ACTIVATIONS
 from tmoe.stack import take
 
 _tracks_gradients = take(
     "torch._C._functorch.is_gradtrackingtensor", "torch.func's gradients meet torch's own words"
 )
-_LEVELS = hasattr(
-    forward_ad, "_current_level"
-)  # tells without a look at each tensor that there is no tangent
+# this tells without a look at each tensor that there is no tangent
+_LEVELS = hasattr(forward_ad, "_current_level")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # and float64 on the CPU
 INTS = (torch.int32, torch.int64)
 
 
-def require(ok, name, got, valid):
-    """Raise ValueError unless ok. Hot paths test first and call this with False: the words cost more than the test."""
+def require(ok: object, name: str, got: object, valid: object) -> None:
+    """Raise ValueError unless ok.
+
+    Hot paths test first and call this with False: composing the words costs more than the test.
+    """
     if not ok:
         raise ValueError(f"{name}: got {got}, valid is {valid}")
 
 
-def autocasts(x):
-    """Whether autocast is on where x lies; of meta, which knows none, torch may not be asked."""
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on where x lies.
+
+    torch may not be asked about the meta device, which has no autocast.
+    """
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def check_tensors(**tensors):
-    """Raise ValueError for what is no tensor, None included, NotImplementedError for a forward-mode tangent, which torch would drop,
-    and for torch.func's gradients, of which torch would say something else."""
+def check_tensors(**tensors: object) -> None:
+    """Raise unless every argument is a tensor that these ops can differentiate.
+
+    ValueError for what is no tensor, None included. NotImplementedError for a forward-mode tangent, which
+    torch would drop in silence, and for a tensor of torch.func's gradients, about which torch would say
+    something unrelated.
+    """
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             require(False, name, repr(t)[:80], "a tensor")
@@ -40,11 +50,20 @@ def check_tensors(**tensors):
             )
         if not torch.compiler.is_compiling() and _tracks_gradients and _tracks_gradients(t):
             raise NotImplementedError(
-                f"{name}: got a tensor of torch.func's grad, vjp or jacrev, but this op is differentiated by torch.autograd alone"
+                f"{name}: got a tensor of torch.func's grad, vjp or jacrev, "
+                "but this op is differentiated by torch.autograd alone"
             )
 
 
-def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, activation):
+def check_moe_mlp(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    bias_E2F: Tensor | None,
+    activation: str,
+) -> None:
     """Raise ValueError unless the arguments fit moe_mlp's contract."""
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
     ok = down_EDF.dim() == 3 and all(down_EDF.shape)
@@ -86,18 +105,19 @@ def check_moe_mlp(x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, bias_E2F, ac
     check_device(x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biases)
 
 
-def check_shared(x_TD, gate_up_2GD, down_DG, fp8):
+def check_shared(x_TD: Tensor, gate_up_2GD: Tensor, down_DG: Tensor, fp8: bool) -> None:
     """Raise ValueError unless a SwiGLU's matrices fit the tokens that it is to run beside."""
     require(not fp8, "fp8", fp8, "False beside a shared expert")
     require(down_DG.dim() == 2, "shared_down", f"shape {tuple(down_DG.shape)}", "[D, G]")
-    D, G = x_TD.shape[1], down_DG.shape[1]
+    D = x_TD.shape[1]
+    G = down_DG.shape[1]
     for name, t, shape in (("shared_gate_up", gate_up_2GD, (2 * G, D)), ("shared_down", down_DG, (D, G))):
         require(tuple(t.shape) == shape, name, f"shape {tuple(t.shape)}", shape)
         _check_types("x", x_TD, **{name: t})
         check_device(x_TD, **{name: t})
 
 
-def check_grouped_mm(a_ND, b_EFD, ends_E):
+def check_grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> None:
     """Raise ValueError unless the arguments fit grouped_mm's contract."""
     require(a_ND.dim() == 2, "a", f"shape {tuple(a_ND.shape)}", "[N, D]")
     D = a_ND.shape[1]
@@ -114,14 +134,18 @@ def check_grouped_mm(a_ND, b_EFD, ends_E):
     check_device(a_ND, b=b_EFD, ends=ends_E)
 
 
-def _check_types(first, x, **others):
+def _check_types(first: str, x: Tensor, **others: Tensor) -> None:
+    """Raise ValueError unless x has a type that its device computes in, and the others have the same."""
     valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
     require(x.dtype in valid, first, x.dtype, f"one of {valid} on {x.device.type}")
     for name, t in others.items():
         require(t.dtype == x.dtype, name, t.dtype, f"{first}'s {x.dtype}")
 
 
-def check_device(x, **others):
-    """Raise ValueError unless all lie where x does. Fakes ask too: of tensors on several devices, torch runs the fake if one is meta."""
+def check_device(x: Tensor, **others: Tensor) -> None:
+    """Raise ValueError unless all tensors lie on x's device.
+
+    Fakes check it too: of tensors on several devices, torch runs the fake if one of them is meta.
+    """
     for name, t in others.items():
         require(t.device == x.device, name, t.device, f"the input's {x.device}")

@@ -1,34 +1,42 @@
-"""Exchanges rows between the GPUs of one node: kernels that store into the peers' memory, or read it, given addresses alone.
+"""Exchanges rows between the GPUs of one node: kernels that write to, or read from, the peers' memory.
 
-Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the addresses of all ranks'
-sections as int64 [WORLD]; whose they are and how they came to be mapped here it does not know. In every section rank p's token t
-has slot p * capacity + t on whichever rank it goes to: no rank needs to know what another sends, no count is exchanged, nothing is
-sorted, and equal inputs give equal bits. Slots to which no token went have ids -1, and nobody reads their rows.
+Every rank owns the same sections of memory (x, ids, weights, y, ...). A kernel gets, for each section, the
+addresses of all ranks' sections as int64 [WORLD]; it does not know whose they are, nor how they came to be
+mapped here. In every section rank p's token t has slot p * capacity + t on whichever rank it goes to: no rank
+needs to know what another sends, no count is exchanged, nothing is sorted, and equal inputs give equal bits.
+Slots to which no token went have ids -1, and their rows are never read.
 
-    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once); then all ranks meet
+    push    my tokens' rows -> their slots on each rank that holds one of their experts (a row is read once);
+            then all ranks meet
     pull    all ranks meet; then y[t] = sum of my token's slots on those ranks, in float32, in rank order
 
 Rows may be packed for the way: float8 e4m3 and a float32 scale a row, half the bytes of bfloat16.
 
-To meet: each program of a rank adds one to the rank's cell on every rank, when its stores are done (of a pull, one program, before it
-reads); whoever waits does so until all cells have grown by as many. What they have grown to is kept on the device, so a captured graph
-replays and the host never waits; and an exchange needs no further launch: the last program of a push waits, and every program of a pull.
+To meet: each program of a rank adds one to the rank's cell on every rank when its stores are done (of a pull,
+one program, before it reads); a program that waits does so until all cells have grown by as many. What they
+have grown to is kept on the device, so a captured graph replays and the host never waits. An exchange needs
+no further launch: the last program of a push waits, and every program of a pull.
 
-Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the peers' cells.
+Memory order: a barrier of its threads orders a program's stores before its release, at system scope, on the
+peers' cells.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from tmoe.ops.experts.routing import power_of_2
 from tmoe.ops.launch.launch import cdiv, launch
 
-RANKS = 32  # cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+# cells of a state: one for each rank's arrivals, then the two below; more ranks than an NVLink node has
+RANKS = 32
 MET = tl.constexpr(RANKS)  # what every cell had grown to at the last meeting
 PASSED = tl.constexpr(RANKS + 1)  # programs of the running pull that have read MET
 STATE = 2 * RANKS  # int32 of one state, zero before its first use
-TOKENS = 16  # a program moves so many tokens at a time, fewer where they would not fill the GPU: seen best on H200s
+# tokens that a program moves at a time, fewer where they would not fill the GPU: measured best on H200s
+TOKENS = 16
 TILE = 16384  # elements
 WARPS = 8
 
@@ -42,7 +50,7 @@ def section(addresses, q, dtype):
 @triton.jit
 def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
     """Tell every rank, this one too, that all that this program has stored is there."""
-    tl.debug_barrier()  # by all of its threads
+    tl.debug_barrier()  # of all of its threads
     q = tl.arange(0, WP)
     cells = tl.load(states + q, mask=q < WORLD, other=0).to(tl.pointer_type(tl.int32), bitcast=True) + rank
     tl.atomic_add(cells, 1, mask=q < WORLD, sem="release", scope="sys")
@@ -50,7 +58,10 @@ def arrive(states, rank, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
-    """Until every rank has arrived so many times since the last meeting; returns what MET then is. Counts may wrap."""
+    """Wait until every rank has arrived `arrivals` times since the last meeting; returns what MET then is.
+
+    Counts may wrap.
+    """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + arrivals
     while tl.min(tl.load(own + q, mask=q < WORLD, other=meeting, volatile=True) - meeting) < 0:
@@ -62,15 +73,17 @@ def wait(own, arrivals, WORLD: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def pass_together(own, WORLD: tl.constexpr, WP: tl.constexpr):
-    """The same for every program of a launch, which then all go on; returns what MET then is, and how many programs came through before.
+    """`wait` for every program of a launch, all of which then go on.
 
-    PASSED grows in the operation that acquires: one trip to memory, where the count at a program's end was one more (0.5 to 0.8 us).
+    Returns what MET then is, and how many programs came through before this one. PASSED grows in the
+    operation that acquires: one trip to memory, where a count at a program's end was one more (0.5 to 0.8
+    us).
     """
     q = tl.arange(0, WP)
     meeting = tl.load(own + MET) + 1
     while tl.min(tl.load(own + q, mask=q < WORLD, other=meeting, volatile=True) - meeting) < 0:
         pass
-    tl.debug_barrier()  # no thread asks for MET any more
+    tl.debug_barrier()  # no thread reads MET after this
     q = tl.arange(0, 2 * WP)
     last = q == WORLD  # stands for PASSED
     cells = own + tl.where(last, PASSED, q)
@@ -94,9 +107,9 @@ def push_kernel(
     K: tl.constexpr, KP: tl.constexpr, WORLD: tl.constexpr, WP: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, SCALED: tl.constexpr, ROUTES: tl.constexpr, MEET: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [T, D] to their slots; SCALED: with a scale each. ROUTES: also each slot's K ids, local to the receiver, and weights.
+    """Rows of x [T, D] to their slots; SCALED: with a scale each.
 
-    MEET: then meet.
+    ROUTES: also each slot's K ids, local to the receiver, and weights. MEET: then meet.
     """
     k = tl.arange(0, KP)
     for block in range(tl.program_id(0), tl.cdiv(capacity, BT), tl.num_programs(0)):
@@ -120,7 +133,7 @@ def push_kernel(
             inside = (cols < D)[None, :]
             tile = tl.load(x + t.to(tl.int64)[:, None] * D + cols[None, :], mask=(t < T)[:, None] & inside)
             for i in tl.static_range(WORLD):
-                q = (rank + 1 + i) % WORLD  # neighbours first, so that no rank is everybody's first
+                q = (rank + 1 + i) % WORLD  # neighbours first, so that no rank is the first of all
                 goes = tl.max((owner == q).to(tl.int32), 1) > 0
                 to = section(to_x, q, x.dtype.element_ty) + row[:, None] * D + cols[None, :]
                 tl.store(to, tile, mask=goes[:, None] & inside)
@@ -159,9 +172,8 @@ def pull_kernel(
             arrive(states, rank, WORLD, WP)
         meeting, before = pass_together(own, WORLD, WP)
     for _ in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
-        _, ahead = owners(
-            ids, t + tl.num_programs(0) * BT, T, L, K, KP
-        )  # who has the next tokens, while these come
+        # which ranks have the next tokens, while these come
+        _, ahead = owners(ids, t + tl.num_programs(0) * BT, T, L, K, KP)
         row = (rank * capacity + t).to(tl.int64)
         for col in range(0, D, BD):
             cols = col + tl.arange(0, BD)
@@ -197,7 +209,7 @@ def pull_kernel(
 
 @triton.jit
 def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
-    """Which of the slots t are there; with ids, which of them a token came to."""
+    """Which of the slots t exist; with ids, to which of them a token came."""
     there = t < n
     if ids is not None:
         k = tl.arange(0, KP)
@@ -210,7 +222,10 @@ def filled(ids, t, n, K: tl.constexpr, KP: tl.constexpr):
 def pack_kernel(
     x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """x [n, D] = packed * scales, packed in float8 e4m3, scales the rows' largest magnitude over 448, that of the type."""
+    """x [n, D] = packed * scales: packed in float8 e4m3, scales the rows' largest magnitude over 448.
+
+    448 is the largest float8 e4m3.
+    """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
     rows = t.to(tl.int64)[:, None] * D
@@ -233,7 +248,7 @@ def pack_kernel(
 def unpack_kernel(
     x, ids, packed, scales, n, D, K: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """The inverse, for the slots that a token came to."""
+    """The inverse, for the slots to which a token came."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     there = filled(ids, t, n, K, KP)
     rows = t.to(tl.int64)[:, None] * D
@@ -257,9 +272,10 @@ def meet_kernel(
         tl.store(own + MET, wait(own, 1, WORLD, WP))
 
 
-def _tiling(tokens, programs, D, K, world):
-    """How many programs, the same on all ranks, and the kernels' sizes."""
-    # one for each multiprocessor and TOKENS rows, if not fewer: where it had 8 rows, the second cost 1 us of 17 or 2 of 38
+def _tiling(tokens: int, programs: int, D: int, K: int, world: int) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid, equal on all ranks, and the sizes that push and pull kernels take."""
+    # one program for each multiprocessor and TOKENS rows, if that is not fewer: a second one for 8 rows each
+    # cost 1 us of 17, or 2 of 38
     programs = min(programs, max(programs // 2, cdiv(tokens, TOKENS)))
     rows = TOKENS
     while rows > 2 and cdiv(tokens, rows) < programs:
@@ -269,20 +285,33 @@ def _tiling(tokens, programs, D, K, world):
 
 
 def push(
-    x_TD, ids_TK, weights_TK, to_x, to_ids, to_weights, states, rank, capacity, local_experts, programs, meet=True,
-    scales_T=None, to_scales=None,
-):  # fmt: skip
-    """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights of every slot of mine.
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor | None,
+    to_x: Tensor,
+    to_ids: Tensor,
+    to_weights: Tensor,
+    states: Tensor,
+    rank: int,
+    capacity: int,
+    local_experts: int,
+    programs: int,
+    meet: bool = True,
+    scales_T: Tensor | None = None,
+    to_scales: Tensor | None = None,
+) -> None:
+    """Rows x_TD to their slots on the ranks that hold their experts; with weights_TK also ids and weights.
 
     Args:
         x_TD: [T, D] of any float type, T <= capacity; contiguous, as all.
-        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q * local_experts on.
+        ids_TK: int32 experts of the whole group, -1 for none; rank q holds local_experts of them from q *
+            local_experts on.
         weights_TK: float [T, K], or None: the receivers have ids and weights already.
-        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD * capacity, D], ids
-            (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
+        to_x, to_ids, to_weights, states: int64 [WORLD], addresses on this device of each rank's rows [WORLD *
+            capacity, D], ids (int32) and weights (float32) [WORLD * capacity, K], and state (int32 [STATE]).
         programs: at most so many, half of them where rows are few; the same on all ranks.
         meet: whether the kernel ends only when all ranks' rows have arrived everywhere.
-        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's, [WORLD * capacity].
+        scales_T, to_scales: of packed rows, their scales and the addresses of each rank's [WORLD * capacity].
     """
     T, D = x_TD.shape
     grid, sizes = _tiling(capacity, programs, D, ids_TK.shape[1], to_x.shape[0])
@@ -294,55 +323,74 @@ def push(
 
 
 def pull(
-    y_TD, d_weights_TK, ids_TK, from_y, from_weights, states, rank, capacity, local_experts, programs, meet=True,
-    from_scales=None,
-):  # fmt: skip
-    """y_TD = sums over ranks, in rank order in float32, of my tokens' slots; d_weights_TK (unless None) from the owner's slots.
+    y_TD: Tensor,
+    d_weights_TK: Tensor | None,
+    ids_TK: Tensor,
+    from_y: Tensor,
+    from_weights: Tensor,
+    states: Tensor,
+    rank: int,
+    capacity: int,
+    local_experts: int,
+    programs: int,
+    meet: bool = True,
+    from_scales: Tensor | None = None,
+) -> None:
+    """y_TD = sums over ranks of my tokens' slots, in rank order, in float32.
 
-    Arguments as those of push; meet: whether all ranks meet before any reads; from_scales: y is packed, and these are its scales.
+    Unless it is None, d_weights_TK comes from the slots' owners. Arguments are those of push; meet: whether
+    all ranks meet before any reads; from_scales: y is packed, and these are its scales.
     """
     T, D = y_TD.shape
     grid, sizes = _tiling(T, programs, D, ids_TK.shape[1], from_y.shape[0])
     launch(
         pull_kernel, grid,
-        y_TD, d_weights_TK, ids_TK, from_y, from_scales, from_weights, states, T, capacity, rank, local_experts,
+        y_TD, d_weights_TK, ids_TK, from_y, from_scales, from_weights, states, T, capacity, rank,
+        local_experts,
         *sizes, from_scales is not None, d_weights_TK is not None, meet, num_warps=WARPS,
     )  # fmt: skip
 
 
-def _pack(kernel, x, ids_RK, packed, scales):
-    (n, D), K = x.shape, 1 if ids_RK is None else ids_RK.shape[1]
+def _pack(kernel: JITFunction, x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
+    """Launch pack_kernel or unpack_kernel over the rows of x."""
+    n, D = x.shape
+    K = 1 if ids_RK is None else ids_RK.shape[1]
     block = min(4096, power_of_2(D))
     rows = max(1, TILE // 2 // block)
     launch(
-        kernel, (max(1, cdiv(n, rows)),), x, ids_RK, packed, scales, n, D, K, power_of_2(K), rows, block, num_warps=WARPS
+        kernel, (max(1, cdiv(n, rows)),), x, ids_RK, packed, scales,
+        n, D, K, power_of_2(K), rows, block, num_warps=WARPS,
     )  # fmt: skip
 
 
-def pack(x, ids_RK, packed, scales):
-    """Rows of x [n, D], with ids those of slots that a token came to, into packed (float8 e4m3) times scales (float32 [n])."""
+def pack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
+    """Rows of x [n, D] into packed (float8 e4m3) times scales (float32 [n]).
+
+    With ids only those of slots to which a token came.
+    """
     _pack(pack_kernel, x, ids_RK, packed, scales)
 
 
-def unpack(x, ids_RK, packed, scales):
-    """The inverse: x of the slots that a token came to."""
+def unpack(x: Tensor, ids_RK: Tensor | None, packed: Tensor, scales: Tensor) -> None:
+    """The inverse: x of the slots to which a token came."""
     _pack(unpack_kernel, x, ids_RK, packed, scales)
 
 
-def meet(states, rank, arrive=True, wait=True):
-    """All ranks' streams wait here for each other. Or in two halves: a stream that arrives, with what it has copied to the peers,
-    goes on; a later launch waits."""
+def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> None:
+    """All ranks' streams wait here for each other, or do one half of it.
+
+    A stream that only arrives, with what it has copied to the peers, goes on; a later launch waits.
+    """
     world = states.shape[0]
     launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
 
 
-def trace(T, D, K, world, dtype, fp8=False):
+def trace(T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = False) -> None:
     """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
-    x, ids = (
-        torch.empty(T, D, dtype=dtype, device="meta"),
-        torch.empty(T, K, dtype=torch.int32, device="meta"),
-    )
-    weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
+    x = torch.empty(T, D, dtype=dtype, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
+    weights = torch.empty(T, K, device="meta")
+    at = torch.empty(world, dtype=torch.int64, device="meta")
     programs = 264
     push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
     push(x, ids, weights, at, at, at, at, 0, T, 1, programs, meet=False)
@@ -353,10 +401,8 @@ def trace(T, D, K, world, dtype, fp8=False):
     for arrives, waits in ((True, True), (True, False), (False, True)):
         meet(at, 0, arrives, waits)
     if fp8:
-        packed, scales = (
-            torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta"),
-            torch.empty(T, device="meta"),
-        )
+        packed = torch.empty(T, D, dtype=torch.float8_e4m3fn, device="meta")
+        scales = torch.empty(T, device="meta")
         pack(x, None, packed, scales)
         pack(x, ids, packed, scales)
         unpack(x, ids, packed, scales)
@@ -368,11 +414,10 @@ def trace(T, D, K, world, dtype, fp8=False):
             pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)
 
 
-def trace_routes(T, K, world, dtype):
-    """The same for the push of ids and weights alone, whose rows copy engines bring."""
-    x, ids = (
-        torch.empty(T, 0, dtype=dtype, device="meta"),
-        torch.empty(T, K, dtype=torch.int32, device="meta"),
-    )
-    weights, at = torch.empty(T, K, device="meta"), torch.empty(world, dtype=torch.int64, device="meta")
+def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:
+    """The same for the push of ids and weights alone, whose rows are brought by copy engines."""
+    x = torch.empty(T, 0, dtype=dtype, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
+    weights = torch.empty(T, K, device="meta")
+    at = torch.empty(world, dtype=torch.int64, device="meta")
     push(x, ids, weights, at, at, at, at, 0, T, 1, 264, meet=False)

@@ -3,34 +3,12 @@
 Nothing here is fast. Run on float64 copies of the (rounded) inputs, it gives the exact answer and, through
 autograd, the exact gradients.
 
-Formulas: SwiGLU from Shazeer 2020 (arXiv 2002.05202), top-k experts from Shazeer et al. 2017 (1701.06538).
+Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538), activations in tmoe/activations.py.
 """
 
 import torch
-import torch.nn.functional as F
 
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer 2020)."""
-    return F.silu(gate) * up
-
-
-# of the clamped SwiGLU
-ALPHA = 1.702
-LIMIT = 7.0
-
-
-def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """(u + 1) * g * sigmoid(ALPHA * g), with g = min(gate, LIMIT) and u = up within +-LIMIT.
-
-    The activation of gpt-oss (OpenAI 2025).
-    """
-    gate = gate.clamp(max=LIMIT)
-    up = up.clamp(-LIMIT, LIMIT)
-    return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
-
-
-ACTIVATIONS = {"swiglu": swiglu, "clamped": clamped}
+from tmoe.activations import ACTIVATIONS
 
 
 def moe_mlp(
@@ -53,13 +31,15 @@ def moe_mlp(
         if gate_up_bias_E2F is not None:
             h = h + gate_up_bias_E2F[e]
         gate, up = h.chunk(2, dim=-1)
-        out = ACTIVATIONS[activation](gate, up) @ down_EDF[e].T
+        out = ACTIVATIONS[activation].formula(gate, up) @ down_EDF[e].T
         y_TD = y_TD.index_add(0, t, out * weights_TK[t, k, None].to(out.dtype))
     return y_TD
 
 
 def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K largest of softmax(logits), in fp32 or more, and their experts; divided by their sum if renormalize.
+    """The K largest of softmax(logits), in fp32 or more, and their experts.
+
+    Divided by their sum if renormalize.
 
     Chosen by logits: a softmax that has underflowed to 0 no longer tells experts apart.
     """

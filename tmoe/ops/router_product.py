@@ -1,22 +1,28 @@
 """router_product: a router's logits as accurate as an fp32 product, on the matrix units that multiply bf16.
 
-A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi - mid, exact down to
-2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in fp32, and fp32 is what the units add
-in; so the product of x with the pieces of W side by side, and the sum of what they give, is fp32's. A bf16 W is one piece.
+A number of 24 significant bits is the sum of three of 8 bits: hi = bf16(a), mid = bf16(a - hi), lo = a - hi -
+mid, exact down to 2^-110 (below, bf16's exponents end: at most 2^-134 is lost). Products of bf16 are exact in
+fp32, and the units add in fp32; so the product of x with the pieces of W side by side, and the sum of what
+they give, is as accurate as fp32's. A bf16 W is one piece.
 
-The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two (right to 2^-17 of
-each element, where bf16 shows 2^-8). dx is bf16: two of dlogits and at most two of W. One would do for a plain sum, but the
-gradient of a softmax adds up to zero over experts, and what is left of the sum must not be the rounding of its terms.
+The gradient dlogits is fp32 and is split too. dW takes as many pieces as its type can show: three, or two
+(right to 2^-17 of each element, where bf16 shows 2^-8). dx is bf16: it takes two of dlogits and at most two
+of W. One would do for a plain sum, but the gradient of a softmax adds up to zero over experts, and what is
+left of the sum must not be the rounding of its terms.
 """
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tmoe.ops.check import check_tensors, require
+from tmoe.ops.check import require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.eager import no_second_derivative
 from tmoe.ops.launch.launch import cdiv, launch
+from tmoe.ops.register import Backward, register_differentiable
 
 HI, MID, LO = 0, 1, 2
 PIECES = {torch.bfloat16: 1, torch.float16: 2}  # of W; three of what is wider
@@ -24,15 +30,19 @@ LARGEST = torch.finfo(torch.bfloat16).max
 ALIGN = 8  # experts: rows of bf16 pieces start on 16 bytes, or cuBLAS reads them without its fast loads
 
 
-def router_product(x_TD, weight_ED):
-    """x W^T with fp32's accuracy whatever the settings for fp32 products (TF32) or autocast.
+def router_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x W^T with fp32's accuracy, whatever the settings for fp32 products (TF32) or autocast.
 
-    Args: x_TD [T, D] bfloat16; T may be 0 and may change without recompilation. weight_ED [E, D] of any float type (float64
-        counts as float32). Any E and D; on a GPU multiples of 4 and 8 are fast.
-    Returns: logits_TE fp32. Differentiable, once, in both; gradients in the types of x and weight. Keeps nothing but its inputs.
-    Raises ValueError for shapes, types or devices that do not fit. What an fp32 product makes inf or NaN, this makes inf or NaN.
+    Args:
+        x_TD: [T, D] bfloat16; T may be 0 and may change without recompilation.
+        weight_ED: [E, D] of any float type (float64 counts as float32). Any E and D; on a GPU multiples of 4
+            and 8 are fast.
 
-    Not for float16 x: it takes two pieces, so twice the work, and nothing here trains in it.
+    Returns logits_TE fp32, differentiable once in both arguments, with gradients in their types. Keeps
+    nothing but its inputs. What an fp32 product makes inf or NaN, this makes inf or NaN. Raises ValueError
+    for shapes, types or devices that do not fit.
+
+    Not for float16 x: it would take two pieces, so twice the work, and no model here trains in it.
     """
     require(x_TD.dim() == 2, "x", f"shape {tuple(x_TD.shape)}", "[T, D]")
     require(x_TD.dtype == torch.bfloat16, "x", x_TD.dtype, torch.bfloat16)
@@ -43,71 +53,27 @@ def router_product(x_TD, weight_ED):
     return torch.ops.tmoe.router_product(x_TD, weight_ED)
 
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
-_lib.define("router_product(Tensor x, Tensor weight) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_lib.define(
-    "router_product_backward(Tensor dlogits, Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
+def _without_autocast(run: Callable) -> Callable:
+    """run(*tensors), in the types that it asks for."""
+
+    def exact(*tensors: Tensor) -> Any:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return run(*tensors)
+
+    return exact
 
 
-@torch.library.impl("tmoe::router_product", "CPU", lib=_lib)
-def _forward_cpu(x, weight):
-    with torch.autocast("cpu", enabled=False):
-        return forward(x, weight)
-
-
-@torch.library.impl("tmoe::router_product", "CUDA", lib=_lib)
-def _forward_gpu(x, weight):
-    with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
-        return forward(x, weight)
-
-
-@torch.library.register_fake("tmoe::router_product", lib=_lib)
-def _forward_fake(x, weight):
+def _forward_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.impl("tmoe::router_product_backward", "CPU", lib=_lib)
-def _backward_cpu(dlogits, x, weight):
-    with torch.autocast("cpu", enabled=False):
-        return backward(dlogits, x, weight)
+# ---- the arithmetic, on any device
 
 
-@torch.library.impl("tmoe::router_product_backward", "CUDA", lib=_lib)
-def _backward_gpu(dlogits, x, weight):
-    with torch.cuda.device(x.device), torch.autocast("cuda", enabled=False):
-        return backward(dlogits, x, weight)
-
-
-@torch.library.register_fake("tmoe::router_product_backward", lib=_lib)
-def _backward_fake(dlogits, x, weight):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _save(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, dlogits):
-    if dlogits is None:
-        return None, None
-    check_tensors(dlogits=dlogits)
-    x, weight = ctx.saved_tensors
-    return torch.ops.tmoe.router_product_backward(dlogits, x, weight)
-
-
-torch.library.register_autograd("tmoe::router_product", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::router_product_backward", no_second_derivative, lib=_lib)
-
-
-# The arithmetic, on any device ----------------------------------------------------------------------------------------
-
-
-def forward(x, weight):
+def forward(x: Tensor, weight: Tensor) -> Tensor:
     """logits [T, E] fp32: one product, and with a W of several pieces the sum of theirs."""
-    (T, _), E = x.shape, weight.shape[0]
+    T = x.shape[0]
+    E = weight.shape[0]
     pieces = PIECES.get(weight.dtype, 3)
     if not T:
         return x.new_empty(0, E, dtype=torch.float32)
@@ -118,13 +84,18 @@ def forward(x, weight):
     return add(parts.unbind(1), torch.float32)
 
 
-def backward(dlogits, x, weight):
-    """dx [T, D] and dW [E, D]: dlogits split once; two products; the pieces of dx are added inside its product."""
-    (E, D), pieces = weight.shape, PIECES.get(weight.dtype, 3)
+def backward(dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dx [T, D] and dW [E, D].
+
+    dlogits is split once, for two products; the pieces of dx are added inside its product.
+    """
+    E, D = weight.shape
+    pieces = PIECES.get(weight.dtype, 3)
     if not x.shape[0]:
         return torch.empty_like(x), torch.zeros_like(weight)
-    # [lo |] mid | hi        times x: dW
-    #        mid | hi [| hi] times the rows of W hi, hi [, mid]: dx, without mid * mid, which is 2^-16 of hi * hi
+    # [lo |] mid | hi         times x: dW
+    #        mid | hi [| hi]  times the rows of W hi, hi [, mid]: dx
+    # without mid * mid, which is 2^-16 of hi * hi
     several = pieces > 1
     d = beside(dlogits, (LO,) * (pieces == 3) + (MID, HI) + (HI,) * several)
     width = cdiv(E, ALIGN) * ALIGN
@@ -134,23 +105,26 @@ def backward(dlogits, x, weight):
     return product(d[:, -factors.shape[0] :], factors, x.dtype), add(parts.unbind(0), weight.dtype)
 
 
-def product(a, b, dtype=torch.float32):
+def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """a b of bf16 operands, added in fp32 and rounded once to dtype."""
-    if not a.is_cuda or torch.version.hip:  # bf16 in, fp32 out is cuBLAS's alone
+    if not a.is_cuda or torch.version.hip:  # only cuBLAS takes bf16 and gives fp32
         return (a.float() @ b.float()).to(dtype)
     return torch.mm(a, b, out_dtype=dtype)
 
 
-def add(parts, dtype):
-    """Their sum in fp32, the small ones (which come first) first, rounded once to dtype."""
+def add(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Their sum in fp32, rounded once to dtype. The small parts come first, and are added first."""
     total = parts[0]
     for part in parts[1:-1]:
         total = total + part
     return torch.add(total, parts[-1], out=torch.empty(total.shape, dtype=dtype, device=total.device))
 
 
-def beside(a_RC, order):
-    """[R, pieces * columns]: the pieces of a in this order, side by side, each padded with zeros to a multiple of ALIGN."""
+def beside(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
+    """[R, pieces * columns]: the pieces of a in this order, side by side.
+
+    Each is padded with zeros to a multiple of ALIGN columns.
+    """
     R, C = a_RC.shape
     columns = cdiv(C, ALIGN) * ALIGN
     out = torch.empty(R, len(order) * columns, dtype=torch.bfloat16, device=a_RC.device)
@@ -158,7 +132,7 @@ def beside(a_RC, order):
     return out
 
 
-def stacked(a_RC, order):
+def stacked(a_RC: Tensor, order: tuple[int, ...]) -> Tensor:
     """[pieces * rows, C]: the pieces of a in this order, below each other, padded likewise."""
     R, C = a_RC.shape
     rows = cdiv(R, ALIGN) * ALIGN
@@ -167,9 +141,12 @@ def stacked(a_RC, order):
     return out
 
 
-def split(a_RC, order, out_PRC):
-    """Fill out, a view [pieces, rows >= R, columns >= C] with columns next to each other, with pieces of a and zeros around."""
-    if a_RC.device.type != "cpu":  # meta: see trace
+def split(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
+    """Fill out with pieces of a, and with zeros around them.
+
+    out is a view [pieces, rows >= R, columns >= C] whose columns are next to each other.
+    """
+    if a_RC.device.type != "cpu":  # meta tensors too: see trace
         return split_gpu(a_RC.contiguous(), order, out_PRC)
     R, C = a_RC.shape
     pieces = three_pieces(a_RC)
@@ -178,8 +155,11 @@ def split(a_RC, order, out_PRC):
         out[:R, :C] = pieces[piece]
 
 
-def three_pieces(a):
-    """(hi, mid, lo), bf16. Where bf16(a) would be inf and a is not, hi is bf16's largest; of inf and NaN all is in hi."""
+def three_pieces(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(hi, mid, lo), bf16.
+
+    Where bf16(a) would be inf and a is not, hi is bf16's largest. Of inf and NaN all is in hi.
+    """
     a = a.float()
     finite = a.abs() < float("inf")
     hi = torch.where(finite, a.clamp(-LARGEST, LARGEST), a).to(torch.bfloat16)
@@ -191,7 +171,8 @@ def three_pieces(a):
 @triton.jit(do_not_specialize=["R", "rows"])
 def split_kernel(
     a, out, R, rows,
-    C: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROW: tl.constexpr, PIECES: tl.constexpr, ORDER: tl.constexpr,
+    C: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr, ROW: tl.constexpr, PIECES: tl.constexpr,
+    ORDER: tl.constexpr,
     LARGEST: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """`three_pieces` of BR x BC elements; PIECE, ROW: strides of out; two bits of ORDER name a piece."""
@@ -214,7 +195,7 @@ def split_kernel(
         tl.store(out + row * ROW + column + i * PIECE, piece, mask=stored)
 
 
-def split_gpu(a_RC, order, out_PRC):
+def split_gpu(a_RC: Tensor, order: tuple[int, ...], out_PRC: Tensor) -> None:
     """`split` in one launch, which reads a once."""
     R, C = a_RC.shape
     pieces, rows, columns = out_PRC.shape
@@ -222,15 +203,30 @@ def split_gpu(a_RC, order, out_PRC):
     BR = 2048 // BC
     launch(
         split_kernel, (cdiv(rows, BR), cdiv(columns, BC)), a_RC, out_PRC, R, rows,
-        C, columns, out_PRC.stride(0), out_PRC.stride(1), pieces, sum(piece << 2 * i for i, piece in enumerate(order)),
+        C, columns, out_PRC.stride(0), out_PRC.stride(1), pieces, sum(piece << 2 * i for i,
+        piece in enumerate(order)),
         LARGEST, BR, BC, num_warps=4,
     )  # fmt: skip
 
 
-def trace(T, D, E, dtype):
+def trace(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     """Run the op on meta tensors inside compile_only, as precompile.py does; dtype: of the weight."""
-    x, weight = (
-        torch.empty(T, D, dtype=torch.bfloat16, device="meta"),
-        torch.empty(E, D, dtype=dtype, device="meta"),
-    )
+    x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(E, D, dtype=dtype, device="meta")
     backward(forward(x, weight), x, weight)
+
+
+register_differentiable(
+    "router_product",
+    "(Tensor x, Tensor weight) -> Tensor",
+    returns="logits",
+    cpu=_without_autocast(forward),
+    cuda=_without_autocast(forward),
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dlogits, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+        gradients="x weight",
+        cpu=_without_autocast(backward),
+        cuda=_without_autocast(backward),
+    ),
+)

@@ -1,6 +1,7 @@
-"""The sum of the parts of a gradient that several ranks computed, in fp32 and in their order, in one pass over memory.
+"""The sum of a gradient's parts from several ranks, in fp32 and in rank order, in one pass over memory.
 
-torch's own reduction over an outer axis of 2 goes at a third of the memory's rate, beside products that want the same multiprocessors.
+torch's own reduction over an outer axis of 2 runs at a third of the memory's rate, next to products that need
+the same multiprocessors.
 """
 
 import torch
@@ -14,7 +15,10 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["P", "units"])
 def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """out [n] = parts [P, n] added up; n is `units` times UNIT: of 16 the compiler knows that it may load them 16 bytes at a time."""
+    """out [n] = parts [P, n] added up, where n is `units` times UNIT.
+
+    With a UNIT of 16 the compiler knows that it may load 16 bytes at a time.
+    """
     n = units.to(tl.int64) * UNIT
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
@@ -27,7 +31,7 @@ def sum_parts_kernel(parts, out, P, units, UNIT: tl.constexpr, BLOCK: tl.constex
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """[P, ...] of any float type on a GPU, contiguous: [...] in fp32."""
+    """parts [P, ...] of any float type, contiguous, on a GPU, added up: [...] in fp32."""
     out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     if n := out.numel():
         unit = 1 if n % 16 else 16
@@ -45,7 +49,7 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def trace(dtype):
-    """Launch it for gradients of dtype and for sums over micro-batches, on meta tensors, inside compile_only."""
+def trace(dtype: torch.dtype) -> None:
+    """Launch it for gradients of dtype and sums over micro-batches; on meta tensors, inside compile_only."""
     for kind in {dtype, torch.float32}:
         sum_parts(torch.empty(2, 64, dtype=kind, device="meta"))

@@ -3,14 +3,16 @@
     forward     h = x gate_up^T   act = silu(gate) up   y = act down^T
     backward    d_act = dy down   act again, dh         the gradients of down, x and gate_up
 
-Products are torch.mm. Between two of them stands one pass over memory, which in backward makes act and dh at once.
-
-next: exchange.py
+Products are torch.mm. Between two of them stands one pass over memory, which in backward computes act and dh
+together.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import power_of_2
@@ -39,9 +41,10 @@ def swiglu_kernel(h, act, d_act, dh, T, F, BT: tl.constexpr, BF: tl.constexpr):
     tl.store(act + at, a.to(act.dtype.element_ty), mask=here)
 
 
-def activate(h_T2F, d_act_TF=None):
-    """act [T, F], and the gradient of h, given that of act (else None). Contiguous, as both results."""
-    T, F = h_T2F.shape[0], h_T2F.shape[1] // 2
+def activate(h_T2F: Tensor, d_act_TF: Tensor | None = None) -> tuple[Tensor, Any]:
+    """act [T, F] from h [T, 2F]; given the gradient of act, also that of h (else None). All contiguous."""
+    T = h_T2F.shape[0]
+    F = h_T2F.shape[1] // 2
     act = torch.empty(T, F, dtype=h_T2F.dtype, device=h_T2F.device)
     dh = None if d_act_TF is None else torch.empty_like(h_T2F)
     columns = min(1024, power_of_2(F))
@@ -51,14 +54,16 @@ def activate(h_T2F, d_act_TF=None):
     return act, dh
 
 
-def forward(x_TD, gate_up_2FD, down_DF):
+def forward(x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> tuple[Tensor, Tensor]:
     """y [T, D] and h [T, 2F], all in the type of x."""
     with torch.autocast(x_TD.device.type, enabled=False):
         h = x_TD @ gate_up_2FD.t()
         return activate(h)[0] @ down_DF.t(), h
 
 
-def backward(dy_TD, x_TD, gate_up_2FD, down_DF, h_T2F):
+def backward(
+    dy_TD: Tensor, x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor, h_T2F: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, gate_up and down."""
     with torch.autocast(x_TD.device.type, enabled=False):
         act, dh = activate(h_T2F, dy_TD @ down_DF)
@@ -66,7 +71,7 @@ def backward(dy_TD, x_TD, gate_up_2FD, down_DF, h_T2F):
         return dh @ gate_up_2FD, dh.t() @ x_TD, d_down
 
 
-def trace(T, F, dtype):
+def trace(T: int, F: int, dtype: torch.dtype) -> None:
     """Launch the kernel, forward and backward, on meta tensors, inside compile_only."""
     h, act = (torch.empty(T, width, dtype=dtype, device="meta") for width in (2 * F, F))
     activate(h)

@@ -1,30 +1,36 @@
-"""softmax_topk: a router's choice as one differentiable op, which keeps nothing that its callers do not keep anyway.
+"""softmax_topk: a router's choice of experts as one differentiable op that keeps nothing extra for backward.
 
-Eager, softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms of a layer of 64 experts and
-32768 tokens. Here backward computes them again from the logits.
+In eager mode softmax and topk write the probabilities and keep them for backward: 16 MiB and 0.5 ms for a
+layer of 64 experts and 32768 tokens. Here backward computes them again from the logits.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tmoe.ops import reference
 from tmoe.ops.check import FLOATS, check_tensors, require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.eager import no_second_derivative, unwatched
+from tmoe.ops.launch.eager import unwatched
 from tmoe.ops.launch.launch import cdiv, early, launch
+from tmoe.ops.register import Backward, register_differentiable
 
 
-def softmax_topk(logits_TE, K, renormalize):
-    """The K largest of softmax(logits[t]), in decreasing order, and which they are; divided by their sum if renormalize.
+def softmax_topk(logits_TE: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The K largest of softmax(logits[t]), in decreasing order, and which they are.
 
-    With renormalize this is also the softmax over the K largest logits. Of equal logits the lower expert comes first (on a
-    GPU; on a CPU as torch.topk has it); NaN counts as largest, and its token's weights are NaN.
+    With renormalize they are divided by their sum; this is also the softmax over the K largest logits. Of
+    equal logits the lower expert comes first (on a GPU; on a CPU the order is torch.topk's). NaN counts as
+    largest, and its token's weights are NaN.
 
-    Args: logits_TE [T, E], any float type (fp64 on a CPU only); 1 <= K <= E. T may be 0.
-    Returns: weights_TK fp32 (fp64 for fp64 logits), differentiable; ids_TK int32.
-    Raises ValueError for shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
+    Args:
+        logits_TE: [T, E], any float type (fp64 on a CPU only). T may be 0.
+        K: 1 <= K <= E.
+
+    Returns weights_TK fp32 (fp64 for fp64 logits), differentiable, and ids_TK int32. Raises ValueError for
+    shapes or types that do not fit. Definition: `tmoe.ops.reference.softmax_topk`.
     """
     check_tensors(logits=logits_TE)
     require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
@@ -49,112 +55,38 @@ def softmax_topk(logits_TE, K, renormalize):
     return torch.ops.tmoe.softmax_topk(logits_TE, K, renormalize)
 
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
-_lib.define(
-    "softmax_topk(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_lib.define(
-    "softmax_topk_backward(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-def _wide(logits):
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _forward_cpu(logits, K, renormalize):
+def _forward_cpu(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, ids = reference.softmax_topk(logits, K, renormalize)
     return weights.contiguous(), ids.contiguous()
 
 
-def _forward_gpu(logits, K, renormalize):
-    with torch.cuda.device(logits.device):
-        return forward(logits, K, renormalize)
-
-
-@torch.library.register_fake("tmoe::softmax_topk", lib=_lib)
-def _forward_fake(logits, K, renormalize):
+def _forward_fake(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     T = logits.shape[0]
-    return logits.new_empty(T, K, dtype=_wide(logits)), logits.new_empty(T, K, dtype=torch.int32)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(T, K, dtype=wide), logits.new_empty(T, K, dtype=torch.int32)
 
 
-def _backward_cpu(dw, logits, weights, ids, renormalize):
+def _backward_cpu(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     """w_k (dw_k - <w, dw>) at the chosen; without renormalize the pull -p_e <w, dw> goes to all experts."""
     weighted = weights * dw
     pull = weighted.sum(-1, keepdim=True)
     if renormalize:
         return torch.zeros_like(logits).scatter_(1, ids.long(), (weighted - weights * pull).to(logits.dtype))
-    return (
-        (logits.to(weights.dtype).softmax(-1) * -pull).scatter_add_(1, ids.long(), weighted).to(logits.dtype)
-    )
-
-
-def _backward_gpu(dw, logits, weights, ids, renormalize):
-    with torch.cuda.device(logits.device):
-        return backward(dw, logits, weights, ids, renormalize)
-
-
-@torch.library.register_fake("tmoe::softmax_topk_backward", lib=_lib)
-def _backward_fake(dw, logits, weights, ids, renormalize):
-    return logits.new_empty(logits.shape)
-
-
-_lib.impl("softmax_topk", _forward_cpu, "CPU")
-_lib.impl("softmax_topk", _forward_gpu, "CUDA")
-_lib.impl("softmax_topk_backward", _backward_cpu, "CPU")
-_lib.impl("softmax_topk_backward", _backward_gpu, "CUDA")
-
-
-def _save(ctx, inputs, output):
-    logits, _, ctx.renormalize = inputs
-    weights, ids = output
-    ctx.mark_non_differentiable(ids)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, weights, ids)
-
-
-def _differentiate(ctx, dw, _):
-    if dw is None:
-        return None, None, None
-    check_tensors(dw=dw)
-    return torch.ops.tmoe.softmax_topk_backward(dw, *ctx.saved_tensors, ctx.renormalize), None, None
-
-
-torch.library.register_autograd("tmoe::softmax_topk", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::softmax_topk_backward", no_second_derivative, lib=_lib)
-
-
-class _Straight(torch.autograd.Function):
-    """The op on a GPU, without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, logits, K, renormalize):
-        weights, ids = _forward_gpu(logits, K, renormalize)
-        _save(ctx, (logits, K, renormalize), (weights, ids))
-        return weights, ids
-
-    @staticmethod
-    def backward(ctx, dw, _):
-        if dw is None:
-            return None, None, None
-        check_tensors(dw=dw)
-        logits, weights, ids = ctx.saved_tensors
-        alone = unwatched(dw) and not torch.is_grad_enabled()
-        run = _backward_gpu if alone else torch.ops.tmoe.softmax_topk_backward
-        return run(dw, logits, weights, ids, ctx.renormalize), None, None
+    everywhere = logits.to(weights.dtype).softmax(-1) * -pull
+    return everywhere.scatter_add_(1, ids.long(), weighted).to(logits.dtype)
 
 
 @triton.jit(do_not_specialize=["T"])
 def topk_kernel(
     logits, weights, ids, T,
-    E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """R tokens a program: K times the largest key. A key is the logit's order-preserving bits above its expert's, reversed.
+    """R tokens a program: K times the largest key.
 
-    A row lies in EP / W tiles of W columns, over which a thread looks for the largest by itself before it asks others.
+    A key is the logit's order-preserving bits above its expert's, reversed. A row lies in EP / W tiles of W
+    columns; a thread looks for the largest in them by itself before it asks other threads.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -208,7 +140,8 @@ def topk_kernel(
 @triton.jit(do_not_specialize=["T"])
 def topk_backward_kernel(
     dw, logits, weights, ids, d_logits, T,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr, RENORMALIZE: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, R: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """As in `_backward_cpu`; a chosen expert's is w (dw - <w, dw>) in both cases, and stored by itself."""
     r = tl.program_id(0) * R + tl.arange(0, R)
@@ -234,34 +167,43 @@ def topk_backward_kernel(
     tl.store(d_logits + row + i, (w * (g - pull[:, None])).to(d_logits.dtype.element_ty), mask=mine)
 
 
-def rows_a_program(E, T):
-    """Tokens whose logits fill 16 registers of each of 128 threads, or fewer: so many that about 128 programs share the work (512
-    tokens of 128 experts: 8.3 to 2.9 us)."""
+def rows_a_program(E: int, T: int) -> int:
+    """Tokens a program: their logits fill at most 16 registers of each of 128 threads.
+
+    Fewer where that leaves under some 128 programs to share the work (512 tokens of 128 experts: 8.3 us
+    became 2.9).
+    """
     return max(1, min(2048 // power_of_2(E), power_of_2(T) // 128))
 
 
-def tile_width(E, K, R):
-    """Columns of a tile: 32 are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times; few rows need more, or
-    threads would do each other's work. No more than 128 tile maxima (or K) in the program, which is unrolled."""
+def tile_width(E: int, K: int, R: int) -> int:
+    """Columns of a tile.
+
+    32 columns are 8 threads a row, which ask each other 3 times where 32 threads ask 5 times. Few rows need
+    more columns, or threads would do each other's work. The program is unrolled, so it has no more than 128
+    tile maxima (or K).
+    """
     EP = power_of_2(E)
     return min(EP, max(32, 512 // R, EP * power_of_2(K) // 128))
 
 
-def forward(logits, K, renormalize):
+def forward(logits: Tensor, K: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The op on the GPU."""
     logits = logits.contiguous()
     T, E = logits.shape
-    weights, ids = logits.new_empty(T, K, dtype=torch.float32), logits.new_empty(T, K, dtype=torch.int32)
+    weights = logits.new_empty(T, K, dtype=torch.float32)
+    ids = logits.new_empty(T, K, dtype=torch.int32)
     R = rows_a_program(E, T)
     if T:
         launch(
-            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K, power_of_2(K), R, renormalize,
+            topk_kernel, (cdiv(T, R),), logits, weights, ids, T, E, power_of_2(E), tile_width(E, K, R), K,
+            power_of_2(K), R, renormalize,
             bool(early(logits.device)), num_warps=4,
         )  # fmt: skip
     return weights, ids
 
 
-def backward(dw, logits, weights, ids, renormalize):
+def backward(dw: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, renormalize: bool) -> Tensor:
     """Its gradient on the GPU."""
     dw, logits, weights, ids = (t.contiguous() for t in (dw, logits, weights, ids))
     T, E = logits.shape
@@ -273,3 +215,19 @@ def backward(dw, logits, weights, ids, renormalize):
             ids.shape[1], power_of_2(ids.shape[1]), R, renormalize, num_warps=4,
         )  # fmt: skip
     return d_logits
+
+
+_Straight = register_differentiable(
+    "softmax_topk",
+    "(Tensor logits, int K, bool renormalize) -> (Tensor, Tensor)",
+    returns="weights ids",
+    cpu=_forward_cpu,
+    cuda=forward,
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dw, Tensor logits, Tensor weights, Tensor ids, bool renormalize) -> Tensor",
+        gradients="logits",
+        cpu=_backward_cpu,
+        cuda=backward,
+    ),
+)

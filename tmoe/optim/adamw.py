@@ -1,4 +1,4 @@
-"""AdamW on parameters of any meshes, its schedule, the average of the weights, and the guard against non-finite steps.
+"""AdamW on parameters of any meshes: its groups, its step, its state by name.
 
 Sees tensors and their names, never the model.
 
@@ -19,32 +19,33 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw import adamw_
-from tmoe.parallel.copies import make_stale, version, working_copy
+from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part
 from tmoe.stack import need
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
-PIECE = 2**26  # elements whose moments are on the GPU at a time, twice over: 1 GiB
+PIECE = 2**26  # elements whose moments are on the GPU at a time, for each of two streams: 1 GiB
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """AdamW's groups: with and without decay, per mesh; parameters that need no gradient are left out.
+    """AdamW's groups: with and without decay, per mesh. Parameters that need no gradient are left out.
 
-    A parameter with fewer than two axes (norms, biases, sinks) and the experts' stacked biases [E, 2F] get no decay: they scale
-    or shift, and have no matrix norm to bound. Experts [E, 2F, D] are matrices and do. So does the embedding: tied, it is the head, and
-    one rule for both cases is plainer (OLMo 2 leaves it out, so that rows of rare tokens do not shrink between visits).
+    A parameter with fewer than two axes (norms, biases, sinks) and the experts' stacked biases [E, 2F] get no
+    decay: they scale or shift, and have no matrix norm to bound. Experts [E, 2F, D] are matrices and do. So
+    does the embedding: tied, it is the head, and one rule for both cases is plainer. (OLMo 2 leaves it out,
+    so that rows of rare tokens do not shrink between visits.)
 
-    Per mesh, because fused and foreach AdamW refuse plain tensors among DTensors ("got mixed torch.Tensor and DTensor"),
-    and DTensor promises nothing about operands of two meshes (fused AdamW took them on 2.13).
+    Per mesh, because fused and foreach AdamW refuse plain tensors among DTensors ("got mixed torch.Tensor and
+    DTensor"), and DTensor promises nothing about operands of two meshes (fused AdamW took them on 2.13).
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for name, p in named_parameters:
         if p.requires_grad:
-            groups[
-                p.ndim >= 2 and not name.endswith("bias"), p.device_mesh if isinstance(p, DTensor) else None
-            ].append(p)
+            decays = p.ndim >= 2 and not name.endswith("bias")
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
+            groups[decays, mesh].append(p)
     return [
         dict(params=params, weight_decay=weight_decay if decays else 0.0)
         for (decays, _), params in groups.items()
@@ -52,18 +53,23 @@ def parameter_groups(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, of which clipping and the choice not to step are part, both made on the device: no host waits.
+    """torch's AdamW with clipping and the choice to skip a step, both on the device: the host does not wait.
 
-    On a GPU one pass over the memory of all parameters does it (ops/adamw.py): gradients of any float type are read once and not
-    written, working copies (parallel/copies.py) are written beside the weights. `keeps_fresh` says that nobody else writes to
-    the weights without `make_stale`, so that no forward need cast them again.
+    On a GPU one pass over the memory of all parameters does the step (ops/adamw.py): gradients of any float
+    type are read once and not written, and working copies (parallel/copies.py) are written beside the
+    weights.
+
+    keeps_fresh: everything else that writes to the weights calls `make_stale`, so no forward need cast them
+        again.
+    offload: the moments lie in pinned host memory.
+    factor, finite: of the step to come, see `decide`.
+    streams: two, made by the first step that needs them: the allocator keeps for each what it has used.
     """
 
     keeps_fresh = False
-    offload = False  # moments lie in pinned host memory
+    offload = False
     factor: Tensor | None = None
     finite: Tensor | None = None
-    # two, of the first step that needs them: the allocator keeps for each what it has used
     streams: tuple[torch.cuda.Stream, ...] = ()
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -71,19 +77,23 @@ class AdamW(torch.optim.AdamW):
         for name in ("amsgrad", "maximize"):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
-        self._step_supports_amp_scaling = (
-            False  # so that a GradScaler unscales the gradients and skips steps itself
-        )
+        # So that a GradScaler unscales the gradients and skips steps itself.
+        self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:
-        """How the next `step` goes: gradients, whose norm this is, are clipped to `clip` (0: not); where finite is 0, parameters and
-        state stay as they are. 0-dim, on the device; equal on all ranks."""
+        """Decides how the next `step` goes: whether it clips, and whether it is skipped.
+
+        finite: 0-dim on the device; where it is 0, parameters and state stay as they are.
+        norm: of the gradients, 0-dim on the device. clip: the norm that they are clipped to (0: not).
+        All are equal on all ranks.
+        """
         self.finite = finite
         self.factor = (clip / (norm + 1e-6)).clamp(max=1.0).float() if clip else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Takes a step as `decide` said last, or else without clipping. ValueError for a closure."""
         if closure is not None:
             raise ValueError("AdamW.step: got a closure, valid is None: compute loss and gradients before")
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -105,37 +115,49 @@ class AdamW(torch.optim.AdamW):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            ones.append(torch.ones((), device=params[0].device))
-            factor, finite = (ones[-1] if t is None else t for t in (self.factor, self.finite))
             for p in params:
                 if not self.state[p]:
                     self.state[p] = _new_state(p, p.device, self.offload)
-            # a list, for a lone 0-dim tensor is taken for a number and read by the host
+
+            # The step of this group, on the device from end to end.
+            ones.append(torch.ones((), device=params[0].device))
+            factor = ones[-1] if self.factor is None else self.factor
+            finite = ones[-1] if self.finite is None else self.finite
+            # A list, for a lone 0-dim tensor is taken for a number and read by the host.
             torch._foreach_add_([self.state[p]["step"] for p in params], [finite] * len(params))
             step = partial(
-                adamw_, factor=factor, finite=finite,
-                lr=group["lr"], betas=group["betas"], eps=group["eps"], decay=group["weight_decay"],
-            )  # fmt: skip
-            together, copies = [], []
+                adamw_,
+                factor=factor,
+                finite=finite,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                decay=group["weight_decay"],
+            )
+
+            # All parameters in one call, or one by one where their moments come from the host.
+            rows: list[tuple] = []
+            copies: list[WorkingCopy] = []
             for p in params:
-                state, copy = self.state[p], working_copy(p)
+                state = self.state[p]
+                copy = working_copy(p)
                 if copy and copy.tensor.dtype == p.dtype:
                     copy.written(False)
                     copy = None  # it is the weight itself, or takes it before the next forward
                 tensors: list = [p, p.grad, state["exp_avg"], state["exp_avg_sq"], copy and copy.mine]
                 tensors = [None if t is None else local_part(t) for t in tensors]
                 if streams is None:
-                    together.append((*tensors, state["step"]))
+                    rows.append((*tensors, state["step"]))
                 else:
                     stream_moments(tensors, state["step"], streams, step)
                 if copy:
                     copies.append(copy)
-            step(together)
-            # a step that is skipped writes no copy: one that did not hold the parameter before does not hold it now
+            step(rows)
+
+            # A skipped step writes no copy: one that did not hold the parameter before does not hold it now.
             current = [copy.seen == version(copy.master) for copy in copies]
-            torch.autograd.graph.increment_version(
-                params
-            )  # our kernels write by address, which autograd does not see
+            # Our kernels write by address, which autograd does not see.
+            torch.autograd.graph.increment_version(params)
             for copy, was in zip(copies, current, strict=True):
                 copy.written(self.keeps_fresh and was)
         if streams is not None:
@@ -143,9 +165,20 @@ class AdamW(torch.optim.AdamW):
                 torch.cuda.current_stream().wait_stream(next(streams))
 
 
-def stream_moments(tensors: list, number: Tensor, streams: Iterator, step: Callable) -> None:
-    """step([(weight, grad, mean, square, copy, number)]) on pieces whose moments come from pinned memory and go back there. Pieces take turns on
-    two streams, so that one's way in overlaps with the other's way out; a stream works on one piece at a time, in bounded memory."""
+def stream_moments(
+    tensors: list[Any],
+    number: Tensor,
+    streams: Iterator[torch.cuda.Stream],
+    step: Callable[[list[tuple]], None],
+) -> None:
+    """Runs `step` on pieces of one parameter whose moments come from pinned memory and go back there.
+
+    Pieces take turns on two streams, so that one's way in overlaps with the other's way out. A stream works
+    on one piece at a time, in bounded memory.
+
+    tensors: weight, grad, mean, square, working copy (or None). number: the step count.
+    step: takes [(weight, grad, mean, square, copy, number)].
+    """
     pieces = [repeat(None) if t is None else t.view(-1).split(PIECE) for t in tensors]
     for weight, grad, *moments, copy in zip(*pieces, strict=False):  # repeat is endless
         stream = next(streams)
@@ -159,25 +192,32 @@ def stream_moments(tensors: list, number: Tensor, streams: Iterator, step: Calla
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], cfg: OptimConfig, device: torch.device
+    named_parameters: Iterable[tuple[str, Tensor]],
+    cfg: OptimConfig,
+    device: torch.device,
+    keeps_fresh: bool = False,
 ) -> AdamW:
-    """AdamW over `parameter_groups`, fused on CUDA and CPU.
+    """AdamW over `parameter_groups`, fused on CUDA and CPU. keeps_fresh: as AdamW's.
 
-    60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms; the difference is DTensor's
-    dispatch, which fused passes once a group.
+    60 DTensors [200, 300] on a CPU core: fused 4.2 ms a step, foreach 21 ms, one by one 32 ms. The difference
+    is DTensor's dispatch, which fused passes once a group.
     """
     groups = parameter_groups(named_parameters, cfg.weight_decay)
     if device.type == "cuda":
         for p in (p for group in groups for p in group["params"]):
-            p.grad_dtype = None  # any: a bf16 gradient that nobody reduces need not become fp32
+            p.grad_dtype = None  # any: a bf16 gradient that is not reduced need not become fp32
     optimizer = AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type in ("cuda", "cpu"))
+    optimizer.keeps_fresh = keeps_fresh
     optimizer.offload = cfg.offload and device.type == "cuda"
     return optimizer
 
 
 def init_state(optimizer: AdamW) -> None:
-    """Makes both moments and the step count of every parameter, all zero, so that a checkpoint can be loaded into them
-    before the first step (AdamW makes them in it, and leaves out parameters without a gradient)."""
+    """Makes both moments and the step count of every parameter, all zero.
+
+    So a checkpoint can be loaded into them before the first step. (AdamW makes them in that step, and leaves
+    out parameters without a gradient.)
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             device = p.device if group["fused"] else "cpu"  # where AdamW would put it
@@ -185,28 +225,30 @@ def init_state(optimizer: AdamW) -> None:
 
 
 def _new_state(p: Tensor, device: torch.device | str, offload: bool) -> dict[str, Tensor]:
+    """The state of a parameter before its first step. device: of the step count."""
     step = torch.zeros((), dtype=torch.float32, device=device)
     return dict(step=step, exp_avg=_zeros_like(p, offload), exp_avg_sq=_zeros_like(p, offload))
 
 
 def _zeros_like(p: Tensor, offload: bool) -> Tensor:
-    """Zeros laid out as p; with offload in pinned host memory, whatever the device of p's mesh."""
+    """Zeros laid out as p; with offload in pinned host memory, whatever the device of p's mesh is."""
     if not offload:
         return torch.zeros_like(p, memory_format=torch.preserve_format)
     zeros = torch.zeros(local_part(p).shape, dtype=p.dtype, pin_memory=True)
-    # from_local would move it to the mesh's device; FSDP2 keeps its offloaded parameters the same way
-    return (
-        DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False)
-        if isinstance(p, DTensor)
-        else zeros
-    )
+    if not isinstance(p, DTensor):
+        return zeros
+    # from_local would move it to the mesh's device. FSDP2 keeps its offloaded parameters the same way.
+    return DTensor(zeros, need(p, "_spec", "--optim.offload"), requires_grad=False)
 
 
 def optimizer_tensors(
     optimizer: torch.optim.AdamW, named_parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter: the state itself, not copies, so loading
-    into them in place restores the optimizer. Call `init_state` first."""
+    """The state by name: `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME` (0-dim) of each parameter.
+
+    These are the state itself, not copies, so to load into them in place restores the optimizer. Call
+    `init_state` first.
+    """
     state = optimizer.state
     return {
         f"{key}.{name}": state[p][key] for key in STATE for name, p in named_parameters.items() if p in state
@@ -214,6 +256,7 @@ def optimizer_tensors(
 
 
 def _local(t: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, without its history."""
     return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
 
 

@@ -13,9 +13,10 @@ from tmoe.parallel.copies import make_stale
 
 
 class Ema:
-    """Exponential moving average of the weights, in fp32, sharded as the weights are; starts as a copy of them.
+    """Exponential moving average of the weights: fp32, sharded as they are; starts as a copy of them.
 
-    After n updates the start still counts with decay^n, so decay belongs near 1 - 1/(a tenth of the run) or below.
+    After n updates the start still counts with decay^n, so decay should be near 1 - 1/(a tenth of the run) or
+    below.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float):
@@ -24,12 +25,15 @@ class Ema:
         self._averages = {n: p.detach().to(torch.float32, copy=True) for n, p in self._parameters.items()}
 
     def restart(self) -> None:
-        """The averages are copies of the weights once more: after loading those from elsewhere."""
+        """Makes the averages copies of the weights once more, after weights were loaded from elsewhere."""
         _copy(_locals(self._averages), _locals(self._parameters))
 
     @torch.no_grad()
     def update(self, taken: Tensor | None = None) -> None:
-        """average = decay * average + (1 - decay) * weight; once after each step. taken: 0 leaves the averages as they are."""
+        """Sets average = decay * average + (1 - decay) * weight; call it once after each step.
+
+        taken: 0-dim; 0 leaves the averages as they are.
+        """
         weight = 1.0 - self.decay if taken is None else taken * (1.0 - self.decay)
         for average, w in zip(_locals(self._averages), _locals(self._parameters), strict=True):
             average.lerp_(w.float(), weight)
@@ -40,14 +44,15 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The parameters hold the average inside, and exactly what they held before afterwards, also after an exception.
+        """Inside, the parameters hold the averages; afterwards, also on an error, exactly their old values.
 
-        fp32 weights and averages change places one by one, and no second copy of a model is held; of others a copy is. FSDP2 modules have to
-        be sharded at both ends (after a backward they are; after a forward alone call `.reshard()` inside)."""
+        fp32 weights and averages change places one by one, so there is no second copy of the model. Weights
+        of other types are copied. FSDP2 modules have to be sharded at both ends: they are after a backward;
+        after a forward alone call `.reshard()` inside.
+        """
         pairs = list(zip(_locals(self._parameters), _locals(self._averages), strict=True))
-        exact, rounded = (
-            [(w, a) for w, a in pairs if (w.dtype == a.dtype) is same] for same in (True, False)
-        )
+        exact = [(w, a) for w, a in pairs if w.dtype == a.dtype]
+        rounded = [(w, a) for w, a in pairs if w.dtype != a.dtype]
         kept = [w.clone() for w, _ in rounded]
         _exchange(exact)
         _copy([w for w, _ in rounded], [a for _, a in rounded])
@@ -62,6 +67,7 @@ class Ema:
 
 @torch.no_grad()
 def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges the values of both tensors of each pair."""
     for a, b in pairs:
         held = a.clone()
         a.copy_(b)

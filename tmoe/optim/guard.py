@@ -30,13 +30,16 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 class SkipGuard:
-    """Counts steps that were skipped because loss or gradient norm was not finite, and tells which losses are spikes.
+    """Counts steps skipped because loss or gradient norm was not finite, and says which losses are spikes.
 
-    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN. A spike is taken, for
-    clipping bounds it: a loss above SPIKE times the median of the last WINDOW finite ones, once there are WARM of them.
+    A step is skipped by not taking it. Multiplying its update by 0 would not do: 0 * NaN is NaN. A spike is a
+    loss above SPIKE times the median of the last WINDOW finite ones, once there are WARM of them. It is
+    taken, as clipping bounds it.
     """
 
-    WINDOW, WARM, SPIKE = 64, 8, 2.0
+    WINDOW = 64
+    WARM = 8
+    SPIKE = 2.0
 
     class TooMany(RuntimeError):
         """max_skips steps in a row were not finite; raised on every rank in the same step."""
@@ -48,7 +51,10 @@ class SkipGuard:
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def strange(self, finite: bool, loss: float) -> bool:
-        """Counts a step; whether someone should look at it: its loss is a spike, or it was skipped. Every rank passes the same values."""
+        """Counts a step; True if it should be looked at: its loss is a spike, or it was skipped.
+
+        Every rank passes the same values.
+        """
         spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
         if math.isfinite(loss):  # the window outlives a NaN
             self.losses.append(loss)
@@ -61,12 +67,14 @@ class SkipGuard:
         if self.in_a_row >= self.max_skips:
             raise self.TooMany(
                 f"step {step}: loss or gradient norm was not finite {self.in_a_row} times in a row "
-                f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or other data"
+                f"(--optim.max-skips={self.max_skips}); resume from a checkpoint with a lower --optim.lr or "
+                "other data"
             )
 
     def state_dict(self) -> dict[str, Any]:
         return dict(in_a_row=self.in_a_row, total=self.total, losses=list(self.losses))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.in_a_row, self.total = state["in_a_row"], state["total"]
+        self.in_a_row = state["in_a_row"]
+        self.total = state["total"]
         self.losses.extend(state["losses"])

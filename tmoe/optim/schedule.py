@@ -12,9 +12,12 @@ from tmoe.config.run import OptimConfig
 def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     """Share of the peak learning rate in step 0 ... steps-1 of a run.
 
-    Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then, with x going from 0 at
-    the start of the decay towards 1 at `steps` (which no step reaches, so none is wasted if min_lr is 0):
-    cosine m + (1 - m)(1 + cos(pi x))/2; linear and wsd 1 - (1 - m) x, wsd from step (1 - decay_fraction) steps on.
+    Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then the decay to
+    m = min_lr, with x from 0 at its start towards 1 at `steps`. (No step reaches x = 1, so none is wasted if
+    m is 0.)
+
+        cosine         m + (1 - m)(1 + cos(pi x))/2
+        linear, wsd    1 - (1 - m) x; wsd from step (1 - decay_fraction) steps on
     """
     if step < cfg.warmup:
         return (step + 1) / cfg.warmup
@@ -27,5 +30,6 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -6,7 +6,7 @@ from tmoe.parallel.mesh import Mesh, build_mesh
 __all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize", "pipeline"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     # late, because both stand above this package
     if name == "parallelize":
         from tmoe.model.parallelize import parallelize

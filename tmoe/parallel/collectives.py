@@ -1,31 +1,26 @@
-"""Moves rows between the ranks of an expert group, forward and backward, as custom ops that compile without a break.
+"""Moves rows between the ranks of an expert group, forward and backward, as custom ops without graph breaks.
 
     plan   forward: all-to-all of counts and ids            backward: none (ids have no gradient)
     push   forward: copy rows to their ranks, all-to-all    backward: pull
     pull   forward: all-to-all back, add up a token's rows  backward: push
 
-`torch.library.custom_op` and not an autograd.Function: on torch 2.11 a Function with collectives inside trained silently
-wrong under one compile backend. The number of rows that arrive is one unbacked size, made by `plan` alone, so that
-nothing recompiles when the routing changes.
+They are `torch.library.custom_op` and not an autograd.Function: on torch 2.11 a Function with collectives
+inside trained silently wrong under one compile backend. The number of rows that arrive is one unbacked size,
+made by `plan` alone, so nothing recompiles when the routing changes.
 
 next: moe/dispatch.py
 """
 
-import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.parallel.mesh import default_store
 from tmoe.stack import find
 
-# how functional collectives find a group by name, and where a group met
+# how functional collectives find a group by name
 _resolve_process_group = find("torch.distributed.distributed_c10d._resolve_process_group")
-_get_process_group_store = find("torch.distributed.distributed_c10d._get_process_group_store")
 _named: dict[str, dist.ProcessGroup] = {}  # by `name_of`, for a torch that does not find groups by name
 
 
@@ -36,13 +31,8 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
+    """The group of this name, as `name_of` gave it."""
     return _resolve_process_group(name) if _resolve_process_group else _named[name]
-
-
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    if _get_process_group_store:
-        return _get_process_group_store(group)
-    return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
@@ -54,11 +44,13 @@ def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -
 
 @torch.library.custom_op("tmoe::plan", mutates_args=())
 def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Who sends which token where: a token goes once to each rank that holds one of its experts.
+    """Which rank sends which token where: a token goes once to each rank that holds one of its experts.
 
-    Args: ids_TK int32 global expert ids, -1 for none; rank p holds experts p*local_experts and on.
-    Returns: ids_RK int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert; order_S int64,
-    token of each sent row, by rank, then token; splits_2P int64 on the CPU, rows sent to and received from each rank.
+    ids_TK: int32 global expert ids, -1 for none; rank p holds experts p*local_experts and on.
+    Returns:
+        ids_RK: int32, the arrived rows' ids local to this rank, -1 where another rank holds the expert.
+        order_S: int64, token of each sent row, by rank, then token.
+        splits_2P: int64 on the CPU, rows sent to and received from each rank.
     """
     ranks = dist.get_world_size(group_of(group))
     ranks_P = torch.arange(ranks, device=ids_TK.device)
@@ -78,7 +70,7 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
 
 
 @plan.register_fake
-def _(ids_TK, local_experts, group):
+def _(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
     ctx = torch.library.get_ctx()
     ranks = dist.get_world_size(group_of(group))
     return (
@@ -90,13 +82,16 @@ def _(ids_TK, local_experts, group):
 
 @torch.library.custom_op("tmoe::push", mutates_args=())
 def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
-    """Rows x_TD[order_S] to their ranks; returns the R rows that arrive here (ids_RK only tells how many)."""
+    """Sends rows x_TD[order_S] to their ranks; returns the R rows that arrive here.
+
+    ids_RK only tells how many arrive.
+    """
     send, receive = splits_2P.tolist()
     return _all_to_all(x_TD[order_S], send, receive, group)
 
 
 @push.register_fake
-def _(x_TD, ids_RK, order_S, splits_2P, group):
+def _(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
     return x_TD.new_empty(ids_RK.shape[0], *x_TD.shape[1:])
 
 
@@ -104,7 +99,10 @@ def _(x_TD, ids_RK, order_S, splits_2P, group):
 def pull(
     rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str
 ) -> Tensor:
-    """Rows back to where push took them from, added up over ranks in rank order in fp32 (fp64 as it is): x_TD, T = tokens."""
+    """Sends rows back to where `push` took them from, and adds up those of a token: x_TD, T = tokens.
+
+    The sum goes over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
+    """
     send, receive = splits_2P.tolist()
     rows_SD = _all_to_all(rows_RD, receive, send, group)
     dtype = torch.promote_types(rows_SD.dtype, torch.float32)
@@ -115,73 +113,28 @@ def pull(
 
 
 @pull.register_fake
-def _(rows_RD, ids_RK, order_S, splits_2P, tokens, group):
+def _(rows_RD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, tokens: int, group: str) -> Tensor:
     return rows_RD.new_empty(tokens, *rows_RD.shape[1:])
 
 
-def _push_setup(ctx, inputs, output):
+def _push_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TD, ids_RK, order_S, splits_2P, ctx.group = inputs
     ctx.tokens = x_TD.shape[0]
     ctx.save_for_backward(ids_RK, order_S, splits_2P)
 
 
-def _push_backward(ctx, grad_RD):
+def _push_backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
     return pull(grad_RD, *ctx.saved_tensors, ctx.tokens, ctx.group), None, None, None, None
 
 
-def _pull_setup(ctx, inputs, output):
+def _pull_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ids_RK, order_S, splits_2P, _, ctx.group = inputs
     ctx.save_for_backward(ids_RK, order_S, splits_2P)
 
 
-def _pull_backward(ctx, grad_TD):
+def _pull_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     return push(grad_TD, *ctx.saved_tensors, ctx.group), None, None, None, None, None
 
 
 push.register_autograd(_push_backward, setup_context=_push_setup)
 pull.register_autograd(_pull_backward, setup_context=_pull_setup)
-
-
-def together(group: dist.ProcessGroup, key: str, word: Any, ahead: Callable[[], Any]) -> list[Any] | None:
-    """The words (JSON) of all ranks of a group that call this with one key, through its store; None once ahead() says that one never will.
-
-    For what should be a collective, but other ranks may not see the reason for: all_gather_object would wait for them until the
-    watchdog ends the process. Raises TimeoutError after the store's timeout.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    store, rank = store_of(group), group.rank()
-    calls = f"tmoe {key} of {ranks}"  # groups that were split from one share its store
-    call = store.add(calls, 0)
-    prefix = f"{calls} {call}"
-    keys = [f"{prefix} {q}" for q in ranks]
-
-    def wait(done: Callable[[], bool], left: str) -> None:
-        end = time.monotonic() + store.timeout.total_seconds()
-        while not done():
-            if time.monotonic() > end:
-                missing = [q for q, k in zip(ranks, keys, strict=True) if not store.check([k])]
-                store.delete_key(left)
-                raise TimeoutError(f"{key}: ranks {missing} did not come within {store.timeout}")
-            time.sleep(0.01)
-
-    if ahead():  # which waits for this rank's own work: whose word is out has none behind it that others still wait for
-        return None
-    store.set(keys[rank], json.dumps(word))
-    passed = False
-
-    def all_here() -> bool:
-        nonlocal passed
-        passed = bool(ahead())  # before the words: a peer's may be of a later call
-        return passed or store.check(keys)
-
-    wait(all_here, keys[rank])
-    if passed:
-        store.delete_key(keys[rank])  # or who comes later would read it in another call
-        return None
-    words = [json.loads(store.get(k)) for k in keys]
-    if store.add(prefix, 1) == len(keys):  # all have read: the next call may begin
-        for k in (*keys, prefix):
-            store.delete_key(k)
-        store.add(calls, 1)
-    wait(lambda: store.add(calls, 0) > call, prefix)  # or this rank's next word would be read as this one
-    return words

@@ -1,14 +1,17 @@
-"""Working copies of experts that several ranks share: gathered once a step, their gradients added up by whoever holds the master.
+"""Working copies of experts that several ranks share: gathered once a step, gradients summed by their owner.
 
-FSDP2 casts a shard, gathers it and splits what came, forward and backward again; a gradient it casts, cuts, and reduces in fp32. Here
+FSDP2 casts a shard, gathers it and splits what came, forward and backward again; a gradient it casts, cuts,
+and reduces in fp32. Here, instead:
 
-    after a step    a rank's part of the copy, into which the optimizer has written, goes to the others: no cast, no buffer, no split
-                    (a part that nobody has written, as on a CPU and in fp32, is cast and goes with every forward)
-    backward        a part of a gradient goes to its owner in the compute type, as it was computed; the owner adds the parts up in fp32
+    after a step    A rank's part of the copy, into which the optimizer has written, goes to the others: no
+                    cast, no buffer, no split. (A part that was not written, as on a CPU and in fp32, is cast
+                    and goes with every forward.)
+    backward        A part of a gradient goes to its owner in the compute type, as it was computed. The owner
+                    adds the parts up in fp32.
 
-which is half of FSDP2's bytes between ranks, a fifth of its copies in memory where two share, and the same sum. It costs the memory of
-the copies; docs/decisions/004-experts-kept-whole.md has what it gives. Both ways lead beside the compute, as
-FSDP2's do: streams wait for what they need alone.
+That is half of FSDP2's bytes between ranks, a fifth of its copies in memory where two share, and the same
+sum. It costs the memory of the copies; docs/decisions/004-experts-kept-whole.md says what it gives. Both ways
+run beside the compute, as FSDP2's do: streams wait for what they need alone.
 
 next: moe/dispatch.py
 """
@@ -31,54 +34,60 @@ from tmoe.parallel.copies import WorkingCopy
 from tmoe.parallel.mesh import local_part
 from tmoe.stack import take
 
-all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # torch 2.13's name, and 2.11's
-# calls a function at the end of the backward that runs: FSDP2's way there, which has no public name
+# torch 2.13's name, and 2.11's
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Calls a function at the end of the backward that runs. FSDP2 does so too; there is no public name for it.
 at_the_end = take(
     "torch.autograd.Variable._execution_engine.queue_callback",
     "experts that data-parallel ranks share are gathered by FSDP2 (--parallel.whole-gib has no effect)",
 )
-AHEAD = 3  # gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them
+# Gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them.
+AHEAD = 3
 
 
 class Sharers:
-    """The ranks that share experts (the dp axis), and the streams beside the compute. `sync`: gradients travel in the next backward."""
+    """The ranks that share experts (the dp axis), and the streams beside the compute.
+
+    sync: gradients travel in the next backward.
+    begun: CUDA event at which the model's forward began, while it runs.
+    travelling: events at which gradients have left, with the gradients.
+    numbers: of the copies; all ranks make copies, and send what is left, in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size, self.sync = group, group.rank(), group.size(), True
-        self.begun: Any = None  # CUDA event at which the model's forward began, while it runs
-        self.travelling: deque[tuple[Any, Tensor]] = (
-            deque()
-        )  # gradients, and the event at which they have left
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.sync = True
+        self.begun: torch.Event | None = None
+        self.travelling: deque[tuple[torch.Event, Tensor]] = deque()
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.copies: weakref.WeakSet[GatheredCopy] = weakref.WeakSet()
-        self.numbers = (
-            itertools.count()
-        )  # of the copies: all ranks make them, and send what is left, in one order
-        gpu.waves = 4  # of this process: collectives as large as the experts run beside their products
+        self.numbers = itertools.count()
 
     def follow(self, model: FSDPModule) -> None:
-        """From now on hears when the model's forward begins and ends, and what FSDP2 is told of micro-batches."""
+        """Attaches the sharers to the model; all that they write outside of themselves is written here.
 
-        def begin(*_) -> None:
-            self.begun = (
-                torch.cuda.current_stream().record_event() if "nccl" in dist.get_backend(self.group) else None
-            )
+        Hooks tell when the model's forward begins and ends. The model's `set_requires_gradient_sync` tells
+        the sharers what it tells FSDP2. The experts' kernels of this process run in four waves.
+        """
+        gpu.waves = 4  # collectives as large as the experts run beside their products
+        on_gpu = "nccl" in dist.get_backend(self.group)
+
+        def begin(*_: Any) -> None:
+            self.begun = torch.cuda.current_stream().record_event() if on_gpu else None
 
         def end(module: nn.Module, args: Any, output: Any = None) -> None:
             self.begun = None
             left = self.sync and any(copy.unsent is not None for copy in self.copies)
-            if (
-                left and isinstance(output, Tensor) and output.requires_grad
-            ):  # its backward may reach no expert
+            # The backward of this output may reach no expert.
+            if left and isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: at_the_end(self.finish))
 
         def tell(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
             told(requires_gradient_sync, recurse=recurse)
-            self.sync = (
-                requires_gradient_sync if recurse else self.sync
-            )  # else it speaks of the root's own parameters
+            if recurse:  # else it is about the root's own parameters
+                self.sync = requires_gradient_sync
 
         told = model.set_requires_gradient_sync
         vars(model)["set_requires_gradient_sync"] = tell
@@ -87,19 +96,26 @@ class Sharers:
         model.register_forward_hook(end, always_call=True)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """What travels comes before the products, as FSDP2 has it: its peers wait for it, and kernels of theirs may wait for them."""
+        """The stream of this name, made on first use, of high priority as FSDP2's are.
+
+        Peers wait for what travels, and kernels of others may wait for the peers.
+        """
         if name not in self.streams:
             self.streams[name] = torch.cuda.Stream(priority=-1)
         return self.streams[name]
 
     @contextmanager
     def ahead(self, tensor: Tensor) -> Iterator[None]:
-        """On a stream of its own, for which the caller's then waits. Inside a forward of the model it waits for nothing that the forward
-        has been given: masters and copies are as they were at its beginning."""
+        """Runs what is inside on the stream "gather", for which the caller's stream then waits.
+
+        Inside a forward of the model it does not wait for that forward's work: masters and copies are as they
+        were at its beginning. tensor: says whether there are streams at all.
+        """
         if not tensor.is_cuda:
             yield
             return
-        main, side = torch.cuda.current_stream(), self.stream("gather")
+        main = torch.cuda.current_stream()
+        side = self.stream("gather")
         side.wait_stream(main) if self.begun is None else side.wait_event(self.begun)
         with torch.cuda.stream(side):
             yield
@@ -107,11 +123,12 @@ class Sharers:
 
     @contextmanager
     def beside(self, grad: Tensor) -> Iterator[None]:
-        """On a stream beside the backward, whose end waits for it."""
+        """Runs what is inside on the stream "send"; the end of the backward waits for it."""
         if not grad.is_cuda:
             yield
             return
-        main, side = torch.cuda.current_stream(), self.stream("send")
+        main = torch.cuda.current_stream()
+        side = self.stream("send")
         if len(self.travelling) == AHEAD:
             main.wait_event(self.travelling.popleft()[0])
         side.wait_stream(main)
@@ -120,7 +137,10 @@ class Sharers:
             self.travelling.append((side.record_event(), grad))
 
     def finish(self) -> None:
-        """At the end of a backward: what earlier micro-batches left, of experts that this one did not reach, goes as well."""
+        """Ends a backward: sends what earlier micro-batches left, and waits for all that is on its way.
+
+        What is left is of experts that this backward did not reach.
+        """
         for copy in sorted(self.copies, key=lambda copy: copy.number):
             if copy.unsent is not None:
                 copy.send(copy.unsent)
@@ -129,7 +149,10 @@ class Sharers:
             self.travelling.clear()
 
     def owned(self, grad: Tensor) -> Tensor:
-        """[L / ranks, ...] fp32: my part of a gradient [L, ...], summed over the ranks."""
+        """This rank's part of a gradient [L, ...], summed over the ranks: fp32 [L / ranks, ...].
+
+        A collective of the sharers.
+        """
         parts = torch.empty_like(grad)
         dist.all_to_all_single(parts, grad, group=self.group)
         parts = parts.unflatten(0, (self.size, -1))
@@ -137,29 +160,41 @@ class Sharers:
 
 
 class GatheredCopy(WorkingCopy):
-    """Of a master of which each sharer holds as many experts. `spread`: the others' parts are there as well."""
+    """A copy of all experts of a parameter of which each sharer holds an equal part.
+
+    spread: the other ranks' parts are here as well.
+    number: the same on all sharers.
+    unsent: the gradient of micro-batches that did not sync.
+    """
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
-        self.sharers, self.spread, self.number = sharers, False, next(sharers.numbers)
+        self.sharers = sharers
+        self.spread = False
+        self.number = next(sharers.numbers)
         self.unsent: Tensor | None = None
         sharers.copies.add(self)
         super().__init__(master, dtype)
 
     def allocate(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        # memory of the stream that writes there: what the forward has freed, its kernels may still read
+        """Room for the parts of all sharers, in memory of the stream that writes there.
+
+        Memory that the forward has freed may still be read by its kernels.
+        """
         with torch.cuda.stream(self.sharers.stream("gather")) if local.is_cuda else nullcontext():
             return local.new_empty(self.sharers.size * local.shape[0], *local.shape[1:], dtype=dtype)
 
     @property
     def mine(self) -> Tensor:
+        """This rank's part of the copy."""
         n = len(self.tensor) // self.sharers.size
         return self.tensor.data.narrow(0, self.sharers.rank * n, n)
 
     def written(self, fresh: bool) -> None:
-        self.fresh, self.spread = fresh, False
+        self.fresh = fresh
+        self.spread = False
 
     def update(self) -> None:
-        """A collective of the sharers, unless everything is there."""
+        """Casts this rank's part and gathers all; a collective of the sharers, unless everything is there."""
         if self.fresh and self.spread:
             return
         with self.sharers.ahead(self.tensor):
@@ -171,7 +206,7 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def deliver(self, tensor: Tensor) -> None:
-        """Of micro-batches that do not sync, gradients add up here, in fp32."""
+        """Sends a gradient of the copy. Those of micro-batches that do not sync add up here, in fp32."""
         grad = self.take(tensor)
         if self.unsent is not None:
             grad = self.unsent.float().add_(grad)
@@ -183,6 +218,7 @@ class GatheredCopy(WorkingCopy):
 
     @torch.no_grad()
     def send(self, grad: Tensor) -> None:
+        """Gives each owner the sum of its part. A collective of the sharers."""
         self.unsent = None
         with self.sharers.beside(grad):
             self.give(self.sharers.owned(grad.contiguous()))

@@ -1,19 +1,20 @@
-"""Clips gradients to a global norm that no layout changes: parameters of any mixture of meshes, one scalar exchanged.
+"""Clips gradients to a global norm that no layout changes: any mixture of meshes, one scalar exchanged.
 
-Every element of the model has one owner in the default process group, which adds it to the sum of p-th powers; one
-all-reduce of that sum follows. Who owns what follows from placements alone:
+Every element of the model has one owner in the default process group, which adds it to the sum of p-th
+powers; one all-reduce of that sum follows. The owners follow from placements alone:
 
     axis of the mesh that shards a gradient         each rank owns its shard
     axis that replicates it                         coordinate 0 owns it
-    axis of the root mesh that the mesh lacks       a replica as well, coordinate 0; but "pp" separates different tensors
+    axis of the root mesh that the mesh lacks       a replica as well, coordinate 0;
+                                                    but "pp" separates different tensors
     plain tensor                                    replicated on all ranks, rank 0 owns it
 
-The collective depends on no gradient and no parameter, so a rank without gradients, or without tensors, takes part like
-any other. Reducing each mesh's sum over its own axes would need more collectives, and ranks outside of a mesh would clip
-what they share with its ranks by another factor.
+The collective depends on no gradient and no parameter, so a rank without gradients, or without tensors, takes
+part like any other. To reduce each mesh's sum over its own axes would need more collectives, and ranks
+outside of a mesh would clip what they share with its ranks by another factor.
 
-`torch.nn.utils.clip_grad_norm_` raises as soon as DTensors live on two meshes (seen on 2.13: "All operands in
-aten.stack.default must have the same mesh").
+`torch.nn.utils.clip_grad_norm_` raises as soon as DTensors live on two meshes (seen on 2.13: "All operands
+in aten.stack.default must have the same mesh").
 
 next: optim/adamw.py
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,28 +43,29 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scales all gradients in place by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
+    """Scales all gradients in place by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils does.
 
-    A collective: every rank of the default process group (if there is one) calls it, whatever its rank holds. A gradient
-    may be None on any rank; a gradient with a Partial placement is summed first, by a collective over its mesh. Without a
-    host sync, unless error_if_nonfinite. With max_norm=inf gradients are left alone.
+    A collective: every rank of the default process group (if there is one) calls it, whatever its rank holds.
+    A gradient may be None on any rank. A gradient with a Partial placement is summed first, by a collective
+    over its mesh. The host does not wait for the device, unless error_if_nonfinite is set. With max_norm=inf
+    gradients are left alone.
 
-    Args:
-        params: parameters, plain or DTensor with any placements, on any meshes.
-        max_norm: largest norm that stays.
-        norm_type: p > 0 or inf; "inf" is taken as well. (torch also takes p <= 0; its p = 0 counts tensors, not elements.)
-        error_if_nonfinite: raise RuntimeError on every rank, before scaling, if the norm is NaN or inf.
-        foreach: False launches one kernel a tensor; None and True one for many.
-
-    Returns: the norm before clipping that one process holding everything would see: a plain 0-dim tensor, equal on all
-    ranks, fp32 (fp64 if a gradient on this rank is). NaN or inf anywhere makes it non-finite everywhere, a rank's
-    diverged copy of a replicated gradient included. torch instead adds up the norms of bf16 gradients in bf16.
-
-    Raises: ValueError for what is no number or no tensor, if norm_type is not positive, and if max_norm is below 0 or NaN: a negative one
-    would turn all gradients round.
+    params: parameters, plain or DTensor with any placements, on any meshes.
+    max_norm: largest norm that stays.
+    norm_type: p > 0 or inf; "inf" is taken as well. (torch also takes p <= 0; its p = 0 counts tensors, not
+        elements.)
+    error_if_nonfinite: raise RuntimeError on every rank, before scaling, if the norm is NaN or inf.
+    foreach: False launches one kernel a tensor; None and True one for many.
+    Returns the norm before clipping that one process holding everything would see: a plain 0-dim tensor,
+    equal on all ranks, fp32 (fp64 if a gradient on this rank is). NaN or inf anywhere makes it non-finite
+    everywhere, a rank's diverged copy of a replicated gradient included. torch instead adds up the norms of
+    bf16 gradients in bf16.
+    Raises ValueError for what is no number or no tensor, if norm_type is not positive, and if max_norm is
+    below 0 or NaN: a negative one would turn all gradients round.
     """
     try:
-        max_norm, norm_type = float(max_norm), float(norm_type)
+        max_norm = float(max_norm)
+        norm_type = float(norm_type)
     except (TypeError, ValueError):
         raise ValueError(f"max_norm={max_norm!r}, norm_type={norm_type!r}: must be numbers") from None
     if not norm_type > 0:
@@ -87,7 +90,10 @@ def clip_grad_norm_(
 
 
 def _device(params: list[Tensor]) -> torch.device:
-    """Where scalars meet: by the process group, not by what this rank holds, or ranks would meet in different backends."""
+    """Where scalars meet.
+
+    The process group decides, not what this rank holds, or ranks would meet in different backends.
+    """
     if dist.is_initialized():
         nccl = "nccl" in dist.get_backend_config()
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -95,7 +101,10 @@ def _device(params: list[Tensor]) -> torch.device:
 
 
 def _total_norm(grads: list[Tensor], p: float, foreach: bool | None, device: torch.device) -> Tensor:
-    owned, copies, owners = [], [], {}
+    """The norm of order p of all ranks' gradients, a 0-dim tensor on `device`. A collective."""
+    owned: list[Tensor] = []
+    copies: list[Tensor] = []
+    owners: dict[Any, bool] = {}
     for grad in grads:
         key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
         if key not in owners:
@@ -110,10 +119,11 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
     here = mesh.get_coordinate()
     if here is None:
         return False
-    # not `not is_shard()`: FSDP2's _StridedShard, the stored placement of experts, says False there on 2.13
+    # Not `not is_shard()`: FSDP2's _StridedShard, the stored placement of experts, says False there on 2.13.
     copied = [placement.is_replicate() or placement.is_partial() for placement in placements]
     first = not any(coordinate and copy for coordinate, copy in zip(here, copied, strict=True))
-    # the mesh itself, unless it was sliced, which one of the whole world never is; torch has no public name for it
+    # The root is the mesh itself unless that was sliced, which a mesh of the whole world never is. torch has
+    # no public name for it.
     whole = not hasattr(mesh, "_get_root_mesh") and mesh.size() == dist.get_world_size()
     root = (
         mesh if whole else need(mesh, "_get_root_mesh", "clip_grad_norm_ of parameters on a part of a mesh")()
@@ -126,7 +136,7 @@ def _owns(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, pending sums resolved."""
+    """This rank's part of a gradient, its pending sums added up."""
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
         grad = grad.redistribute(placements=whole)
@@ -134,15 +144,16 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def _local(grad: Tensor) -> Tensor:
+    """The part of a gradient that lies on this rank."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _norms(tensors: list[Tensor], p: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """fp64 [n], the norm of each tensor that is not empty.
+    """The norm of each tensor that is not empty: fp64 [n] on `device`.
 
-    Adding up: fp32 on a GPU, whose reductions are trees; fp64 on a CPU, which adds one after the other: the fp32 norm of
-    4M normal numbers was off by 7.5e-5 for p=2 and 1.1e-3 for p=1, more than layouts may differ by. It costs 1 ns an
-    element instead of 0.15 ns.
+    A GPU adds up in fp32, as its reductions are trees. A CPU adds one after the other and does so in fp64:
+    the fp32 norm of 4M normal numbers was off by 7.5e-5 for p=2 and 1.1e-3 for p=1, more than layouts may
+    differ by. It costs 1 ns an element instead of 0.15 ns.
     """
     norms = []
     for (kind, dtype), group in _by_device_and_dtype(tensors).items():
@@ -156,6 +167,7 @@ def _norms(tensors: list[Tensor], p: float, foreach: bool | None, device: torch.
 
 
 def _by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """The tensors that are not empty, in groups for one foreach kernel each."""
     groups = defaultdict(list)
     for t in tensors:
         if t.numel():
@@ -164,7 +176,10 @@ def _by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torc
 
 
 def _reduce(owned: Tensor, copies: Tensor, p: float) -> Tensor:
-    """The one collective. Copies count nothing, but carry their NaN or inf to every rank."""
+    """The norm of all ranks' norms, by the one collective.
+
+    Copies add nothing to it, but their NaN or inf reaches every rank.
+    """
     if p == math.inf:
         norms = torch.cat([owned, copies, owned.new_zeros(1)])
         # backends lose NaN in a maximum, so it travels as a flag
@@ -180,11 +195,13 @@ def _reduce(owned: Tensor, copies: Tensor, p: float) -> Tensor:
 
 
 def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduces in place over the default process group, if there is one."""
     if dist.is_initialized():
         dist.all_reduce(x, op)
 
 
 def _scale(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
+    """Multiplies all tensors by the 0-dim `factor`, in place."""
     for (device, _), group in _by_device_and_dtype(tensors).items():
         here = factor.to(device, non_blocking=True)
         if foreach is False:

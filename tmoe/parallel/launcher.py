@@ -1,13 +1,25 @@
-"""The world that a launcher announces (torchrun, mpiexec or srun): this process's place in it, and how to join it.
+"""The world that a launcher announces (torchrun, mpiexec, srun): this process's place in it, how to join it.
 
-| launcher | rank, world | on this node | where the ranks meet |
-| --- | --- | --- | --- |
-| torchrun, or whoever sets its variables | RANK, WORLD_SIZE | LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK | MASTER_ADDR, MASTER_PORT |
-| mpiexec of Open MPI | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE | on one node here; on several MASTER_ADDR |
-| mpiexec of MPICH or Intel MPI | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS | as above |
-| srun | SLURM_PROCID, SLURM_STEP_NUM_TASKS | SLURM_LOCALID, SLURM_NODEID | the first node of SLURM_STEP_NODELIST |
+Where a process learns its place, by launcher:
 
-The upper rows win: torchrun may run inside an srun task, and mpiexec starts its own daemons with srun.
+    torchrun, or any that sets its variables
+        rank, world             RANK, WORLD_SIZE
+        on this node            LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
+        where the ranks meet    MASTER_ADDR, MASTER_PORT
+    mpiexec of Open MPI
+        rank, world             OMPI_COMM_WORLD_RANK, _SIZE
+        on this node            OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE
+        where the ranks meet    on one node here; on several MASTER_ADDR
+    mpiexec of MPICH or Intel MPI
+        rank, world             PMI_RANK, PMI_SIZE
+        on this node            MPI_LOCALRANKID, MPI_LOCALNRANKS
+        where the ranks meet    as with Open MPI
+    srun
+        rank, world             SLURM_PROCID, SLURM_STEP_NUM_TASKS
+        on this node            SLURM_LOCALID, SLURM_NODEID
+        where the ranks meet    the first node of SLURM_STEP_NODELIST
+
+The upper ones win: torchrun may run inside an srun task, and mpiexec starts its own daemons with srun.
 
 next: parallel/mesh.py
 """
@@ -27,10 +39,10 @@ import torch.distributed as dist
 
 PATIENCE = timedelta(minutes=10)  # of a collective, and of the ranks' first meeting
 PORT = 29500  # where nothing tells this job from another one on the same host; torch's own default
-SPECIAL_STEP = (
-    2**32 - 6
-)  # Slurm numbers interactive, batch and external steps from here on: nobody starts ranks in them
-STEP_MARKS = (  # srun alone sets these; a shell of sbatch or salloc has SLURM_PROCID=0 and SLURM_NTASKS without them
+# Slurm numbers interactive, batch and external steps from here on. No ranks are started in them.
+SPECIAL_STEP = 2**32 - 6
+# srun alone sets these. A shell of sbatch or salloc has SLURM_PROCID=0 and SLURM_NTASKS without them.
+STEP_MARKS = (
     "SLURM_STEP_ID",
     "SLURM_STEPID",
     "SLURM_STEP_NUM_TASKS",
@@ -55,30 +67,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. None: the launcher does not say."""
+    """This process's place. None: the launcher does not say.
+
+    node: equal on ranks that share a node.
+    launcher: "torchrun", "mpiexec" or "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none.
+    told: the variables that rank and size come from, with their values.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int | None = None
     local_size: int | None = None
-    node: str | None = None  # equal on ranks that share a node
+    node: str | None = None
     nodes: int | None = None
-    launcher: str = (
-        ""  # "torchrun", "mpiexec", "srun"; "environment": RANK and WORLD_SIZE of unknown origin; "": none
-    )
-    told: str = ""  # the variables that rank and size come from, with their values
+    launcher: str = ""
+    told: str = ""
 
 
 def launcher_world() -> World:
-    """What the environment says of this process; rank and size of the default process group where there is one.
+    """This process's place by the environment; rank and size by the default process group where there is one.
 
     ValueError, in one line, for variables that are half set, hold no such number, or contradict each other.
     """
-    rank, size = env_number("RANK"), env_number("WORLD_SIZE", least=1)
+    rank = env_number("RANK")
+    size = env_number("WORLD_SIZE", least=1)
     if dist.is_initialized():
         try:
             other = world_of_mpiexec_or_srun()
-        except ValueError:  # whoever made the group knew better
+        except ValueError:  # the process group was made in spite of it
             other = None
         launcher = other.launcher if other else ""
         world = World(
@@ -99,9 +115,10 @@ def launcher_world() -> World:
 
 
 def with_places(world: World, other: World | None) -> World:
-    """World with its place on the node: as torchrun's variables say, else as the launcher of the same world does."""
+    """`world` with its place on the node, by torchrun's variables or by `other` if it is the same world."""
     same = other if other and (other.rank, other.size) == (world.rank, world.size) else World()
-    local_rank, local_size = env_number("LOCAL_RANK"), env_number("LOCAL_WORLD_SIZE", least=1)
+    local_rank = env_number("LOCAL_RANK")
+    local_size = env_number("LOCAL_WORLD_SIZE", least=1)
     return World(
         world.rank,
         world.size,
@@ -115,12 +132,13 @@ def with_places(world: World, other: World | None) -> World:
 
 
 def require_whole(rank: int | None, size: int | None, world: World) -> None:
-    """ValueError where RANK and WORLD_SIZE are half set and no launcher completes them, or where the rank is none of the world's."""
+    """ValueError for half of RANK and WORLD_SIZE that no launcher completes, or a rank outside the world."""
     half = not world.launcher and (rank is not None or (size or 1) > 1)
     if half or (world.launcher in ("torchrun", "environment") and world.rank >= world.size):
-        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} in the environment"
+        said = f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
         raise ValueError(
-            f"{said}: RANK must be from 0 to WORLD_SIZE - 1; start with torchrun, which sets both, or unset both"
+            f"{said} in the environment: RANK must be from 0 to WORLD_SIZE - 1; "
+            "start with torchrun, which sets both, or unset both"
         )
     if world.rank >= world.size:
         raise ValueError(
@@ -129,7 +147,7 @@ def require_whole(rank: int | None, size: int | None, world: World) -> None:
 
 
 def require_agreement(rank: int | None, size: int | None, other: World) -> None:
-    """ValueError where RANK or WORLD_SIZE is set alone and is another than the launcher's."""
+    """ValueError where RANK or WORLD_SIZE, set alone, is another than the launcher's."""
     for name, ours, theirs in (("RANK", rank, other.rank), ("WORLD_SIZE", size, other.size)):
         if ours not in (None, theirs):
             raise ValueError(
@@ -139,7 +157,10 @@ def require_agreement(rank: int | None, size: int | None, other: World) -> None:
 
 
 def world_of_mpiexec_or_srun() -> World | None:
-    """What mpiexec or srun announces, None if neither started this process."""
+    """The world that mpiexec or srun announces, None if neither started this process.
+
+    ValueError where they contradict each other, or one of them itself.
+    """
     srun = world_of_srun()
     mpi = world_of_mpiexec(OPEN_MPI, srun) or world_of_mpiexec(PMI, srun)
     if mpi is None or srun is None:
@@ -147,16 +168,20 @@ def world_of_mpiexec_or_srun() -> World | None:
     if (mpi.rank, mpi.size) == (srun.rank, srun.size):  # srun itself speaks PMI to MPI programs
         return srun
     if mpi.size == 1 and srun.size > 1:  # left over from an outer shell: each task would train alone
-        names = mpi.told.replace(" and ", " ")
+        settings = mpi.told.replace(" and ", " ").split()
+        unset = " ".join("-u " + word.partition("=")[0] for word in settings)
         raise ValueError(
             f"{mpi.told} in the environment, but srun says {srun.told}: unset what does not hold "
-            f"(srun env {' '.join('-u ' + word.partition('=')[0] for word in names.split())} python ...)"
+            f"(srun env {unset} python ...)"
         )
-    return mpi  # which starts its daemons with srun: the tasks of this step are not the ranks
+    return mpi  # mpiexec starts its daemons with srun: the tasks of this step are not the ranks
 
 
 def world_of_mpiexec(names: tuple[tuple[str, ...], ...], srun: World | None) -> World | None:
-    """The world by Open MPI's or PMI's variables. Half of them is an error, unless srun leaves them for programs of its own."""
+    """The world by Open MPI's or PMI's variables, None without them.
+
+    ValueError for half of them, unless srun is there, which sets some for programs of its own.
+    """
     rank = first_number(names[0])
     size = first_number(names[1], least=1)
     if rank is None and size is None:
@@ -171,8 +196,11 @@ def world_of_mpiexec(names: tuple[tuple[str, ...], ...], srun: World | None) -> 
 
 
 def world_of_srun() -> World | None:
-    """The world of the srun step that this process is a task of, None if it is none: a batch script, a shell of salloc, or one on a
-    terminal of `srun --pty`, in which nobody starts the other tasks."""
+    """The world of the srun step that this process is a task of, None if it is not one.
+
+    A batch script and a shell of salloc are none. Nor is one on a terminal of `srun --pty`, in which the
+    other tasks are not started.
+    """
     rank = env_number("SLURM_PROCID", sets="srun")
     if rank is None:
         return None
@@ -190,8 +218,10 @@ def world_of_srun() -> World | None:
         return None
     if size is None:
         raise ValueError(
-            f"SLURM_PROCID={rank} in the environment without SLURM_STEP_NUM_TASKS: start with srun, or unset SLURM_PROCID"
+            f"SLURM_PROCID={rank} in the environment without SLURM_STEP_NUM_TASKS: "
+            "start with srun, or unset SLURM_PROCID"
         )
+    counted = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     return World(
         rank,
         size,
@@ -200,11 +230,12 @@ def world_of_srun() -> World | None:
         os.environ.get("SLURM_NODEID") or None,
         nodes_of_step(),
         "srun",
-        f"SLURM_PROCID={rank} and {'SLURM_STEP_NUM_TASKS' if 'SLURM_STEP_NUM_TASKS' in os.environ else 'SLURM_NTASKS'}={size}",
+        f"SLURM_PROCID={rank} and {counted}={size}",
     )
 
 
 def on_a_terminal() -> bool:
+    """Whether this process reads from a terminal."""
     try:
         return os.isatty(0)
     except OSError:
@@ -212,11 +243,15 @@ def on_a_terminal() -> bool:
 
 
 def nodes_of_step() -> int | None:
+    """The number of nodes of the srun step."""
     return first_number(("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), least=1, sets="srun")
 
 
 def tasks_on_this_node(size: int) -> int | None:
-    """Of SLURM_STEP_TASKS_PER_NODE, which reads 4(x2),3 for nodes of 4, 4 and 3 tasks."""
+    """The number of tasks on this node, by SLURM_STEP_TASKS_PER_NODE.
+
+    That reads 4(x2),3 for nodes of 4, 4 and 3 tasks.
+    """
     if nodes_of_step() == 1:
         return size
     counts: list[int] = []
@@ -228,7 +263,10 @@ def tasks_on_this_node(size: int) -> int | None:
 
 
 def env_number(name: str, least: int = 0, sets: str = "torchrun") -> int | None:
-    """An environment variable that a launcher sets, None if it is not there; ValueError if it holds no whole number from `least` on."""
+    """An environment variable that the launcher `sets` sets, None if it is not there.
+
+    ValueError if it holds no whole number from `least` on.
+    """
     text = os.environ.get(name)
     if text is None:
         return None
@@ -240,12 +278,12 @@ def env_number(name: str, least: int = 0, sets: str = "torchrun") -> int | None:
 
 
 def first_number(names: tuple[str, ...], least: int = 0, sets: str = "mpiexec") -> int | None:
-    """env_number of the first of these names that is set."""
+    """The `env_number` of the first of these names that is set, None if none is."""
     return next((env_number(name, least, sets) for name in names if name in os.environ), None)
 
 
 def require_a_gpu_each(world: World) -> None:
-    """ValueError where this node's ranks are more than the GPUs that they see, or where nothing says which GPU is this rank's."""
+    """ValueError where this node has more ranks than GPUs, or where nothing says which GPU is this rank's."""
     gpus = torch.cuda.device_count()
     here = max((world.local_rank or 0) + 1, world.local_size or 1)
     if 0 < gpus < here:
@@ -253,50 +291,55 @@ def require_a_gpu_each(world: World) -> None:
             world.launcher == "srun"
         )
         raise ValueError(
-            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of its own: start {gpus} "
-            f"(torchrun --nproc-per-node {gpus}), or let every process see all of the host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
+            f"{here} processes on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and each needs one of "
+            f"its own: start {gpus} (torchrun --nproc-per-node {gpus}), or let every process see all of the "
+            f"host's GPUs (CUDA_VISIBLE_DEVICES{srun})"
         )
     if gpus > 1 and world.launcher and world.size > 1 and world.local_rank is None:
         raise ValueError(
-            f"{world.told} in the environment without LOCAL_RANK: set it to this rank's number among those of its node, "
-            "which is the number of its GPU"
+            f"{world.told} in the environment without LOCAL_RANK: set it to this rank's number among those "
+            "of its node, which is the number of its GPU"
         )
 
 
 def meeting_place(world: World) -> tuple[str, int]:
-    """Address and port of rank 0, where the ranks of a world find each other. ValueError, with what to type, where nothing tells it."""
+    """Address and port of rank 0, where the ranks of a world find each other.
+
+    ValueError, with what to type, where nothing says what they are.
+    """
     address = os.environ.get("MASTER_ADDR")
     port = env_number("MASTER_PORT", least=1)
     if world.launcher not in ("mpiexec", "srun"):
         if not address or port is None:
+            missing = "MASTER_PORT" if address else "MASTER_ADDR"
             raise ValueError(
-                f"{world.told} in the environment without {'MASTER_PORT' if address else 'MASTER_ADDR'}: start with torchrun, "
+                f"{world.told} in the environment without {missing}: start with torchrun, "
                 f"or export MASTER_ADDR=NODE MASTER_PORT={PORT} with the name of rank 0's node"
             )
         return address, port
+
     unknown = world.local_size is None
-    if not address and (world.local_rank == world.rank if unknown else world.local_size == world.size):
-        address = "127.0.0.1"  # rank 0 is on this node
+    on_one_node = world.local_rank == world.rank if unknown else world.local_size == world.size
+    if not address and on_one_node:
+        address = "127.0.0.1"
     if not address and world.launcher == "srun":
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         address = first_host(nodes) if nodes else None
     if not address:
-        how = (
-            f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..."
-            if "OMPI_COMM_WORLD_RANK" in os.environ
-            else ""
-        )
-        how = how or f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
-        how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..." if world.launcher == "srun" else how
+        how = f"mpiexec -genv MASTER_ADDR NODE -genv MASTER_PORT {PORT} ..."
+        if world.launcher == "srun":
+            how = f"MASTER_ADDR=NODE MASTER_PORT={PORT} srun ..."
+        elif "OMPI_COMM_WORLD_RANK" in os.environ:
+            how = f"mpiexec -x MASTER_ADDR=NODE -x MASTER_PORT={PORT} ..."
         raise ValueError(
-            f"{world.told} in the environment, on more than one node as far as {world.launcher} says, and without an address "
-            f"to meet at: {how} with the name of rank 0's node"
+            f"{world.told} in the environment, on more than one node as far as {world.launcher} says, and "
+            f"without an address to meet at: {how} with the name of rank 0's node"
         )
     return address, port or job_port(world)
 
 
 def job_port(world: World) -> int:
-    """A port that the ranks of this job agree on, and that two jobs on a host seldom share."""
+    """A port that is the same for all ranks of this job, and that two jobs on a host seldom share."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     if world.launcher == "srun":
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -310,8 +353,13 @@ def first_host(nodes: str) -> str:
 
 
 def join(patience: timedelta = PATIENCE) -> World:
-    """Makes the default process group of the world that the launcher announces, of this process alone without one, and takes this
-    rank's GPU. patience: how long the meeting and each collective wait. ValueError, in one line, where that cannot work."""
+    """Makes the default process group of the world that the launcher announces, and takes this rank's GPU.
+
+    Without a launcher the group is of this process alone.
+
+    patience: how long the meeting and each collective wait.
+    ValueError, in one line, where that cannot work.
+    """
     world = launcher_world()
     require_a_gpu_each(world)
     tasks = os.environ.get("SLURM_NTASKS", "1")
@@ -331,7 +379,7 @@ def join(patience: timedelta = PATIENCE) -> World:
 
 
 def store_of(world: World, patience: timedelta) -> dist.Store:
-    """The store through which the ranks find each other."""
+    """The store through which the ranks find each other. ValueError if rank 0 is not there in time."""
     if world.size == 1:  # needs no address to meet at
         return dist.HashStore()
     if shares_store():
@@ -342,7 +390,8 @@ def store_of(world: World, patience: timedelta) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f"rank {world.rank} of {world.size} found no other at {address}:{port} (MASTER_ADDR, MASTER_PORT): {why}"
+            f"rank {world.rank} of {world.size} found no other at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {why}"
         ) from None
 
 
@@ -352,17 +401,22 @@ def shares_store() -> bool:
 
 
 def meet(rank: int, world: int, patience: timedelta = PATIENCE) -> dist.Store:
-    """The agent's store under a name of this life alone: under the common one gloo would look for the dead workers' addresses.
+    """The agent's store, under a prefix of this life of the workers alone.
 
-    What the environment says does not tell lives apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves
-    a name of its own, rank 0 repeats all names that it reads beside the life's, and who finds itself there has met this life's rank 0.
+    Under a common prefix gloo would look for the dead workers' addresses. The environment does not tell lives
+    apart: RESTART_COUNT grows only on the agent whose worker died. So each rank leaves a name of its own.
+    Rank 0 repeats all names that it reads, beside the name of this life; a rank that finds its own among them
+    has met this life's rank 0.
+
+    RuntimeError if ranks do not come within `patience`.
     """
     agents, _, _ = next(dist.rendezvous("env://", rank, world, timeout=patience))
     store = dist.PrefixStore("tmoe lives", agents)
     me = uuid.uuid4().hex
     end = time.monotonic() + patience.total_seconds()
     store.set(f"{rank}", me)
-    life, missing = me, [f"{me} {r}" for r in range(1, world)]
+    life = me
+    missing = [f"{me} {r}" for r in range(1, world)]
     while rank == 0 and missing:
         # a dead worker's, until the new one has come
         names = [name.decode() for name in store.multi_get([f"{r}" for r in range(world)])]

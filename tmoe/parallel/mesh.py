@@ -17,7 +17,7 @@ torchrun numbers a node's ranks in a row. So where ep divides every node's proce
 stays inside nodes. A layout that would take an expert group across nodes is refused unless it is asked for; a
 tp group never spans nodes.
 
-next: parallel/collectives.py
+next: parallel/agree.py
 """
 
 import functools

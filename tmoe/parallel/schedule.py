@@ -391,6 +391,7 @@ def _fill(
             target = home[key % forwards // micros]
             awake.add(target)
             heapq.heappush(ready[target][2 if key >= forwards else 0 if key < down else 1], (order[key], key))
+    assert sum(taken) == 2 * forwards, "a rank waits for ever"
     made = tuple(tuple(Action(op, *divmod(key, micros)) for op, key in row) for row in rows)
     return now, Table(made, home)
 

@@ -34,11 +34,10 @@ def size_of(group: str) -> int:
     return group_of(group).size()
 
 
-def _parts(length: int, ranks: int, what: str) -> int:
-    """length / ranks, or ValueError."""
+def _require_even(length: int, ranks: int, what: str) -> None:
+    """ValueError unless the ranks get as much each."""
     if length % ranks:
         raise ValueError(f"{length} {what}: must be a multiple of the group's {ranks} ranks")
-    return length // ranks
 
 
 class _Travel(NamedTuple):
@@ -140,7 +139,7 @@ def scatter_sum(x_BSX: Tensor, group: str) -> Tensor:
     ValueError unless n divides S.
     """
     n = size_of(group)
-    _parts(x_BSX.shape[1], n, "tokens")
+    _require_even(x_BSX.shape[1], n, "tokens")
     return x_BSX if n == 1 else _scatter_sum(x_BSX, group)
 
 
@@ -150,7 +149,7 @@ def exchange(x: Tensor, group: str, to_heads: bool) -> Tensor:
     Without to_heads back. ValueError unless n divides the heads (back: the tokens).
     """
     n = size_of(group)
-    _parts(x.shape[2 if to_heads else 1], n, "heads" if to_heads else "tokens")
+    _require_even(x.shape[2 if to_heads else 1], n, "heads" if to_heads else "tokens")
     return x if n == 1 else _exchange(x, group, to_heads)
 
 
@@ -162,25 +161,11 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _linear_of_gathered(
-    x_BsX: Tensor, weight: Tensor, bias: Tensor | None, group: str, pieces: int
-) -> Tensor:
-    """linear(gather(x)), the products of one piece of every rank's tokens while the next ones travel."""
-    coming = [_start_gather(piece, group_of(group)) for piece in _pieces(x_BsX, pieces, 1)]
-    return _by_token(_joined([F.linear(piece.wait(), weight, bias) for piece in coming], 2))
-
-
-def _scattered_linear(y_BSX: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
-    """scatter_sum(linear(y)), a piece of every rank's tokens on its way while the next one is computed."""
-    ranks = group_of(group)
-    parts = _pieces(_by_rank(y_BSX, ranks.size()), pieces, 2)
-    going = [_start_scatter(F.linear(part, weight), ranks) for part in parts]
-    return _joined([piece.wait() for piece in going], 1)
-
-
 @torch.library.custom_op("tmoe::gathered_linear", mutates_args=())
 def _gathered_linear(x_BsD: Tensor, weight: Tensor, bias: Tensor | None, group: str, pieces: int) -> Tensor:
-    return _linear_of_gathered(x_BsD, weight, bias, group, pieces)
+    """Products of one piece of every rank's tokens while the next ones travel."""
+    coming = [_start_gather(piece, group_of(group)) for piece in _pieces(x_BsD, pieces, 1)]
+    return _by_token(_joined([F.linear(piece.wait(), weight, bias) for piece in coming], 2))
 
 
 @_gathered_linear.register_fake
@@ -237,7 +222,11 @@ def gathered_linear(
 
 @torch.library.custom_op("tmoe::linear_scattered", mutates_args=())
 def _linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, pieces: int) -> Tensor:
-    return _scattered_linear(y_BSO, weight, group, pieces)
+    """A piece of every rank's tokens on its way while the next one is computed."""
+    ranks = group_of(group)
+    parts = _pieces(_by_rank(y_BSO, ranks.size()), pieces, 2)
+    going = [_start_scatter(F.linear(part, weight), ranks) for part in parts]
+    return _joined([piece.wait() for piece in going], 1)
 
 
 @_linear_scattered.register_fake
@@ -254,7 +243,7 @@ def _linear_scattered_backward(
     ranks = group_of(group)
     coming = [_start_gather(piece, ranks) for piece in _pieces(dz_BsD, pieces, 1)]
     parts = _pieces(_by_rank(y_BSO, ranks.size()), pieces, 2)
-    dys, dweight = [], torch.zeros_like(weight)
+    dys, dweight = [], weight.new_zeros(weight.shape)
     for piece, part in zip(coming, parts, strict=True):
         dz_nBsD = piece.wait()
         dys.append(dz_nBsD @ weight)
@@ -286,7 +275,7 @@ def linear_scattered(y_BSO: Tensor, weight: Tensor, group: str, chunks: int = 1)
     tokens, each on its way while the next is multiplied. ValueError unless n divides S.
     """
     n = size_of(group)
-    _parts(y_BSO.shape[1], n, "tokens")
+    _require_even(y_BSO.shape[1], n, "tokens")
     if n == 1 or chunks == 1:
         return scatter_sum(F.linear(y_BSO, weight), group)
     return _linear_scattered(y_BSO, weight, group, chunks)

@@ -30,6 +30,29 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
                 yield None
 
 
+def read_steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The steps of a metrics.jsonl, each with the number, from 1 on, of its first line in the file.
+
+    A line that follows one of its own step and shares no other key with it joins it: the loss of a validation
+    has a line of its own, {"step", "val_loss"}. Runs of older versions have it in the step's line. Two lines
+    of one step with the same numbers stay two. Lines that cannot be read are left out.
+    """
+    first = 0
+    joined: dict[str, Any] | None = None
+    for number, line in enumerate(read_lines(path), start=1):
+        if line is None:
+            continue
+        if joined is not None and joined["step"] == line["step"] and joined.keys() & line.keys() == {"step"}:
+            joined |= line
+            continue
+        if joined is not None:
+            yield first, joined
+        first = number
+        joined = line
+    if joined is not None:
+        yield first, joined
+
+
 def append(file: BinaryIO, line: str) -> None:
     """Writes the whole line or nothing of it: what a full disk cut short is taken back.
 

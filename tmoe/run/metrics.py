@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import resource
 import sys
 import time
@@ -35,8 +34,6 @@ from tmoe.run.lines import COMPACT, append, rewind
 from tmoe.run.progress import Display
 
 GIB = 2**30
-# A line's val_loss, its last number, before it is known. No float is written longer.
-BLANK = b"null".ljust(24)
 log = logging.getLogger(__name__)
 
 
@@ -59,14 +56,16 @@ class Metrics:
     A line of metrics.jsonl holds
         step                    from 0: the last before checkpoints/step-N is N - 1
         tokens, seconds         since the beginning, restarts included, but not the time between them
-        loss, val_loss, grad_norm, lr
+        loss, grad_norm, lr
         tokens_per_s            of all ranks
         tflops, mfu             of one GPU
         peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's most resident memory
         skipped, recompiles     as given
         expert_counts           [layers][E], of the MoE layers
         max_violation, entropy, dropped     [layers], of the MoE layers
-    What is unknown or not finite is null.
+    What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
+        step, val_loss
+    `read_steps` of run/lines.py reads both as one.
 
     start_step: the first step of this process; lines of it and of later ones are dropped, to be written
     again.
@@ -184,7 +183,7 @@ class Metrics:
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
 
-        # The line, its keys in the order in which they are written.
+        # The keys in the order in which they are written.
         seconds = self.seconds_before + self.clock.total()
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
@@ -197,35 +196,32 @@ class Metrics:
             line["expert_counts"] = counts_LE
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in counts_LE]
-        self.line = finite(line) | {"val_loss": None}
-
-        # Its last value stands in a blank of fixed width, for `validated` to fill.
-        text = json.dumps(self.line, allow_nan=False, separators=COMPACT)
-        self.blank_at = None
-        with self.going_on(self.path):
-            append(self.lines, text.removesuffix("null}") + BLANK.decode() + "}\n")
-            self.blank_at = os.fstat(self.lines.fileno()).st_size - len(BLANK + b"}\n")
-        self.show(scalars(self.line))
+        line = finite(line)
+        self.write(line)
+        self.line = line | {"val_loss": None}
+        self.show(scalars(line))
 
     def validated(self, val_loss: float) -> None:
-        """Adds the loss of a validation to the line that `log` wrote last, in place.
+        """Writes the loss of a validation, in a line of its own, for the step that `log` wrote last.
 
-        That line does not wait for the validation, nor for the checkpoint before it: a run that is killed in
-        either and resumed would never have the line.
+        The step's line does not wait for the validation, nor for the checkpoint before it: a run that is
+        killed in either and resumed would never have the line.
         """
         if self.lines is None:
             return
         number = finite({"val_loss": val_loss})
+        self.write({"step": self.line["step"]} | number)
         self.line |= number
-        with self.going_on(self.path), open(self.path, "r+b", buffering=0) as file:
-            if self.blank_at is None or os.pread(file.fileno(), len(BLANK), self.blank_at) != BLANK:
-                raise ValueError(f"the line of step {self.line['step']} is not where it was written")
-            text = json.dumps(number["val_loss"]).encode().ljust(len(BLANK))
-            os.pwrite(file.fileno(), text, self.blank_at)
         self.show(scalars(number))
 
+    def write(self, line: dict[str, Any]) -> None:
+        """Puts a line, of finite numbers, at the end of metrics.jsonl."""
+        assert self.lines is not None
+        with self.going_on(self.path):
+            append(self.lines, json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+
     def show(self, numbers: dict[str, float]) -> None:
-        """Gives `numbers` of the line to the sinks, and the line to the display."""
+        """Gives `numbers` of the last step to the sinks, and all that is known of it to the display."""
         for look, sink in self.sinks:
             look(lambda sink=sink: sink.write(numbers, self.line["step"]))
         if self.display is not None:

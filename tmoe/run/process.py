@@ -27,6 +27,7 @@ from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
 from tmoe.listing import listed
 from tmoe.onlookers import say, settle_output
+from tmoe.parallel.agree import attempt, by_reason, gathered, unlike
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
 from tmoe.run.watch import Watch
@@ -96,20 +97,9 @@ class Runtime:
         If it raises ValueError or OSError on any rank, all ranks end with code 2. The first rank of each node
         prints each different message once, with the ranks that met it.
         """
-        result = None
-        error = None
-        try:
-            result = work()
-        except (ValueError, OSError) as caught:
-            error = str(caught)
-        errors: list[str | None] = [None] * self.world
-        dist.all_gather_object(errors, error, group=self.control)
-        if messages := sorted({e for e in errors if e}):
-            ranks = {m: [r for r, e in enumerate(errors) if e == m] for m in messages}
-            lines = (m if len(ranks[m]) == self.world else f"rank {ranks[m]}: {m}" for m in messages)
-            if self.speaks:
-                say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
-            raise SystemExit(2)
+        result, _, failures = attempt(work, self.control, (ValueError, OSError), str)
+        reasons = sorted(by_reason(failures).items())
+        self._refuse([m if len(ranks) == self.world else f"rank {ranks}: {m}" for m, ranks in reasons])
         return cast(T, result)
 
     def alike(self, facts: Mapping[str, Any]) -> None:
@@ -118,14 +108,10 @@ class Runtime:
         Ranks that train with other settings or data add up what does not belong together, and nothing else
         would tell.
         """
-        told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, dict(facts), group=self.control)
-        lines = []
-        for name, value in told[0].items():
-            unlike = [r for r in range(self.world) if told[r].get(name) != value]
-            if unlike:
-                theirs = told[unlike[0]].get(name)
-                lines.append(f"{name}: {theirs} on rank {unlike}, {value} on rank 0; must be the same on all")
+        self._refuse(unlike(facts, self.control))
+
+    def _refuse(self, lines: list[str]) -> None:
+        """Ends all ranks with code 2 if there are lines, which the first rank of each node prints."""
         if lines:
             if self.speaks:
                 say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
@@ -185,8 +171,7 @@ class Runtime:
 
         loss, norm: of all ranks. mean: of this rank's own targets. samples: those that this rank read.
         """
-        told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, (mean, samples), group=self.control)
+        told = gathered((mean, samples), self.control)
         rank = max(range(self.world), key=lambda r: told[r][0] if math.isfinite(told[r][0]) else math.inf)
         if self.rank == 0 and math.isfinite(loss) and not math.isfinite(norm):
             log.warning("step %d: gradient norm %g, with a loss of %.4g", step, norm, loss)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tmoe.disk import naming
-from tmoe.run.lines import read_lines
+from tmoe.run.lines import read_steps
 
 
 @contextmanager
@@ -60,7 +60,7 @@ BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
 
 @dataclass
 class Run:
-    """What the picture shows of a run; NaN where a line had null."""
+    """What the picture shows of a run; NaN where a line had null or lacks the number."""
 
     name: str
     config: dict[str, Any]  # config.json; empty if there is none
@@ -82,9 +82,7 @@ def load(path: Path) -> Run:
     numbers = []
     violation = []
     counts = deque(maxlen=WINDOW)  # those of all lines may not fit in memory
-    for number, line in enumerate(read_lines(file), start=1):
-        if line is None:
-            continue
+    for number, line in read_steps(file):
         try:  # None becomes NaN
             numbers.append(np.array([line["step"], *(line.get(name) for name in SERIES)], dtype=float))
             violation.append([None if one is None else float(one) for one in line.get("max_violation") or []])
@@ -259,7 +257,8 @@ def draw_norm(axis: Axes, run: Run) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
-    missing = int((~np.isfinite(norm)).sum())
+    # A step whose own line was lost, on a full disk, has a validation's at most, and no learning rate either.
+    missing = int((~np.isfinite(norm) & np.isfinite(run.series["lr"])).sum())
     axis.set_title("Gradient norm" + (f", {missing} not finite" if missing else ""), loc="left")
     clip = run.config.get("config", {}).get("optim", {}).get("clip")
     if clip:

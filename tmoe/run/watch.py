@@ -1,11 +1,14 @@
 """Watches the ranks of a run: if one stops, dies, raises or takes another path, all say which and where.
 
-    heartbeat   a thread writes its rank's step into the store five times a second; a stopped rank falls
-    silent standstill  a step in which nothing moves for --train.timeout ends the process, wherever its main
-    thread waits journal     each collective's name, size, type and call site, chained into one checksum a
-    step vote        once a step, before the weights change: count and checksum are equal on all ranks, or all
-    ranks raise note        an exception that ends the run gets a note: who failed first, who is silent, where
-    the paths parted
+    heartbeat     a thread writes its rank's step into the store five times a second; a stopped rank falls
+                  silent
+    standstill    a step in which nothing moves for --train.timeout ends the process, wherever its main
+                  thread waits
+    journal       each collective's name, size, type and call site, chained into one checksum a step
+    vote          once a step, before the weights change: count and checksum are equal on all ranks, or all
+                  ranks raise
+    note          an exception that ends the run gets a note: which rank failed first, which are silent, where
+                  the paths parted
 
 Gloo and NCCL name none of these. A peer that hangs reads as a timeout on the rank that waits. A collective
 that one rank skips pairs with its next one and returns a wrong sum. Gloo aborts the process that receives
@@ -40,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import c10d_logger, distributed_c10d
 
+from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
 
 BEAT_S = 0.2
@@ -78,7 +82,7 @@ METHODS = dict(
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
 # Files whose frames lie between a call site and the process group.
-INSIDE = {distributed_c10d.__file__, c10d_logger.__file__}
+INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
 
 
 class DivergenceError(RuntimeError):
@@ -103,7 +107,6 @@ class Watch:
         self.sites: list[str] = []  # since the last vote
         self.checksum = 0
         self.timeout = 0.0
-        # Whether a save is under way. For one a step may wait as long as a collective may.
         self.saving: Callable[[], bool] = lambda: False
         self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
@@ -116,13 +119,17 @@ class Watch:
         self._beats = self._told = 0
         self._telling = threading.Lock()
 
-    def over(self, steps: Iterable[int], timeout: float = 0.0) -> Iterator[int]:
+    def over(
+        self, steps: Iterable[int], timeout: float = 0.0, saving: Callable[[], bool] = lambda: False
+    ) -> Iterator[int]:
         """The steps, one by one, each noted as the one under way.
 
         timeout: seconds for which a step may stand still before this process ends, on top of the time that
         the step before took (a host may have all of that to wait for). 0: no limit. The first step, which
         compiles, has none.
+        saving: whether a save is under way. For one a step may wait as long as a collective may.
         """
+        self.saving = saving
         began = None
         for self.step in steps:
             if timeout and began and self._originals and self._moved is None:
@@ -153,8 +160,7 @@ class Watch:
         votes = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(votes, mine, group=self.control)
         if any(not torch.equal(vote, mine) for vote in votes):
-            journals: list[Any] = [None] * self.world
-            dist.all_gather_object(journals, self.sites, group=self.control)
+            journals = agree.gathered(self.sites, self.control)
             raise DivergenceError(f"step {self.step}: {_parting(dict(enumerate(journals)))}")
         self.votes += 1
         self._begin_journal()

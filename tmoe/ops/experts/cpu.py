@@ -1,17 +1,19 @@
-"""The ops on the CPU: rows sorted by expert, one matrix product per expert that has rows, gradients written by hand.
+"""The ops on the CPU: sorted rows, one matrix product for each expert that has rows, gradients by hand.
 
-Same contract, same saved tensors as the Triton path: between forward and backward live the pre-activations H and the row
-order, nothing else.
+Same contract and same saved tensors as the Triton path: only the pre-activations H and the row order live
+between forward and backward.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from tmoe.ops.reference import ACTIVATIONS, ALPHA, LIMIT
+from tmoe.activations import ACTIVATIONS
 
 
-def route(ids_TK, E):
-    """Sort rows by expert, stably. Returns order (row -> flat slot t*K+k), ends of the experts' rows as a list.
+def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
+    """Sort rows by expert, stably: the order (row -> flat slot t*K+k), and the ends of the experts' rows.
 
     Raises ValueError for an id that is neither -1 nor in [0, E).
     """
@@ -20,27 +22,40 @@ def route(ids_TK, E):
         raise ValueError(
             f"ids: got {int(flat.min())}..{int(flat.max())}, valid are 0..{E - 1} and -1 for 'not here'"
         )
-    ends = (
-        torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()
-    )  # ends[0]: slots not here
-    order = torch.argsort(flat, stable=True)[ends[0] :]
-    return order, [end - ends[0] for end in ends[1:]]
+    ends = torch.bincount(flat.to(torch.int64) + 1, minlength=E + 1).cumsum(0).tolist()
+    not_here = ends[0]  # slots, which come first
+    order = torch.argsort(flat, stable=True)[not_here:]
+    return order, [end - not_here for end in ends[1:]]
 
 
-def spans(ends):
+class Experts(NamedTuple):
+    """The experts' parameters and their activation."""
+
+    gate_up_E2FD: Tensor
+    down_EDF: Tensor
+    bias_E2F: Tensor | None
+    activation: str
+
+
+def spans(ends: list[int]) -> list[tuple[int, int, int]]:
     """(expert, lo, hi) of every expert that has rows."""
     return [(e, lo, hi) for e, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False)) if hi > lo]
 
 
-def combine(rows_ND, order, weights_TK, T, K):
-    """Each token's rows, weighted, summed in fp32 in slot order: y[t] = sum_k w[t, k] * rows[row of (t, k)]."""
-    dtype, acc_dtype = rows_ND.dtype, torch.promote_types(rows_ND.dtype, torch.float32)
-    n, D = order.numel(), rows_ND.shape[1]
-    row_TK = torch.full(
-        (T * K,), n, dtype=torch.int64
-    )  # rows_ND[n] is the zero row of the slots that are not here
+def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K: int) -> Tensor:
+    """Each token's rows, weighted, summed in fp32 in slot order. Without weights they count as they are.
+
+    y[t] = sum_k w[t, k] * rows[row of (t, k)]
+    """
+    acc_dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    n = order.numel()
+    D = rows_ND.shape[1]
+
+    # rows_ND[n] is the zero row of the slots that are not here
+    row_TK = torch.full((T * K,), n, dtype=torch.int64)
     row_TK[order] = torch.arange(n)
     row_TK = row_TK.view(T, K)
+
     y_TD = torch.zeros(T, D, dtype=acc_dtype)
     for k in range(K):
         rows_TD = rows_ND.index_select(0, row_TK[:, k]).to(acc_dtype)
@@ -51,17 +66,27 @@ def combine(rows_ND, order, weights_TK, T, K):
                 rows_TD,
                 weights_TK[:, k, None].to(acc_dtype).masked_fill(row_TK[:, k, None] == n, 0),
             )
-    return y_TD.to(dtype)
+    return y_TD.to(rows_ND.dtype)
 
 
-def pre_activations(x_TD, tokens, gate_up_FD, bias_F, out):
-    """One expert's rows of H, into out."""
+def pre_activations(
+    x_TD: Tensor, tokens: Tensor, gate_up_FD: Tensor, bias_F: Tensor | None, out: Tensor
+) -> Tensor:
+    """Write one expert's rows of H into out, and return them."""
     h = torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
     return h if bias_F is None else h.add_(bias_F)
 
 
-def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, bias_E2F, activation, h):
-    """Returns y_TD; writes the pre-activations into h [>= rows, 2F]."""
+def moe_mlp_forward(
+    x_TD: Tensor,
+    experts: Experts,
+    weights_TK: Tensor,
+    order: Tensor,
+    ends: list[int],
+    h: Tensor,
+) -> Tensor:
+    """y_TD; the pre-activations are written into h [>= rows, 2F]."""
+    gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
@@ -70,17 +95,27 @@ def moe_mlp_forward(x_TD, gate_up_E2FD, down_EDF, weights_TK, order, ends, bias_
     for e, lo, hi in spans(ends):
         bias_F = None if bias_E2F is None else bias_E2F[e]
         gate, up = pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi]).chunk(2, dim=1)
-        torch.mm(ACTIVATIONS[activation](gate, up), down_EDF[e].T, out=out_ND[lo:hi])
+        torch.mm(ACTIVATIONS[activation].formula(gate, up), down_EDF[e].T, out=out_ND[lo:hi])
     return combine(out_ND, order, weights_TK, T, K)
 
 
-def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, ends, bias_E2F, activation):
-    """Returns gradients (x, gate_up, down, weights, bias)."""
+def moe_mlp_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    experts: Experts,
+    weights_TK: Tensor,
+    h: Tensor,
+    order: Tensor,
+    ends: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of x, gate_up, down, weights and bias (None without a bias)."""
+    gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
     tokens = order // max(K, 1)
-    s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # as forward has them
-    d_gate_up, d_down = gate_up_E2FD.new_zeros(gate_up_E2FD.shape), down_EDF.new_zeros(down_EDF.shape)
+    s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # in the type that forward uses
+    d_gate_up = gate_up_E2FD.new_zeros(gate_up_E2FD.shape)
+    d_down = down_EDF.new_zeros(down_EDF.shape)
     d_bias = None if bias_E2F is None else bias_E2F.new_zeros(bias_E2F.shape)
     ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)
     dx_ND = x_TD.new_empty(order.numel() + 1, D)
@@ -89,15 +124,14 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
         s = s_N[lo:hi, None]
         gate, up = h[lo:hi].chunk(2, dim=1)
         dy = dy_TD.index_select(0, tokens[lo:hi])
-        act = ACTIVATIONS[activation](gate, up)
-        d_act = (
-            dy @ down_EDF[e]
-        )  # before the routing weight: its product with act is the weight's own gradient
+        act = ACTIVATIONS[activation].formula(gate, up)
+        # before the routing weight is applied: its product with act is the weight's own gradient
+        d_act = dy @ down_EDF[e]
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         torch.mm(dy.T, act.mul_(s), out=d_down[e])
         dh = torch.empty_like(h[lo:hi])
         d_gate, d_up = dh.chunk(2, dim=1)
-        activation_gradient(gate, up, d_act.mul_(s), d_gate, d_up, activation)
+        ACTIVATIONS[activation].gradient(gate, up, d_act.mul_(s), d_gate, d_up)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
         torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
         if d_bias is not None:
@@ -106,25 +140,13 @@ def moe_mlp_backward(dy_TD, x_TD, gate_up_E2FD, down_EDF, weights_TK, h, order, 
     return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds, d_bias
 
 
-def activation_gradient(gate, up, d_act, d_gate, d_up, activation):
-    """Writes d_gate and d_up; d_act is used up."""
-    if activation == "swiglu":
-        torch.mul(d_act, F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(d_act.mul_(up), gate))
-        return
-    g, u = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    sig = torch.sigmoid(ALPHA * g)
-    glu = g * sig
-    torch.mul(d_act, glu, out=d_up).masked_fill_(up.abs() > LIMIT, 0)
-    d_gate.copy_(d_act.mul_((u + 1) * (sig + ALPHA * glu * (1 - sig)))).masked_fill_(gate > LIMIT, 0)
-
-
-def _acc(t):
+def _acc(t: Tensor) -> torch.dtype:
+    """The type to add in: fp32, or wider if t is."""
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def grouped_mm(a_ND, b_EFD, ends):
-    """c_NF of the definition in reference.py; ends is a list."""
+def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> Tensor:
+    """c_NF of the definition in reference.py; ends are the groups' ends."""
     c_NF = a_ND.new_empty(a_ND.shape[0], b_EFD.shape[1])
     for e, lo, hi in spans(ends):
         torch.mm(a_ND[lo:hi], b_EFD[e].T, out=c_NF[lo:hi])
@@ -132,9 +154,10 @@ def grouped_mm(a_ND, b_EFD, ends):
     return c_NF
 
 
-def grouped_mm_backward(dc_NF, a_ND, b_EFD, ends):
-    """Returns gradients (a, b)."""
-    da_ND, db_EFD = a_ND.new_empty(a_ND.shape), b_EFD.new_zeros(b_EFD.shape)
+def grouped_mm_backward(dc_NF: Tensor, a_ND: Tensor, b_EFD: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
+    """The gradients of a and b."""
+    da_ND = a_ND.new_empty(a_ND.shape)
+    db_EFD = b_EFD.new_zeros(b_EFD.shape)
     for e, lo, hi in spans(ends):
         torch.mm(dc_NF[lo:hi], b_EFD[e], out=da_ND[lo:hi])
         torch.mm(dc_NF[lo:hi].T, a_ND[lo:hi], out=db_EFD[e])

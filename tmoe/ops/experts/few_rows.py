@@ -1,15 +1,18 @@
-"""Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon): the weights flow through without a stop.
+"""Both products of a layer whose experts have few rows each, in one launch for Hopper (Gluon).
 
-With few rows the time is that of reading the weights. Two launches of `specialised` lose a ramp and a tail each, and its tiles of 64
-rows bring the weights of an expert with 65 through L2 twice. Here one warp streams the weights of all up tiles and then of all down
-tiles through a ring and waits for nothing but room in it; other warps bring the rows, those of `act` once their expert's up tiles
+With few rows the time is that of reading the weights, so here they are read without a stop. Two launches of
+`specialised` lose a ramp and a tail each, and its tiles of 64 rows bring the weights of an expert with 65
+through L2 twice. Here one warp streams the weights of all up tiles and then of all down tiles through a ring,
+and waits for nothing but room in it. Other warps bring the rows: those of `act` once their expert's up tiles
 are stored, by whichever programs had them. The consumers do the epilogues themselves, while the ring fills.
 
-Tiles are drawn from a counter, all of up before any of down: whoever holds a down tile knows that every up tile that it may wait for is
-held by a program that runs. So a kernel on another stream (NCCL's, beside compute) may keep multiprocessors for as long as it likes.
+Tiles are drawn from a counter, all of up before any of down: so when a program holds a down tile, every up
+tile that it may wait for is held by a program that runs. A kernel on another stream (NCCL's, beside compute)
+may keep multiprocessors for as long as it likes.
 
-Weights that are on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128 KB a multiprocessor are 4 us
-at the speed of memory. Two stages are enough to keep it busy; with a ring of four the others hold what has come (docs/kernels.md, eleventh).
+Weights on their way stand in a queue, and what L2 has already (rows, tables) stands behind them: 128 KB a
+multiprocessor take 4 us at the speed of memory. Two stages are enough to keep memory busy; with a ring of
+four, the others hold what has come (docs/kernels.md, eleventh).
 """
 
 from triton.experimental import gluon
@@ -27,16 +30,16 @@ from triton.language.extra.cuda import gdc_wait
 
 from tmoe.ops.experts.kernels import activate, slices
 
-thread_barrier = getattr(gl, "thread_barrier", None) or getattr(
-    gl, "barrier", None
-)  # triton 3.6's name, and 3.8's
+# triton 3.6's name, and 3.8's
+thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
 
 
 @gluon.jit
 def place_of(t, tiles, capacity, offsets, num_n, BM: gl.constexpr):
     """Tile t's expert e, the expert's rows lo..hi, the tile's first row and its column block.
 
-    Expert by expert, and within one rows run fastest: what several row tiles multiply with comes from memory once.
+    The order is expert by expert, and within one rows run fastest: what several row tiles multiply with comes
+    from memory once.
     """
     m = t // num_n
     e = gl.load(tiles + 4 + m)
@@ -79,16 +82,21 @@ def room(it, full, empty, S: gl.constexpr, FLIGHT: gl.constexpr):
 
 @gluon.jit
 def load_weights(
-    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full, empty,
+    gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps, bufs, full,
+    empty,
     drawn, told, heard, guessed,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr, GUESS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr,
+    GUESS: gl.constexpr,
     Q: gl.constexpr,
 ):  # fmt: skip
-    """The weights' loader: draws tiles, one ahead; the ring's room holds it up, and that only FLIGHT stages may be on their way.
+    """The weights' loader: draws tiles, one ahead.
 
-    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every expert has one row tile:
-    they are thrown away, but somebody is going to ask for them again, and L2 has them then. Two steps asked for at once, and L2
-    fetching 256 bytes for 128, cost 0 to 2% each; deeper rings than four stages gain nothing.
+    It is held up by the ring's room, and by the rule that only FLIGHT stages may be on their way.
+
+    While routing still runs it asks for the first GUESS steps of the tile that is this program's where every
+    expert has one row tile. They are thrown away, but some program is going to ask for them again, and L2 has
+    them then. Two steps asked for at once, and L2 fetching 256 bytes for 128, cost 0 to 2% each; deeper rings
+    than four stages gain nothing.
     """
     if GUESS > 0:
         p = gl.program_id(0)
@@ -133,7 +141,7 @@ def load_weights(
 def rows_at(
     index, row, hi, stride, BM: gl.constexpr, CHUNK: gl.constexpr, K: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """For each CHUNK rows of a tile, where they lie in memory: rows index[r] // K, or r itself without an index."""
+    """For each CHUNK rows of a tile, where they lie: rows index[r] // K, or r itself without an index."""
     offsets = ()
     for i in gl.static_range(BM // CHUNK):
         r = gl.minimum(row + i * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)), hi - 1)
@@ -148,7 +156,10 @@ def feed(
     source, offsets, count, steps, it, bufs, full, empty,
     BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """One tile's rows, step by step; chunks behind the last of its `count` rows are left out, for no row of theirs is stored."""
+    """One tile's rows, step by step.
+
+    Chunks behind the last of its `count` rows are left out, since their rows are never stored.
+    """
     cols = gl.expand_dims(gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT)), 0)
     chunks = bufs._reinterpret(bufs.dtype, [S * BM // CHUNK, CHUNK, BL], bufs.layout)
     for k in range(steps):
@@ -165,12 +176,17 @@ def feed(
 
 @gluon.jit
 def load_rows(
-    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, bufs, full, empty,
+    x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps, bufs, full,
+    empty,
     drawn, told, heard,
-    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr,
+    LAYOUT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The rows' loader: tokens through the routing order, then rows of act when all of their expert's have been stored."""
+    """The rows' loader: tokens through the routing order, then rows of act.
+
+    Rows of act are read when all up tiles of their expert have been stored.
+    """
     gdc_wait()
     ups = gl.load(tiles) * num_up
     total = ups + gl.load(tiles) * num_down
@@ -187,7 +203,7 @@ def load_rows(
             wanted = gl.cdiv(hi - lo, BM) * num_up
             while gl.load(ready + e, volatile=True) < wanted:
                 pass
-            # by one thread, which tells the others; an atomic whose result nobody used would be left out
+            # by one thread, which tells the others; an atomic whose result is unused would be left out
             stored = gl.atomic_add(ready + e, 0, sem="acquire", scope="gpu")
             at = rows_at(None, row, hi + gl.minimum(stored - wanted, 0), F, BM, CHUNK, K, LAYOUT)
             it = feed(act, at, hi - row, down_steps, it, bufs, full, empty, BM, BL, S, CHUNK, LAYOUT)
@@ -198,9 +214,10 @@ def load_rows(
 @gluon.jit
 def multiply(
     steps, ia, ib, a_bufs, b_bufs, a_full, a_empty, b_full, b_empty,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, MMA: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
-    """One tile's product, and the places in both rings behind it."""
+    """One tile's product, and the next places in both rings."""
     acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.float32, layout=MMA))
     for k in range(steps):
         a = ia % SA
@@ -225,7 +242,8 @@ def multiply(
 def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
     """A slice of a tile to rows below hi of c, by ordinary stores.
 
-    L2 is to keep them before the weights that flow past: act and y are read again soon, and H finds its way to memory later, too.
+    L2 is told to keep them before the weights that flow past: act and y are read again soon, and H finds its
+    way to memory later, too.
     """
     part = gl.convert_layout(part.to(c.dtype.element_ty), LAYOUT)
     r = row + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -239,7 +257,8 @@ def store(c, part, row, hi, col, width, stride, LAYOUT: gl.constexpr):
 def consume(
     bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
     a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, ACT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr,
+    SB: gl.constexpr, ACT: gl.constexpr,
     Q: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers: products and epilogues; an expert's count of stored up tiles goes up behind each."""
@@ -272,7 +291,7 @@ def consume(
                     at = bias + 2 * e.to(gl.int64) * F + cols
                     gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
                     up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
-                gate = gate.to(act.dtype.element_ty)  # backward has no other
+                gate = gate.to(act.dtype.element_ty)  # backward has no wider one
                 up = up.to(act.dtype.element_ty)
                 if h is not None:
                     store(h, gate, row, hi, col, F, 2 * F, OUT)
@@ -296,20 +315,26 @@ def consume(
 
 @gluon.jit(do_not_specialize=["capacity"])
 def few_rows(
-    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr, SB: gl.constexpr, FLIGHT: gl.constexpr,
+    x, gate_up, down, bias, h, act, y, order, ready, counter, tiles, capacity, offsets, D, F, num_up,
+    num_down, up_steps, down_steps,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, SUB: gl.constexpr, SA: gl.constexpr,
+    SB: gl.constexpr, FLIGHT: gl.constexpr,
     GUESS: gl.constexpr, K: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e]); act [N, F]; y [N, D] = act @ down[e]^T.
+    """H, act and y of all experts: both products and the activation between them.
 
-    gate_up as [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and counter [1], int32, must be zero.
-    SA, SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at most SB): see load_weights; not 0
-    only where routing lets this kernel in as it begins. Each kind of warps waits for the kernels before by itself (gdc_wait) for its sake.
+        H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e])
+        act [N, F] from H, and y [N, D] = act @ down[e]^T
+
+    gate_up is [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and
+    counter [1], int32, must be zero. SA, SB: stages of the rings of rows and of weights, of which FLIGHT may
+    be on their way at once. GUESS (at most SB): see load_weights; not 0 only where routing lets this kernel
+    in as it begins. For its sake each kind of warps waits for the kernels before by itself (gdc_wait).
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
     B_BOX: gl.constexpr = [2, BN // 2, BL]
-    Q: gl.constexpr = 4  # tiles that are known and not yet begun by all
+    Q: gl.constexpr = 4  # tiles that are known, and that not all kinds of warps have begun
     dtype: gl.constexpr = act.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(
         dtype, [SA, BM, BL], gl.NVMMASharedLayout.get_default_for([BM, BL], dtype)
@@ -338,10 +363,16 @@ def few_rows(
     fence_async_shared()  # a guess may come back at once
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BL, BL // 8], [GATHER, 1], [1, 0])
     gl.warp_specialize([
-        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA, SB, ACT, Q, WARPS)),
-        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps, down_steps,
-                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB, FLIGHT, GUESS, Q)),
-        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps, down_steps,
-                     a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q, GATHER)),
+        (consume, (bias, h, act, y, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,
+        down_steps,
+                   a_bufs, b_bufs, a_full, a_empty, b_full, b_empty, drawn, told, heard, BM, BN, BL, SUB, SA,
+                   SB, ACT, Q, WARPS)),
+        (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps,
+        down_steps,
+                        b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB,
+                        FLIGHT, GUESS, Q)),
+        (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,
+        down_steps,
+                     a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q,
+                     GATHER)),
     ], [1, GATHER], [24, 96])  # fmt: skip

@@ -1,34 +1,56 @@
 """moe_mlp and grouped_mm on the GPU: which kernels run, in which order, on which buffers.
 
-Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few rows. Backward: dh
-(gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine. With a bound on the routed pairs, the
-same walk goes over windows of so many sorted rows, adding up; windows behind the first are empty in all but skewed routing, and H
-is recomputed for them. Where a configuration asks for gathered copies instead of gathering inside a kernel, one copy serves all
-kernels that read it.
+Forward: route, up (gathers x, keeps H), down, combine; up and down are one launch where experts have few
+rows. Backward: dh (gathers dy, recomputes the activation), down's gradient, dx, gate_up's gradient, combine.
+
+With a bound on the routed pairs, the same steps run over windows of that many sorted rows, adding up. Windows
+behind the first are empty unless routing is skewed, and H is recomputed for them. Where a configuration asks
+for gathered copies instead of gathering inside a kernel, one copy serves all kernels that read it.
 """
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
 
 from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
-from tmoe.ops.experts.table import few, pick
-from tmoe.ops.launch.launch import cdiv, describe, describe_ragged, device_facts, early, empty, launch, tf32
+from tmoe.ops.experts.table import Config, Few, few, pick
+from tmoe.ops.launch.launch import (
+    Descriptor,
+    cdiv,
+    describe,
+    describe_ragged,
+    device_facts,
+    early,
+    empty,
+    launch,
+    tf32,
+)
 
 try:
     from tmoe.ops.experts import hopper
     from tmoe.ops.experts.few_rows import few_rows
-except ImportError:  # no GPU then counts as one that they are for: launch.py's gluon_lacks
+except ImportError:  # then launch.py's gluon_lacks says that no GPU can run them
     hopper = few_rows = None
 
-# Of programs in a launch. One is best where products have the GPU for themselves. A program that finds its multiprocessor taken, by a
-# collective's kernel, begins when another ends: a launch in one wave then takes twice its time, in four a quarter more. Measured on
-# two GPUs that share experts: 96.8, 97.4, 99.6 and 99.9 thousand tokens/s in 1, 2, 4 and 8; with ep=2, 48.3 and 48.1 in 1 and 4.
+Operand = Tensor | Descriptor  # as a kernel takes it
+Outs = tuple[Any, Any, Any]  # tensors or None
+
+# Waves of programs in a launch. One is best where products have the GPU to themselves. A program that finds
+# its multiprocessor taken by a collective's kernel begins when another one ends: a launch in one wave then
+# takes twice its time, in four a quarter more. Measured on two GPUs that share experts: 96.8, 97.4, 99.6 and
+# 99.9 thousand tokens/s in 1, 2, 4 and 8 waves; with ep=2, 48.3 in 1 and 48.1 in 4.
 waves = 1
 
 
-def has_tma(x, D, F, *tensors):
-    """Whether descriptors can describe the operands: Hopper or later, 16-bit elements, whole 64-wide steps, aligned bases."""
+def has_tma(x: Tensor, D: int, F: int, *tensors: Tensor) -> bool:
+    """Whether descriptors can describe the operands.
+
+    They can on Hopper, with 16-bit elements, whole 64-wide steps and aligned bases.
+    """
     return (
         device_facts(x.device)[2]
         and x.element_size() == 2
@@ -38,76 +60,105 @@ def has_tma(x, D, F, *tensors):
     )
 
 
-def plain(t, block, tma):
+def plain(t: Tensor, block: list[int], tma: bool) -> Operand:
     """A tensor as kernels take it: a descriptor with this box, or itself."""
     return describe(t, block) if tma else t
 
 
-def ragged(t, block, tma):
-    """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at an expert's last row, or itself."""
+def ragged(t: Tensor, block: list[int], tma: bool) -> Operand:
+    """Expert-sorted rows [N, width] as kernels take them: a descriptor that clips at any row, or itself."""
     return describe_ragged(t, block) if tma else t
 
 
-def halves(h_N2F, F, block, tma):
+def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand, Operand]:
     """The gate and up columns of H as two operands, so that a box never reaches from one into the other."""
     return ragged(h_N2F[:, :F], block, tma), ragged(h_N2F[:, F:], block, tma)
+
+
+class Product(NamedTuple):
+    """What hopper.specialised multiplies; see there for the rest."""
+
+    a: Tensor
+    b: Tensor
+    width: int  # columns of the result
+    length: int = 0  # summed over; dw: over each expert's rows instead
+    b_rows: bool = False
+    gather: str = ""  # the operand ("a", "b") that is still [T, D]
+    h: Tensor | None = None
+    ds: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Layer:
     """One call's shapes and choices, and a method for each kernel launch."""
 
-    def __init__(self, x, shape, K, meta, weights=None, operands=(), activation="swiglu"):
+    def __init__(
+        self,
+        x: Tensor,
+        shape: tuple[int, ...],
+        K: int,
+        meta: Metadata,
+        weights: Tensor | None = None,
+        operands: tuple[Tensor, ...] = (),
+        activation: str = "swiglu",
+    ) -> None:
         """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
-        self.x, self.K, self.meta, self.weights, self.activation = x, K, meta, weights, activation
+        self.x, self.meta, self.weights = x, meta, weights
+        self.K, self.activation = K, activation
         self.E, self.D, self.F = shape
         self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
-        # kernels without descriptors reach an expert's matrices by 32 bits
+        # kernels without descriptors address an expert's matrices by 32 bits
         if not self.tma and 2 * self.D * self.F >= 2**31:
             valid = "2 D F below 2^31 where there are no tensor descriptors"
             require(False, "an expert's matrices", f"D={self.D}, F={self.F}", valid)
-        fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton knows no other chip's
+        fast = tf32() and self.arch.startswith(("cuda", "hip:gfx942"))  # triton knows TF32 of no other chip
         self.precision = "tf32" if fast else "ieee"
 
-    def config(self, kernel):
+    def config(self, kernel: str) -> Config:
+        """The configuration of a kernel for this layer."""
         return pick(kernel, self.arch, self.x.dtype, self.D, self.F, self.N / self.E, self.tma)
 
-    def grid(self, cfg, tiles):
+    def grid(self, cfg: Config, tiles: int) -> tuple[int]:
         """As many programs as stay resident, in `waves`; tiles is the host's upper bound on the work."""
         return (max(1, min(self.sms * cfg.ctas * waves, tiles)),)
 
-    def row_tiles(self, cfg, width, columns):
+    def row_tiles(self, cfg: Config, width: int, columns: int) -> int:
+        """An upper bound on the tiles of a result with `width` columns, `columns` a tile."""
         return (self.N // cfg.BM + self.E) * cdiv(width, columns)
 
-    def tile_args(self, cfg):
+    def tile_args(self, cfg: Config | Few) -> tuple[Tensor, int, Tensor]:
+        """The table of row tiles, its capacity and the experts' offsets, as kernels take them."""
         return self.meta.tiles[cfg.BM], Metadata.capacity(self.N, self.E, cfg.BM), self.meta.offsets
 
-    def even(self, cfg, length):
+    def even(self, cfg: Config, length: int) -> bool:
+        """Whether a length is whole steps."""
         return length % cfg.BL == 0
 
-    def empty(self, *shape, dtype=None):
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A new tensor, of x's type unless told otherwise."""
         return empty(shape, dtype or self.x.dtype, self.x.device)
 
-    def gathered(self, t_TD):
+    def gathered(self, t_TD: Tensor) -> Tensor:
         """The rows of a [T, D] tensor in expert order."""
         rows = self.empty(self.N, self.D)
-        R, block = 8, min(1024, power_of_2(self.D))
+        R = 8
+        block = min(1024, power_of_2(self.D))
         launch(
             kernels.gather_kernel, (cdiv(self.N, R), cdiv(self.D, block)),
             t_TD, self.meta.order, self.meta.offsets, rows, self.D, self.E, self.K, R, block, num_warps=4,
         )  # fmt: skip
         return rows
 
-    def specialised(
-        self, kind, cfg, a, b, outs, width, length=0, b_rows=False, gather="", h=None, ds=None, bias=None
-    ):
-        """Launch hopper.specialised on A, B and results of `width` columns, summing over `length` (dw: over each expert's rows).
-
-        outs are its c, c2, c3. See there for the rest.
-        """
-        dw, finish = kind == "dw", kind in ("up", "dh")
+    def specialised(self, kind: str, cfg: Config, product: Product, outs: Outs) -> None:
+        """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
+        a, b, width, length, b_rows, gather, h, ds, bias = product
+        dw = kind == "dw"
+        finish = kind in ("up", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
+
+        # operands: descriptors, unless they are gathered
         a_box = [cfg.BL, cfg.BM] if dw else [cfg.BM, cfg.BL]
         if dw:
             b_box = [cfg.BL, cfg.BN]
@@ -118,26 +169,36 @@ class Layer:
         a_arg = a if gather == "a" else describe_ragged(a, a_box)
         b_arg = b if gather == "b" else describe_ragged(b, b_box) if dw else describe(b, b_box)
         box = [cfg.BM, cfg.BN // cfg.SUB]
+
+        # results: some are stored by the copy engine, some by the finishers
         c, c2, c3 = outs
-        if kind == "up" and c is not None:
+        keeps_h = kind == "up" and c is not None
+        if keeps_h:
             c, c2 = describe_ragged(c, box), describe_ragged(c2, box)
         elif not finish:
-            c = c3 = describe(c, [1, *box]) if dw else describe_ragged(c, box)
-        num_m, num_n = cdiv(a.shape[1], cfg.BM) if dw else 0, cdiv(width, columns)
+            result: Any = outs[0]
+            c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
+
+        # tiles: of every expert's matrix, or of its rows
+        num_m = cdiv(a.shape[1], cfg.BM) if dw else 0
+        num_n = cdiv(width, columns)
         if dw:
-            tiles, tile_args = self.E * num_m * num_n, (self.meta.by_size, 0, self.meta.offsets)
+            tiles = self.E * num_m * num_n
+            tile_args = self.meta.by_size, 0, self.meta.offsets
         else:
-            tiles, tile_args = self.row_tiles(cfg, width, columns), self.tile_args(cfg)
+            tiles = self.row_tiles(cfg, width, columns)
+            tile_args = self.tile_args(cfg)
         launch(
             hopper.specialised, self.grid(cfg, tiles),
             a_arg, b_arg, bias, h, c, c2, c3, self.weights, ds, self.meta.order, *tile_args,
             self.N, self.E, self.F, num_m, num_n, cdiv(length, cfg.BL), cfg.GROUP, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.stages, cfg.SUB, cfg.outs, self.K, kind, self.activation, b_rows,
-            kind == "up" and c is not None, gather, dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
+            keeps_h, gather,
+            dw and gather != "" and self.D % (cfg.BM if gather == "a" else cfg.BN) != 0,
             num_warps=cfg.warps,
         )  # fmt: skip
 
-    def up(self, gate_up, bias, h_N2F):
+    def up(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None) -> Tensor:
         """act [N, F]; writes H unless it is None."""
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
@@ -145,9 +206,8 @@ class Layer:
         w = gate_up.view(2 * self.E, self.F, self.D)
         if cfg.outs:
             outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (None, None, act)
-            self.specialised(
-                "up", cfg, x, w, outs, self.F, self.D, True, "a" if cfg.gather else "", bias=bias
-            )
+            gather = "a" if cfg.gather else ""
+            self.specialised("up", cfg, Product(x, w, self.F, self.D, True, gather, bias=bias), outs)
             return act
         block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
@@ -157,19 +217,21 @@ class Layer:
             kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
             x, w, bias, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
             self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None, cfg.gather, self.tma,
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None,
+            cfg.gather, self.tma,
             self.even(cfg, self.D), self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return act
 
-    def rows(self, kernel, a, b, b_rows):
+    def rows(self, kernel: str, a: Tensor, b: Tensor, b_rows: bool) -> Tensor:
         """[N, W] = rows of a times each expert's matrix b, [W, L] rows if b_rows else [L, W]."""
         cfg = self.config(kernel)
-        (R, C), L = b.shape[1:], a.shape[1]
+        R, C = b.shape[1:]
+        L = a.shape[1]
         W = R if b_rows else C
         c = self.empty(self.N, W)
         if cfg.outs:
-            self.specialised("rows", cfg, a, b, (c, None, None), W, L, b_rows)
+            self.specialised("rows", cfg, Product(a, b, W, L, b_rows), (c, None, None))
             return c
         launch(
             kernels.rows_kernel, self.grid(cfg, self.row_tiles(cfg, W, cfg.BN)),
@@ -182,37 +244,45 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def products(self, gate_up, bias, h_N2F, down):
-        """act @ down^T [N, D], expert by expert; writes H unless it is None. Once for each metadata: it may spend `ready` and `counter`."""
+    def products(self, gate_up: Tensor, bias: Tensor | None, h_N2F: Tensor | None, down: Tensor) -> Tensor:
+        """act @ down^T [N, D], expert by expert; writes H unless it is None.
+
+        Once for each metadata: it may use up `ready` and `counter`.
+        """
         cfg = few(self.arch, self.N / self.E, self.tma)
         if cfg is None:
             return self.rows("down", self.up(gate_up, bias, h_N2F), down, True)
         BN, BL = 256, 64
-        act, y = self.empty(self.N, self.F), self.empty(self.N, self.D)
-        num_up, num_down = cdiv(self.F, BN // 2), cdiv(self.D, BN)
+        act = self.empty(self.N, self.F)
+        y = self.empty(self.N, self.D)
+        num_up = cdiv(self.F, BN // 2)
+        num_down = cdiv(self.D, BN)
         # routing lets this launch in as it begins, unless slots are many or this is a later window
         let_in = 0 < self.meta.N <= FEW
         guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
-            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1, BN, BL]),
-            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg), self.D, self.F, num_up, num_down,
-            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages, cfg.flight, guess, self.K,
+            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1,
+            BN, BL]),
+            bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg),
+            self.D, self.F, num_up, num_down,
+            cdiv(self.D, BL), cdiv(self.F, BL), cfg.BM, BN, BL, cfg.SUB, cfg.row_stages, cfg.weight_stages,
+            cfg.flight, guess, self.K,
             self.activation, num_warps=cfg.BM // 16, **early(self.x.device),
         )  # fmt: skip
         return y
 
-    def dh(self, dy, down, h_N2F):
+    def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
         parts = cdiv(self.F, cfg.BN)
-        dh, act = self.empty(self.N, 2 * self.F), self.empty(self.N, self.F)
+        dh = self.empty(self.N, 2 * self.F)
+        act = self.empty(self.N, self.F)
         ds = self.empty(parts, self.N, dtype=torch.float32)
         if cfg.outs:
             gather = "a" if cfg.gather else ""
-            self.specialised(
-                "dh", cfg, dy, down, (dh, None, act), self.F, self.D, gather=gather, h=h_N2F, ds=ds
-            )
+            product = Product(dy, down, self.F, self.D, gather=gather, h=h_N2F, ds=ds)
+            self.specialised("dh", cfg, product, (dh, None, act))
             return dh, act, ds
         block = [cfg.BM, cfg.BN // cfg.SUB]
         launch(
@@ -222,22 +292,23 @@ class Layer:
             *halves(h_N2F, self.F, block, self.tma), *halves(dh, self.F, block, self.tma),
             ragged(act, block, self.tma), self.weights, ds, self.meta.order, *self.tile_args(cfg),
             self.N, self.D, self.F, self.D,
-            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, cfg.gather, self.tma, self.even(cfg, self.D),
+            cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, cfg.gather, self.tma,
+            self.even(cfg, self.D),
             self.precision, num_warps=cfg.warps, num_stages=cfg.stages,
         )  # fmt: skip
         return dh, act, ds
 
-    def dw(self, kernel, a, b, gather, c=None):
-        """[E, P, Q] = rows of a transposed times rows of b; gather names the operand ("a", "b") that is still [T, D], or "".
+    def dw(self, kernel: str, a: Tensor, b: Tensor, gather: str, c: Tensor | None = None) -> Tensor:
+        """[E, P, Q] = rows of a transposed times rows of b, added to c if it is given.
 
-        Added to c, if it is given.
+        gather names the operand ("a", "b") that is still [T, D], or "".
         """
         add = c is not None
         cfg = self.config("dw_add" if add else kernel)
         P, Q = a.shape[1], b.shape[1]
         c = self.empty(self.E, P, Q) if c is None else c
         if cfg.outs:
-            self.specialised("dw", cfg, a, b, (c, None, None), Q, gather=gather)
+            self.specialised("dw", cfg, Product(a, b, Q, gather=gather), (c, None, None))
             return c
         launch(
             kernels.dw_kernel, self.grid(cfg, self.E * cdiv(P, cfg.BM) * cdiv(Q, cfg.BN)),
@@ -250,31 +321,47 @@ class Layer:
         )  # fmt: skip
         return c
 
-    def combine(self, rows, weights, y=None, ds=None, d_weights=None, add=None, fill=True):
-        """y [T, D] in fixed order, weighted unless weights is None; with ds also the routing weights' gradient.
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        y: Tensor | None = None,
+        ds: Tensor | None = None,
+        d_weights: Tensor | None = None,
+        add: bool | None = None,
+        fill: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y [T, D] in fixed order, weighted unless weights is None; with ds also the weights' gradient.
 
-        Added to y and d_weights, if they are given, or with add=False written over them. fill=False leaves the rows of tokens
-        that have no slot here (in any window) as they are, in y and in d_weights, instead of writing zeros.
+        Added to y and d_weights if they are given, or with add=False written over them. fill=False leaves the
+        rows of tokens that have no slot here (in any window) as they are, in y and in d_weights, instead of
+        writing zeros.
         """
         add = y is not None if add is None else add
         y = self.empty(self.T, self.D) if y is None else y
         if ds is not None and d_weights is None:
             d_weights = self.empty(*self.weights.shape, dtype=self.weights.dtype)
-        sparse = 2 * self.N <= self.T * self.K  # most slots are not here: look before loading, two at a time
+        # where most slots are not here: look before loading, two at a time
+        sparse = 2 * self.N <= self.T * self.K
         block, group, warps = (2048, 2, 2) if sparse else (1024, self.K, 4)
-        block, ahead = min(block, power_of_2(self.D)), early(self.x.device)
+        block = min(block, power_of_2(self.D))
+        ahead = early(self.x.device)
         launch(
             kernels.combine_kernel, (min(self.T, 16 * self.sms) if add else self.T, cdiv(self.D, block)),
-            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N, self.E, self.T, self.D,
-            0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None, ds is not None, add,
+            rows, weights, self.meta.row_of, self.meta.offsets, y, ds, d_weights, self.meta.base, self.N,
+            self.E, self.T, self.D,
+            0 if ds is None else ds.shape[0], self.K, power_of_2(self.K), block, group, weights is not None,
+            ds is not None, add,
             fill or add, bool(ahead), num_warps=warps, **ahead,
         )  # fmt: skip
         return y, d_weights
 
-    def bias_gradient(self, dh, d_bias=None):
+    def bias_gradient(self, dh: Tensor, d_bias: Tensor | None = None) -> Tensor:
         """[E, 2F], the sum of each expert's rows of dH; added to d_bias, if it is given."""
-        add, W, block = d_bias is not None, dh.shape[1], 128
-        d_bias = d_bias if add else self.empty(self.E, W)
+        add = d_bias is not None
+        W = dh.shape[1]
+        block = 128
+        d_bias = d_bias if d_bias is not None else self.empty(self.E, W)
         launch(
             kernels.bias_kernel,
             (self.E, cdiv(W, block)),
@@ -289,10 +376,11 @@ class Layer:
         )
         return d_bias
 
-    def clear_rest(self, c):
+    def clear_rest(self, c: Tensor) -> Tensor:
         """Zeros in the rows of c [N, W] that belong to no expert."""
         N, W = c.shape
-        R, block = 16, min(1024, power_of_2(W))
+        R = 16
+        block = min(1024, power_of_2(W))
         launch(
             kernels.clear_kernel, (cdiv(N, R), cdiv(W, block)),
             c, self.meta.offsets, N, self.E, W, R, block, num_warps=4,
@@ -300,19 +388,30 @@ class Layer:
         return c
 
 
-def windows(first, N):
+def windows(first: Metadata, N: int) -> Iterator[Metadata]:
     """The metadata of each window of the N sorted rows."""
     yield first
     for base in range(first.P, N, first.P):
         yield first.window(base)
 
 
-def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
+def forward(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """moe_mlp: y, H of the first window (empty unless keep) and the packed metadata."""
     x, gate_up, down, weights, ids = (t.contiguous() for t in (x, gate_up, down, weights, ids))
     bias = None if bias is None else bias.contiguous()
     meta = route(ids, down.shape[0], pairs)
-    h, y = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device), None
+    h = empty((pairs if keep else 0, gate_up.shape[1]), x.dtype, x.device)
+    y: Any = None
     if ids.numel() == 0:
         return torch.zeros_like(x), h, meta.packed
     for window in windows(meta, ids.numel()):
@@ -323,25 +422,36 @@ def forward(x, gate_up, down, weights, ids, bias, activation, pairs, keep):
     return y, h, meta.packed
 
 
-def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor | None, ...]:
     """moe_mlp's gradients of x, gate_up, down, weights and bias (None without one)."""
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
     if weights.numel() == 0:
-        return *(
-            torch.zeros_like(t) for t in (x, gate_up, down, weights)
-        ), None if bias is None else torch.zeros_like(bias)
+        return tuple(None if t is None else torch.zeros_like(t) for t in (x, gate_up, down, weights, bias))
     dx = d_gate_up = d_down = d_weights = d_bias = None
     for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
         layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
         if dx is not None:
-            h = layer.empty(pairs, gate_up.shape[1])
+            h = layer.empty(pairs, gate_up.shape[1])  # of a window behind the first: computed again
             layer.up(gate_up, bias, h)
+
         fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
-        dy_N = None if fused[0] and fused[1] else layer.gathered(dy)
+        dy_N: Any = None if fused[0] and fused[1] else layer.gathered(dy)
         dh, act, ds = layer.dh(dy if fused[0] else dy_N, down, h)
         d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
         del dy_N, act
+
         dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
         d_gate_up = layer.dw(
             "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
@@ -352,7 +462,7 @@ def backward(dy, x, gate_up, down, weights, h, packed, bias, activation, pairs):
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
-def grouped_mm(a, b, ends):
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """c of grouped_mm: the down projection of rows that are sorted already."""
     a, b = a.contiguous(), b.contiguous()
     if a.shape[0] == 0:
@@ -361,7 +471,7 @@ def grouped_mm(a, b, ends):
     return layer.clear_rest(layer.rows("down", a, b, True))
 
 
-def grouped_mm_backward(dc, a, b, ends):
+def grouped_mm_backward(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """grouped_mm's gradients of a and b."""
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     if a.shape[0] == 0:

@@ -1,82 +1,62 @@
 """grouped_mm: rows in consecutive groups, each group times its own matrix; one differentiable op."""
 
 import torch
+from torch import Tensor
 
 from tmoe.ops.check import check_device, check_grouped_mm, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
-from tmoe.ops.launch.eager import no_second_derivative
+from tmoe.ops.register import Backward, register_differentiable
 
 
-def grouped_mm(a_ND, b_EFD, ends_E):
-    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T, rows past the last end give zeros.
+def grouped_mm(a_ND: Tensor, b_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T; rows past the last end give zeros.
 
     Args:
         a_ND: rows [N, D]; float32, bfloat16 or float16 (float64 on the CPU).
         b_EFD: one matrix a group [E, F, D]; dtype of a.
-        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N; it stays on the device, so
-            only the CPU refuses others.
+        ends_E: int32 [E], the cumulative ends of the groups' rows, non-decreasing, at most N. They stay on
+            the device, so only the CPU refuses others.
 
-    Returns:
-        c_NF [N, F] in the dtype of a, accumulated in float32. Differentiable in a and b.
-        Raises ValueError for shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.grouped_mm`.
+    Returns c_NF [N, F] in the dtype of a, accumulated in float32, differentiable in a and b. Raises
+    ValueError for shapes, dtypes or devices that do not fit together. Definition:
+    `tmoe.ops.reference.grouped_mm`.
     """
     check_tensors(a=a_ND, b=b_EFD, ends=ends_E)
     return torch.ops.tmoe.grouped_mm(a_ND, b_EFD, ends_E)
 
 
-_lib = torch.library.Library("tmoe", "FRAGMENT")  # mlp.py says why not @custom_op
-_lib.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_lib.define(
-    "grouped_mm_backward(Tensor dc, Tensor a, Tensor b, Tensor ends) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-@torch.library.impl("tmoe::grouped_mm", "CPU", lib=_lib)
-def _forward_cpu(a, b, ends):
+def _forward_cpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(a, b, ends)
     bounds = [0, *ends.tolist(), a.shape[0]]
     require(bounds == sorted(bounds), "ends", bounds[1:-1], f"non-decreasing, 0 to N={a.shape[0]}")
     return cpu.grouped_mm(a, b, bounds[1:-1])
 
 
-@torch.library.impl("tmoe::grouped_mm", "CUDA", lib=_lib)
-def _forward_gpu(a, b, ends):
+def _forward_gpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_grouped_mm(a, b, ends)
-    with torch.cuda.device(a.device):
-        return gpu.grouped_mm(a, b, ends)
+    return gpu.grouped_mm(a, b, ends)
 
 
-@torch.library.register_fake("tmoe::grouped_mm", lib=_lib)
-def _forward_fake(a, b, ends):
+def _forward_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     check_device(a, b=b, ends=ends)
     return a.new_empty(a.shape[0], b.shape[1])
 
 
-@torch.library.impl("tmoe::grouped_mm_backward", "CPU", lib=_lib)
-def _backward_cpu(dc, a, b, ends):
+def _backward_cpu(dc: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return cpu.grouped_mm_backward(dc, a, b, ends.tolist())
 
 
-@torch.library.impl("tmoe::grouped_mm_backward", "CUDA", lib=_lib)
-def _backward_gpu(dc, a, b, ends):
-    with torch.cuda.device(a.device):
-        return gpu.grouped_mm_backward(dc, a, b, ends)
-
-
-@torch.library.register_fake("tmoe::grouped_mm_backward", lib=_lib)
-def _backward_fake(dc, a, b, ends):
-    return a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, dc):
-    check_tensors(dc=dc)
-    return *torch.ops.tmoe.grouped_mm_backward(dc, *ctx.saved_tensors), None
-
-
-torch.library.register_autograd("tmoe::grouped_mm", _differentiate, setup_context=_save, lib=_lib)
-torch.library.register_autograd("tmoe::grouped_mm_backward", no_second_derivative, lib=_lib)
+register_differentiable(
+    "grouped_mm",
+    "(Tensor a, Tensor b, Tensor ends) -> Tensor",
+    returns="c",
+    cpu=_forward_cpu,
+    cuda=_forward_gpu,
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dc, Tensor a, Tensor b, Tensor ends) -> (Tensor, Tensor)",
+        gradients="a b",
+        cpu=_backward_cpu,
+        cuda=gpu.grouped_mm_backward,
+    ),
+)

@@ -1,11 +1,14 @@
-"""The products for Hopper, warp-specialised (Gluon): a loader feeds, consumers multiply, finishers do the costly epilogues.
+"""The products for Hopper, warp-specialised (Gluon): a loader, consumers and finishers.
 
-The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here the loader keeps
-the ring of operand tiles full all through it. The consumers are eight warps on a 128x256 tile, or four on 64x256 where experts
-have few rows; all they do with a finished tile is to round it into shared memory. From there a plain product leaves by the copy
-engine; the epilogues that cost instructions are the finishers', while the next tile is multiplied. Two warpgroups taking turns on
-128x128 tiles hide epilogues too, but read more shared memory and L2 for each product (docs/kernels.md has the figures).
-The loader gathers rows itself (GATHER: two or four warps of cp.async), or is one warp that issues bulk copies.
+The plain kernels of kernels.py stop loading during a tile's epilogue, and the tensor cores stand still. Here
+the loader keeps the ring of operand tiles full all through it. The consumers are eight warps on a 128x256
+tile, or four on 64x256 where experts have few rows; all they do with a finished tile is to round it into
+shared memory. From there a plain product leaves by the copy engine; the epilogues that cost instructions are
+the finishers' work, while the next tile is multiplied.
+
+Two warpgroups taking turns on 128x128 tiles hide epilogues too, but read more shared memory and L2 for each
+product (docs/kernels.md has the figures). The loader gathers rows itself (GATHER: two or four warps of
+cp.async), or is one warp that issues bulk copies.
 
 Operands, results and tile order are those of `up_kernel`, `rows_kernel`, `dh_kernel` and `dw_kernel`.
 """
@@ -59,8 +62,9 @@ def load_tiles(
             n_steps = gl.cdiv(hi - lo, BL)
         if GATHER == "a" and KIND != "dw":
             r = row + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-            # rows past the end are never stored. Where they are many they are left out, which costs full tiles 5%; reading
-            # token 0 for them all, every program at the same time, cost half of a tile's time
+            # Rows past the end are never stored. Where they are many they are left out, which costs full
+            # tiles 5%. Reading token 0 for them all, in every program at the same time, cost half of a
+            # tile's time.
             tok = gl.load(order + gl.minimum(r, hi - 1)) // K
             cols = gl.arange(0, BL, layout=gl.SliceLayout(0, LAYOUT))
             a_rows = a + gl.expand_dims(tok.to(gl.int64) * stride, 1) + gl.expand_dims(cols, 0)
@@ -127,13 +131,16 @@ def store_tile(c, smem, e, hi, row, col, KIND: gl.constexpr):
 
 @gluon.jit
 def consume_tiles(
-    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr,
+    c, bias, tiles, capacity, offsets, E, F, num_m, num_n, steps, GROUP, a_bufs, b_bufs, full, empty, out,
+    staged, taken,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
+    OUTS: gl.constexpr,
     KIND: gl.constexpr, B_ROWS: gl.constexpr, GATHER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumer: the product of every tile of this program, rounded into shared memory.
+    """The consumers: the product of every tile of this program, rounded into shared memory.
 
-    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are the finishers'.
+    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are
+    left to the finishers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
@@ -151,7 +158,8 @@ def consume_tiles(
             s = it % S
             mbarrier.wait(full.index(s), it // S & 1)
             if GATHER != "":
-                fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the async one
+                # cp.async wrote through the generic proxy, wgmma reads through the async one
+                fence_async_shared()
             a_tile = a_bufs.index(s)
             if KIND == "dw":
                 a_tile = a_tile.reshape([BL, BM]).permute((1, 0))
@@ -162,9 +170,8 @@ def consume_tiles(
             else:
                 b_tile = b_bufs.index(s).reshape([BL, BN])
             acc = warpgroup_mma(a_tile, b_tile, acc, is_async=True, use_acc=k > 0)
-            acc = warpgroup_mma_init(
-                warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            )  # wait returns a plain tensor
+            # wait returns a plain tensor
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
             mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=k > 0)  # the step before is done
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -208,9 +215,13 @@ def chunk(out, j, i, BM: gl.constexpr, W: gl.constexpr, R: gl.constexpr, LAYOUT:
 @gluon.jit
 def finish_up(
     c, c2, act, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr,
+    R: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "up": H leaves shared memory by the copy engine if it is to be kept, the activation by ordinary stores."""
+    """The finishers of "up".
+
+    H, if it is kept, leaves shared memory by the copy engine, the activation by ordinary stores.
+    """
     W: gl.constexpr = BN // SUB
     HALF: gl.constexpr = SUB // 2
     phase = 0
@@ -251,13 +262,17 @@ def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, LAYOUT: gl.cons
 @gluon.jit
 def finish_dh(
     h, dh, act, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
-    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, R: gl.constexpr,
+    LAYOUT: gl.constexpr,
     CREW: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "dh": from the staged gradient of act and from H, the gradients of both halves of H, s * act and this
-    column tile's part of <d_act, act>.
+    """The finishers of "dh".
 
-    H is loaded 2 R rows ahead: with R the loads' latency, not the arithmetic, set the pace (dh of Qwen3's shape 1.57 ms, so 1.43).
+    From the staged gradient of act and from H they compute the gradients of both halves of H, s * act, and
+    this column tile's part of <d_act, act>.
+
+    H is loaded 2 R rows ahead. With R rows the loads' latency, not the arithmetic, set the pace (dh of
+    Qwen3's shape took 1.57 ms, and takes 1.43).
     """
     W: gl.constexpr = BN // SUB
     phase = 0
@@ -311,31 +326,39 @@ def finish_tiles(
         )  # fmt: skip
     elif KIND == "dh":
         finish_dh(
-            h, c, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged, taken,
+            h, c, c3, weights, ds, order, tiles, capacity, offsets, N, F, num_n, GROUP, out, scale, staged,
+            taken,
             BM, BN, SUB, ACT, 4 * CREW, LAYOUT, CREW,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["capacity", "N", "E", "GROUP"])
 def specialised(
-    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps, GROUP, stride,
-    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr, OUTS: gl.constexpr, K: gl.constexpr,
+    a, b, bias, h, c, c2, c3, weights, ds, order, tiles, capacity, offsets, N, E, F, num_m, num_n, steps,
+    GROUP, stride,
+    BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, SUB: gl.constexpr,
+    OUTS: gl.constexpr, K: gl.constexpr,
     KIND: gl.constexpr, ACT: gl.constexpr, B_ROWS: gl.constexpr, KEEP: gl.constexpr, GATHER: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """KIND "rows": C = A @ B[e]. "up": c, c2, c3 = gate, up, act. "dh": c, c3 = dH, s * act, from h = H, and ds partials.
-    "dw": C[e] = A[rows]^T @ B[rows].
+    """One of the products, by KIND.
 
-    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the routing order.
-    EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act alone. ACT: the activation, see `activate`.
-    bias [E, 2F] or None is added to H.
+        "rows"  C = A @ B[e]
+        "up"    c, c2, c3 = gate, up, act
+        "dh"    c, c3 = dH, s * act, from h = H; and partial sums of ds
+        "dw"    C[e] = A[rows]^T @ B[rows]
+
+    GATHER names the operand ("a", "b") that is [T, D] in memory, with row stride `stride`, read through the
+    routing order. EDGE: the last tile of a gathered dw is wider than its rows. KEEP false: "up" stores act
+    alone. ACT: the activation, see `activate`. bias [E, 2F] or None is added to H.
     """
     WARPS: gl.constexpr = 4 if BM == 64 else 8
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
     B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
     FINISH: gl.constexpr = KIND == "up" or KIND == "dh"
-    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers for 256 columns
+    # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers
+    # for 256 columns
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4
     ELEMENT: gl.constexpr = c3.dtype.element_ty if FINISH else c3.dtype
     OUT_BOX: gl.constexpr = [BM, BN // SUB]
@@ -356,9 +379,8 @@ def specialised(
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
-        mbarrier.init(
-            full.index(i), count=1 if GATHER == "" else 32 * CREW + 1
-        )  # one arrival a cp.async thread
+        # one arrival a cp.async thread
+        mbarrier.init(full.index(i), count=1 if GATHER == "" else 32 * CREW + 1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(staged, count=1)
     mbarrier.init(taken, count=1)

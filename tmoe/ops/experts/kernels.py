@@ -1,25 +1,31 @@
-"""The Triton kernels of the expert computation: four products over expert-sorted rows, and the sum over a token's rows.
+"""The Triton kernels of the experts: four products over expert-sorted rows, and the sum over a token's rows.
 
-Every product is persistent (a fixed grid strides over tiles; the number of tiles is read on the device) and exists once. With
-TMA, operands are tensor descriptors and results leave through ragged descriptors, whose hardware clipping keeps a tile from
-writing into the next expert's rows. Without, the same arguments are pointers and masks do the clipping: every other GPU, and
-every shape that descriptors cannot describe. GATHER reads an operand's rows through the routing order, so gathered copies of x
-and dy never exist. SUB slices the accumulator's columns in the epilogue: less shared memory and fewer live registers.
+Every product is persistent (a fixed grid strides over tiles; the number of tiles is read on the device) and
+exists once. With TMA, operands are tensor descriptors and results leave through ragged descriptors, whose
+hardware clipping keeps a tile from writing into the next expert's rows. Without, the same arguments are
+pointers and masks do the clipping: on every other GPU, and for every shape that descriptors cannot describe.
+GATHER reads an operand's rows through the routing order, so gathered copies of x and dy never exist. SUB
+slices the accumulator's columns in the epilogue: less shared memory and fewer live registers.
 
-Letters as everywhere: N routed rows, D model width, F expert width, E experts, K experts per token. `e, lo, hi, row` locate a
-tile: expert, the expert's rows lo..hi, the tile's first row.
+Letters as everywhere: N routed rows, D model width, F expert width, E experts, K experts per token. `e, lo,
+hi, row` locate a tile: expert, the expert's rows lo..hi, the tile's first row.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tmoe import activations
+
 RAGGED = tl.constexpr(0x40000000)  # the origin of create_ragged_descriptor's two extra dimensions
 
 
 @triton.jit
 def tile_at(t, tiles, capacity, offsets, num_n, GROUP):
-    """Tile t: within GROUP row tiles, rows run fastest, so what is in flight at once shares both operands in L2."""
+    """Tile t's expert, the expert's rows lo..hi, the tile's first row and its column tile.
+
+    Within GROUP row tiles, rows run fastest, so the tiles in flight at once share both operands in L2.
+    """
     num_m = tl.load(tiles)
     per_group = GROUP * num_n
     first = t // per_group * GROUP
@@ -45,7 +51,10 @@ def weight_tile_at(t, by_size, offsets, num_m, num_n, GROUP):
 
 @triton.jit
 def load_tile(desc, lo, count, r, c):
-    """Rows lo+r.. of a ragged descriptor, zeros from row lo+count on. (triton.tools.ragged_tma's own fails in the interpreter.)"""
+    """Rows lo+r.. of a ragged descriptor, zeros from row lo+count on.
+
+    (triton.tools.ragged_tma's own fails in the interpreter.)
+    """
     t = desc.load([RAGGED, lo + count, RAGGED - count + r, c])
     return tl.reshape(t, (t.shape[2], t.shape[3]))
 
@@ -106,16 +115,16 @@ def product(
 ):  # fmt: skip
     """acc[BM, BN] = A rows @ B[e] over the length L.
 
-    A's rows are consecutive, or with GATHER those of the tokens order[r] // K. B[e] is [width, L] rows if B_ROWS, else
-    [L, width]; with PAIR it is [2, width, L] and the columns are BN/2 gate columns, then the same BN/2 up columns.
+    A's rows are consecutive, or with GATHER those of the tokens order[r] // K. B[e] is [width, L] rows if
+    B_ROWS, else [L, width]; with PAIR it is [2, width, L] and the columns are BN/2 gate columns, then the
+    same BN/2 up columns.
     """
     BW: tl.constexpr = BN // 2 if PAIR else BN  # width of B covered by this tile
     l = tl.arange(0, BL)
     r = row + tl.arange(0, BM)
     if GATHER:
-        r = (
-            tl.load(order + r, mask=r < hi, other=0) // K
-        )  # rows past the end read token 0 and are never stored
+        # rows past the end read token 0 and are never stored
+        r = tl.load(order + r, mask=r < hi, other=0) // K
     a_at = a
     if GATHER or not TMA:
         a_at = a + r.to(tl.int64)[:, None] * stride_a + l[None, :]
@@ -160,7 +169,10 @@ def product(
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)); FAST (NVIDIA) divides by the hardware's reciprocal, one instruction of 1 ulp instead of eight."""
+    """1 / (1 + exp(-x)).
+
+    FAST (NVIDIA) divides by the hardware's reciprocal, one instruction of 1 ulp instead of eight.
+    """
     d = 1 + tl.exp2(x * -1.4426950408889634)
     if FAST:
         return tl.inline_asm_elementwise(
@@ -170,7 +182,9 @@ def sigmoid(x, FAST: tl.constexpr):
         return 1 / d
 
 
-ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # of the clamped SwiGLU
+# of the clamped SwiGLU
+ALPHA = tl.constexpr(activations.ALPHA)
+LIMIT = tl.constexpr(activations.LIMIT)
 
 
 @triton.jit
@@ -183,7 +197,10 @@ def clamped(gate, up):
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; "clamped": see reference.py. The place to add another activation, with its derivative below."""
+    """SwiGLU: silu(gate) * up; "clamped": see tmoe/activations.py.
+
+    This is the place to add another activation, with its derivative below.
+    """
     if ACT == "clamped":
         gate, up = clamped(gate, up)
         return gate * sigmoid(ALPHA * gate, FAST) * (up + 1)
@@ -193,9 +210,10 @@ def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
-    """Recompute the activation, chain the gradient d of w * act: (w * act, d_gate, d_up, d * act), in ten multiplications.
+    """Recompute the activation and chain the gradient d of w * act: (w * act, d_gate, d_up, d * act).
 
-    The epilogue that calls this is bound by instructions, so what is shared is computed once.
+    It takes ten multiplications: the epilogue that calls this is bound by instructions, so what is shared is
+    computed once.
     """
     if ACT == "clamped":
         g, u = clamped(gate, up)
@@ -217,10 +235,14 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
 @triton.jit(do_not_specialize=["capacity", "GROUP"])
 def up_kernel(
     x, gate_up, bias, h_gate, h_up, act, order, tiles, capacity, offsets, D, F, stride_x,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    ACT: tl.constexpr,
     KEEP: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up, for BN/2 columns of each half at a time."""
+    """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up.
+
+    A tile has BN/2 columns of each half.
+    """
     BF: tl.constexpr = BN // 2
     BS: tl.constexpr = BF // SUB
     num_n = tl.cdiv(F, BF)
@@ -252,7 +274,10 @@ def rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr,
     B_ROWS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """C[rows of e] = A[rows of e] @ B[e]^T (B_ROWS) or @ B[e]: the down projection, its like in grouped_mm, and every dX."""
+    """C[rows of e] = A[rows of e] @ B[e]^T (B_ROWS) or @ B[e].
+
+    This is the down projection, the product of grouped_mm, and every dX.
+    """
     num_n = tl.cdiv(W, BN)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
@@ -265,14 +290,17 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "N", "GROUP"])
 def dh_kernel(
-    dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F, stride_dy,
-    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr, ACT: tl.constexpr,
+    dy, down, h_gate, h_up, dh_gate, dh_up, act, weights, ds, order, tiles, capacity, offsets, N, D, F,
+    stride_dy,
+    BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
+    ACT: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From dA = dY[tokens] @ down[e], with the activation recomputed from H: dH, s * act (for down's gradient), ds partials.
+    """dH, s * act (for down's gradient) and partial sums of ds.
 
-    ds[pn, r] is this column tile's part of <dA, act>, the gradient of row r's routing weight s; the parts are added in fixed
-    order by combine_kernel.
+    They come from dA = dY[tokens] @ down[e], with the activation recomputed from H. ds[pn, r] is this column
+    tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts in fixed
+    order.
     """
     num_n = tl.cdiv(F, BN)
     BS: tl.constexpr = BN // SUB
@@ -298,7 +326,8 @@ def dh_kernel(
 
 @triton.jit
 def dw_operand(
-    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr, TMA: tl.constexpr,
+    a, order, tok, lo, hi, k, col, width, BL: tl.constexpr, BW: tl.constexpr, GATHER: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Rows lo+k*BL.. of the expert, BW columns from col; zeros past the expert's end."""
     if GATHER:
@@ -316,10 +345,11 @@ def dw_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, GROUP, SUB: tl.constexpr, K: tl.constexpr,
     GATHER: tl.constexpr, TMA: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "". ADD: added to what C holds.
+    """C[e] = a[rows of e]^T @ b[rows of e], [P, Q] for every expert; GATHER is "a", "b" or "".
 
-    Experts come by decreasing row count. An expert without rows stores zeros: no memset. The token index of the next step is
-    loaded a step ahead by hand, since an index load inside the loop halves the depth of the compiler's pipeline.
+    ADD: added to what C holds. Experts come by decreasing row count. An expert without rows stores zeros: no
+    memset. The token index of the next step is loaded a step ahead by hand, since an index load inside the
+    loop halves the depth of the compiler's pipeline.
     """
     num_m = tl.cdiv(P, BM)
     num_n = tl.cdiv(Q, BN)
@@ -356,9 +386,13 @@ def dw_kernel(
 
 @triton.jit
 def add_slots(
-    acc, t, at, rows, weights, cols, N, D, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr
+    acc, t, at, rows, weights, cols, N, D,
+    FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t in this order, all of which are asked for before any is added."""
+    """acc + the (weighted) rows at[FIRST..FIRST + G - 1] of token t, in this order.
+
+    All of them are asked for before any is added.
+    """
     loaded = ()
     for k in tl.static_range(FIRST, FIRST + G):
         if k < K:
@@ -395,7 +429,10 @@ def any_here(at, N, FIRST: tl.constexpr, G: tl.constexpr, K: tl.constexpr):
 def add_parts(
     t, row_of, ds, d_weights, base, N, num_parts, K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr
 ):
-    """d_weights of token t: the sum of the parts that dh left in ds, in order; where a slot is not here 0 (ADD: what is there)."""
+    """d_weights of token t: the sum of the parts that dh left in ds, in order.
+
+    Where a slot is not here it is 0 (ADD: what is there stays).
+    """
     k = tl.arange(0, KP)
     row = tl.load(row_of + t * K + k, mask=k < K, other=-1) - base
     here = (row >= 0) & (row < N)
@@ -410,7 +447,8 @@ def add_parts(
 @triton.jit
 def combine_token(
     t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr,
+    DS: tl.constexpr,
     ADD: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """combine_kernel for one token and BLOCK columns."""
@@ -444,14 +482,18 @@ def combine_token(
 @triton.jit(do_not_specialize=["base", "N", "E", "T"])
 def combine_kernel(
     rows, weights, row_of, offsets, y, ds, d_weights, base, N, E, T, D, num_parts,
-    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, DS: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr,
+    DS: tl.constexpr,
     ADD: tl.constexpr, FILL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order. With DS also d_weights from ds.
+    """y[t] = sum over k of (weights[t, k] *) rows[row_of[t, k] - base], in float32 in slot order.
 
-    Slots whose row lies outside of the N rows from base on add nothing; G of them at a time are passed over where none of these
-    is here. ADD: added to what y and d_weights hold, by a few programs that go over all tokens; nearly always there is nothing
-    to add. Not FILL: a token without any slot in row_of keeps what y and d_weights hold of it. EARLY: see launch.py's early.
+    DS: also d_weights from ds.
+
+    Slots whose row lies outside of the N rows from base on add nothing; where none of G slots is here, all G
+    are passed over. ADD: added to what y and d_weights hold, by a few programs that go over all tokens;
+    nearly always there is nothing to add. Not FILL: a token without any slot in row_of keeps what y and
+    d_weights hold of it. EARLY: see launch.py's early.
     """
     if EARLY:
         gdc_wait()
@@ -461,13 +503,17 @@ def combine_kernel(
             combine_token(t, rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
                           WEIGHTED, DS, True, FILL)  # fmt: skip
     else:
-        combine_token(tl.program_id(0), rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K, KP, BLOCK, G,
+        combine_token(tl.program_id(0), rows, weights, row_of, y, ds, d_weights, base, N, D, num_parts, K,
+        KP, BLOCK, G,
                       WEIGHTED, DS, False, FILL)  # fmt: skip
 
 
 @triton.jit
 def bias_kernel(dh, d_bias, offsets, W, R: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
-    """d_bias[e] = sum of the expert's rows of dH [N, W], in float32, in order. ADD: added to what d_bias holds."""
+    """d_bias[e] = sum of the expert's rows of dH [N, W], in float32, in order.
+
+    ADD: added to what d_bias holds.
+    """
     e = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     lo = tl.load(offsets + e)

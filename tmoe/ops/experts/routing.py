@@ -1,42 +1,54 @@
-"""Routing metadata: which row of the expert-sorted order belongs to which slot of ids, in one packed int32 tensor.
+"""Routing metadata, one packed int32 tensor: which sorted row belongs to which slot of ids.
 
-Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The other tables speak of
-a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it), so that memory follows P, not N. Inside an
-expert, rows keep the order of their slots (a stable sort), so every sum has one fixed order.
+Row r of expert e is slot order[r] = t * K + k; row_of[t * K + k] = r, or -1 when the slot is not here. The
+other tables speak of a window of P rows at a time (offsets[e] to offsets[e + 1] are expert e's rows in it),
+so that memory follows P, not N. Inside an expert, rows keep the order of their slots (a stable sort), so
+every sum has one fixed order.
 
-On the GPU three kernels compute it without a sort of all slots, an atomic or the host: histogram of each block of slots, scan along
-the blocks of each expert, stable rank of each slot inside its block. One does, where slots are few.
+On the GPU three kernels compute it without a sort of all slots, without an atomic and without the host: a
+histogram of each block of slots, a scan along the blocks of each expert, and the stable rank of each slot
+inside its block. Where slots are few, one kernel does it all.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmoe.ops.launch.launch import cdiv, early, empty, launch
 
 # row tile heights that the kernels use; each has its table of (expert, first row)
 TILES = (64, 128)
-BLOCK = 512  # slots a program counts and ranks
-FEW = 8192  # up to so many slots one launch does it all
+BLOCK = 512  # slots that a program counts and ranks
+FEW = 8192  # up to this many slots, one launch does it all
 
 
-def _pad(n):
-    """Sections start on 16 bytes, so that the kernels' pointer specialisation never depends on T."""
+def _pad(n: int) -> int:
+    """Entries of a section, rounded up to 16 bytes, so that pointer specialisation never depends on T."""
     return (n + 3) // 4 * 4
 
 
 class Metadata:
-    """Views into the packed tensor, for a window of P of the N sorted rows (all of them, unless a bound was asked for).
+    """Views into the packed tensor, for a window of P of the N sorted rows (all of them without a bound).
 
-    Of the window: offsets [E+1]; by_size [E], experts by decreasing row count (long loops first); ready [E] and counter [1],
-    zeros until few.py has counted there; tiles[BM]: count [4, only the first used], then expert [capacity], then first row [capacity] of each BM-row tile.
-    Of all rows: ends [E]; order [N]; row_of [N]. The window's first row is `base`; `order` is cut to start there.
+    Of the window:
+      offsets [E+1]; by_size [E], experts by decreasing row count (long loops first);
+      ready [E] and counter [1], zeros until few_rows.py has counted there;
+      tiles[BM], a table of BM-row tiles: count [4, only the first used], then expert [capacity], then first
+          row [capacity].
+    Of all rows:
+      ends [E]; order [N]; row_of [N].
+    The window's first row is `base`; `order` is cut to start there.
     """
 
-    def __init__(self, packed, N, E, P=None):
+    def __init__(self, packed: Tensor, N: int, E: int, P: int | None = None) -> None:
+        """packed: int32 of at least size(N, E, P) entries. P None: N."""
         P = N if P is None else P
-        self.packed, self.N, self.E, self.P, self.base = packed, N, E, P, 0
+        self.packed = packed
+        self.N, self.E, self.P = N, E, P
+        self.base = 0
+
         sections = self.sections(N, E, P)
         starts = [sum(sections[:i]) for i in range(len(sections))]
         self.offsets = packed[: E + 1]
@@ -49,36 +61,45 @@ class Metadata:
         self.row_of = packed[starts[7] : starts[7] + N]
 
     @staticmethod
-    def sections(N, E, P):
-        """Entries of each section. A table of BM-row tiles has at most P // BM + E entries: known to the host."""
+    def sections(N: int, E: int, P: int) -> list[int]:
+        """Entries of each section.
+
+        A table of BM-row tiles has at most P // BM + E entries, a bound that the host knows.
+        """
         tables = [4 + 2 * Metadata.capacity(P, E, bm) for bm in TILES]
         return [_pad(E + 1), _pad(E), _pad(E + 1), *tables, _pad(E), _pad(N), _pad(N)]
 
     @staticmethod
-    def capacity(P, E, bm):
+    def capacity(P: int, E: int, bm: int) -> int:
+        """How many tiles of bm rows a table has room for."""
         return _pad(P // bm + E)
 
-    def capacities(self):
+    def capacities(self) -> list[int]:
+        """`capacity` of each height in TILES."""
         return [self.capacity(self.P, self.E, bm) for bm in TILES]
 
     @staticmethod
-    def size(N, E, P=None):
+    def size(N: int, E: int, P: int | None = None) -> int:
+        """Entries of the packed tensor."""
         return sum(Metadata.sections(N, E, N if P is None else P))
 
     @classmethod
-    def fake(cls, N, E, P, like):
+    def fake(cls, N: int, E: int, P: int | None, like: Tensor) -> Tensor:
+        """A tensor of the packed one's size, on the device of `like`, for fakes."""
         return like.new_empty(cls.size(N, E, P), dtype=torch.int32)
 
-    def window(self, base):
+    def window(self, base: int) -> "Metadata":
         """The metadata of the P rows from base on."""
         meta = self.over(base, empty((self.size(0, self.E, self.P),), torch.int32, self.packed.device))
         tabulate_from(self.ends, meta)
         return meta
 
-    def over(self, base, packed):
-        """The same, where its tables lie in `packed` already."""
+    def over(self, base: int, packed: Tensor) -> "Metadata":
+        """The metadata of the P rows from base on, whose tables lie in `packed` already."""
         meta = Metadata(packed, 0, self.E, self.P)
-        meta.base, meta.order, meta.row_of = base, self.order[base:], self.row_of
+        meta.base = base
+        meta.order = self.order[base:]
+        meta.row_of = self.row_of
         return meta
 
 
@@ -111,7 +132,7 @@ def scan(counts, totals, NB, CHUNK: tl.constexpr):
 def write_tiles(
     table, capacity, e, first, lo, count, BM: tl.constexpr, LAST: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """This expert's part of the table of BM-row tiles, from its `first` on; the last expert also writes how many there are."""
+    """This expert's part of the table of BM-row tiles, from its `first` on; the last one writes the count."""
     mine = (count + BM - 1) // BM
     for s in range(tl.cdiv(mine, CHUNK)):
         q = s * CHUNK + tl.arange(0, CHUNK)
@@ -128,7 +149,8 @@ def write_expert(
 ):  # fmt: skip
     """Entries of every table for expert p, whose rows are `count` from lo on, from the row counts of all.
 
-    A sum over all experts is a round of barriers: one finds both tables' first tiles, as halves of 64 bits.
+    A sum over all experts is a round of barriers: one sum finds both tables' first tiles, as halves of 64
+    bits.
     """
     tl.store(offsets + p, lo)
     tl.store(ready + p, 0)
@@ -154,7 +176,7 @@ def tabulate(
     ends, offsets, by_size, ready, tiles0, tiles1, cap0, cap1, base, P,
     E: tl.constexpr, EP: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr,
 ):  # fmt: skip
-    """The tables of rows that are sorted already: program e writes expert e's entries from the ends of all."""
+    """The tables of rows that are sorted already: program e writes expert e's entries from all ends."""
     ee = tl.arange(0, EP)
     hi = tl.load(ends + ee, mask=ee < E, other=0)
     lo = tl.load(ends + ee - 1, mask=(ee > 0) & (ee < E), other=0)
@@ -172,8 +194,9 @@ def place(
 ):  # fmt: skip
     """Program p writes expert p's table entries (p < E) and places the slots of block p (p < NB).
 
-    A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting the earlier slots of
-    the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots of 128 experts; all of it takes 18 with this.
+    A block's slots are sorted by (expert, slot) in registers, so its rows are written side by side. Counting
+    the earlier slots of the same expert, one column an expert, took 30 of routing's 40 us for 262,144 slots
+    of 128 experts; all of routing takes 18 us this way.
     """
     p = tl.program_id(0)
     ee = tl.arange(0, EP)
@@ -205,9 +228,8 @@ def place(
         before = tl.load(base + ee * NB + p, mask=ee < E, other=0)
         behind = tl.load(base + ee * NB + p + 1, mask=(ee < E) & (p + 1 < NB), other=0)
         count = tl.where(p + 1 < NB, behind, tot) - before
-        shift = (
-            end - tot + before - (tl.cumsum(count, 0) - count)
-        )  # from a slot's place in the block to its row
+        # from a slot's place in the block to its row
+        shift = end - tot + before - (tl.cumsum(count, 0) - count)
         j = tl.arange(0, B)
         x = tl.load(ids + p * B + j, mask=p * B + j < N, other=-1)
         here = (x >= 0) & (x < E)
@@ -222,15 +244,17 @@ def place(
 @triton.jit(do_not_specialize=["units", "P", "cap0", "cap1"])
 def place_few(
     ids, ends, offsets, by_size, ready, order, row_of, tiles0, tiles1, cap0, cap1, units, P,
-    UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr, BM1: tl.constexpr, EARLY: tl.constexpr,
+    UNIT: tl.constexpr, NP: tl.constexpr, E: tl.constexpr, BINS: tl.constexpr, BM0: tl.constexpr,
+    BM1: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All of it in one launch, for at most NP slots: program p looks at every slot and places those of expert p.
+    """All of it in one launch, for at most NP slots: program p reads every slot and places those of expert p.
 
-    The slots are `units` times UNIT: of 16 the compiler knows that it may load them 16 bytes at a time.
+    The slots are `units` times UNIT: with a UNIT of 16 the compiler knows that it may load 16 bytes at a
+    time.
     """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # few.py's programs, which ask for weights while they wait
+        gdc_launch_dependents()  # few_rows.py's programs, which ask for weights while they wait
     N = units * UNIT
     p = tl.program_id(0)
     ee = tl.arange(0, BINS)
@@ -275,54 +299,64 @@ def place_few(
     )
 
 
-def power_of_2(n):
+def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-def empty_metadata(N, E, P, device):
+def empty_metadata(N: int, E: int, P: int | None, device: torch.device) -> Metadata:
+    """Metadata whose tables are not filled yet."""
     return Metadata(empty((Metadata.size(N, E, P),), torch.int32, device), N, E, P)
 
 
-def route(ids_TK, E, P=None):
-    """Metadata of ids [T, K] (int32 or int64; anything outside 0..E-1 is not here), on its device, without a host sync.
+def route(ids_TK: Tensor, E: int, P: int | None = None) -> Metadata:
+    """Metadata of ids [T, K], on its device, without waiting on the host.
 
-    P: rows of the window that the tables speak of; None: all.
+    ids_TK: int32 or int64; anything outside 0..E-1 is not here. P: rows of the window that the tables speak
+    of; None: all.
     """
     N = ids_TK.numel()
     meta = empty_metadata(N, E, P, ids_TK.device)
     tables = meta.ends, meta.offsets, meta.by_size, meta.ready, meta.order, meta.row_of, *meta.tiles.values()
     tables += tuple(meta.capacities())
     if 0 < N <= FEW:
-        ahead, unit = early(ids_TK.device), 1 if N % 16 else 16
+        ahead = early(ids_TK.device)
+        unit = 1 if N % 16 else 16
         launch(
-            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2, power_of_2(E)), *TILES, bool(ahead),
+            place_few, (E,), ids_TK, *tables, N // unit, meta.P, unit, max(1024, power_of_2(N)), E, max(2,
+            power_of_2(E)), *TILES, bool(ahead),
             num_warps=8, **ahead,
         )  # fmt: skip
         return meta
     NB = cdiv(N, BLOCK)
     scratch = empty((_pad(E) + E * NB,), torch.int32, ids_TK.device)
-    totals, counts = scratch[:E], scratch[_pad(E) :]
+    totals = scratch[:E]
+    counts = scratch[_pad(E) :]
     if NB:
         launch(histogram, (NB,), ids_TK, counts, N, NB, E, power_of_2(E + 1), BLOCK, num_warps=4)
     launch(scan, (E,), counts, totals, NB, 256, num_warps=4)
     launch(
-        place, (max(NB, E),), ids_TK, counts, totals, *tables, N, NB, meta.P, E, power_of_2(E), BLOCK, *TILES, num_warps=4,
+        place, (max(NB, E),), ids_TK, counts, totals, *tables, N, NB, meta.P, E, power_of_2(E), BLOCK,
+        *TILES, num_warps=4,
     )  # fmt: skip
     return meta
 
 
-def tabulate_from(ends_E, meta):
+def tabulate_from(ends_E: Tensor, meta: Metadata) -> None:
     """Fill meta's tables from the cumulative ends of the groups of all rows."""
     E = meta.E
     launch(
-        tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(), *meta.capacities(), meta.base, meta.P,
+        tabulate, (E,), ends_E, meta.offsets, meta.by_size, meta.ready, *meta.tiles.values(),
+        *meta.capacities(), meta.base, meta.P,
         E, power_of_2(E), *TILES, num_warps=4,
     )  # fmt: skip
 
 
-def group(ends_E, N):
-    """Metadata of N rows that are sorted already, from the cumulative ends of their groups; order and row_of stay empty."""
+def group(ends_E: Tensor, N: int) -> Metadata:
+    """Metadata of N rows that are sorted already, from the cumulative ends of their groups.
+
+    order and row_of stay empty.
+    """
     meta = empty_metadata(N, ends_E.shape[0], N, ends_E.device)
     tabulate_from(ends_E, meta)
     return meta

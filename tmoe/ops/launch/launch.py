@@ -1,7 +1,8 @@
-"""How a kernel is launched, and how the same launches are turned into compilations for a GPU that need not be there.
+"""How a kernel is launched, and how launches become compilations for a GPU that may be absent.
 
-triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking and hashing their
-layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by what it depends on and calls it.
+triton's own launch spends 100 to 200 us of Python on a kernel with six tensor descriptors (building, checking
+and hashing their layouts): longer than such a kernel runs at T=4096. Here a launch looks its binary up by
+what the binary depends on, and calls it.
 """
 
 import ast
@@ -12,12 +13,13 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -28,24 +30,28 @@ from tmoe.stack import note
 _target = None  # inside compile_only: the architecture compiled for
 _compiling = None  # inside compile_only: called with what would be launched
 _thread = threading.local()  # .ready: it has a CUDA context
-_settled = set()  # modules of which triton knows all keys
-# asked first: isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
+_settled: set[str] = set()  # modules of which triton knows all keys
+# checked first, since isinstance(..., torch.Tensor) costs 0.3 us where the answer is no
 _PLAIN = {bool, str, float, type(None)}
 _binaries = {}  # (id of the kernel, device, what its binary depends on) -> what launches it
 MAPS = 1024  # tensor maps kept for each descriptor of a binary: a step finds those of all its layers again
 
 
 class Address(NamedTuple):
-    """What is left of a tensor where nothing else is asked for."""
+    """What is left of a tensor where only its address is needed."""
 
     address: int
 
-    def data_ptr(self):
+    def data_ptr(self) -> int:
+        """As torch.Tensor's."""
         return self.address
 
 
 class Descriptor(NamedTuple):
-    """A tensor and the box that the copy engine moves; becomes triton's or Gluon's own descriptor when a kernel is compiled."""
+    """A tensor and the box that the copy engine moves.
+
+    It becomes triton's or Gluon's own descriptor when a kernel is compiled.
+    """
 
     base: torch.Tensor | Address
     shape: tuple[int, ...]
@@ -55,9 +61,11 @@ class Descriptor(NamedTuple):
     round_f32_to_tf32: bool = False  # triton 3.8 asks
 
 
-def strides_of(t):
-    """A tensor's strides; those of dimensions of one element, which may be anything in torch, as if it were contiguous: the copy engine
-    takes multiples of 16 bytes."""
+def strides_of(t: Tensor) -> tuple[int, ...]:
+    """A tensor's strides; dimensions of one element get those of a contiguous tensor.
+
+    In torch these may be anything, but the copy engine takes multiples of 16 bytes.
+    """
     strides = list(t.stride())
     for i in reversed(range(len(strides))):
         if t.shape[i] == 1:
@@ -65,19 +73,22 @@ def strides_of(t):
     return tuple(strides)
 
 
-def describe(t, block):
-    """A whole tensor."""
+def describe(t: Tensor, block: list[int]) -> Descriptor:
+    """A whole tensor, in boxes of this block."""
     return Descriptor(t, t.shape, strides_of(t), block)
 
 
-def describe_ragged(t_NW, block):
-    """Expert-sorted rows, so that a kernel can clip at any row: triton.tools.ragged_tma explains the two extra dimensions."""
+def describe_ragged(t_NW: Tensor, block: list[int]) -> Descriptor:
+    """Expert-sorted rows, so that a kernel can clip at any row.
+
+    triton.tools.ragged_tma explains the two extra dimensions.
+    """
     stride = strides_of(t_NW)[0]
     shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, t_NW.shape[1])
     return Descriptor(t_NW, shape, ((1 << 34) - stride, stride, stride, 1), [1, 1, *block])
 
 
-def _native(arg, kernel):
+def _native(arg: Any, kernel: Any) -> Any:
     """What triton itself accepts in place of a Descriptor."""
     if not isinstance(arg, Descriptor):
         return arg
@@ -91,39 +102,44 @@ def _native(arg, kernel):
     return GluonDescriptor(*tensor, cast(Any, gl.NVMMASharedLayout.get_default_for(arg.block, element)))
 
 
-def cdiv(a, b):
-    """triton.cdiv costs 10 us a call outside kernels."""
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (triton.cdiv costs 10 us a call outside kernels.)"""
     return -(-a // b)
 
 
-def device_facts(device):
+def device_facts(device: torch.device) -> tuple[str, int, bool]:
     """(architecture "cuda:90" or "hip:gfx942", number of SMs, whether tensor descriptors are in hardware)."""
     return _facts(device.index) if _target is None else (_target, 1, _has_descriptors(_target))
 
 
 @functools.cache
-def _facts(index):
+def _facts(index: int) -> tuple[str, int, bool]:
     p = torch.cuda.get_device_properties(index)
     arch = f"hip:{p.gcnArchName.split(':')[0]}" if torch.version.hip else f"cuda:{p.major}{p.minor}"
     return arch, p.multi_processor_count, _has_descriptors(arch)
 
 
-def early(device):
-    """Options of a launch whose programs may take their places while the kernel before it still runs (programmatic dependent launch).
+def early(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose programs may start while the kernel before it still runs.
 
-    Such a kernel waits by gdc_wait before it uses anything in memory: then everything before it on the stream has ended. Empty where a
-    GPU cannot do it, and on a CPU (triton's interpreter).
+    This is programmatic dependent launch. Such a kernel waits by gdc_wait before it uses anything in memory:
+    then everything before it on the stream has ended. Empty where a GPU cannot do it, and on a CPU (triton's
+    interpreter).
     """
     return {"launch_pdl": True} if device.type != "cpu" and device_facts(device)[2] else {}
 
 
-def tf32():
-    """Whether fp32 products may use TF32, however that was set: who has set `fp32_precision` may not ask for `allow_tf32`."""
+def tf32() -> bool:
+    """Whether fp32 products may use TF32, however that was set.
+
+    Once `fp32_precision` has been set, torch raises on `allow_tf32`.
+    """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def _has_descriptors(arch):
+def _has_descriptors(arch: str) -> bool:
     # hopper.py is written for its wgmma; Blackwell takes the portable kernels until it has its own
+    """Whether the kernels for Hopper run on this architecture with this triton."""
     if arch != "cuda:90":
         return False
     if missing := gluon_lacks():
@@ -135,7 +151,10 @@ def _has_descriptors(arch):
 
 @functools.cache
 def gluon_lacks() -> str:
-    """What the kernels for Hopper use and this triton's Gluon, which is experimental, does not have; "" if nothing."""
+    """What the kernels for Hopper use and this triton's Gluon does not have; "" if nothing.
+
+    Gluon is experimental, so its names change.
+    """
     missing = set()
     try:
         modules = [importlib.import_module(f"tmoe.ops.experts.{name}") for name in ("few_rows", "hopper")]
@@ -151,11 +170,12 @@ def gluon_lacks() -> str:
     return ", ".join(sorted(missing))
 
 
-def _settle(module):
-    """Lets triton work out the keys of a module's kernels, and those of modules that it takes functions from, callees first.
+def _settle(module: str) -> None:
+    """Let triton compute the keys of a module's kernels, callees first.
 
-    A key holds the constants of all functions that are called, but triton leaves out those of a function whose own key it does not
-    know yet. Keys then depend on what was launched first, and one process does not find what another has compiled.
+    That includes the modules that it takes functions from. A key holds the constants of all functions that
+    are called, but triton leaves out those of a function whose own key it does not know yet. Keys would then
+    depend on what was launched first, and one process would not find what another has compiled.
     """
     if module in _settled or module not in sys.modules:
         return
@@ -165,8 +185,11 @@ def _settle(module):
         f.cache_key  # noqa: B018
 
 
-def _fixed(kernel):
-    """Per parameter: whether the binary does not depend on its value. Kept with the kernel, whose own hash is Python's work."""
+def _fixed(kernel: Any) -> tuple[bool, ...]:
+    """For each parameter, whether the binary does not depend on its value.
+
+    Kept as an attribute of the kernel, since a dict would hash the kernel in Python.
+    """
     for module in (
         "triton.language.standard",
         "triton.experimental.gluon.language._standard",
@@ -177,9 +200,11 @@ def _fixed(kernel):
     return fixed
 
 
-def _key(args, fixed):
-    """What a binary depends on, finer than triton's own distinctions, which costs no more than another lookup; and the arguments
-    as its launcher takes them."""
+def _key(args: Sequence, fixed: Sequence[bool]) -> tuple[list, list]:
+    """What a binary depends on, and the arguments as its launcher takes them.
+
+    The key is finer than triton's own distinctions; that costs no more than another lookup.
+    """
     hip = torch.version.hip or str(_target).startswith("hip")
     key, values = [], []
     for arg, is_fixed in zip(args, fixed, strict=True):
@@ -193,7 +218,7 @@ def _key(args, fixed):
             key += arg.block
         elif isinstance(arg, torch.Tensor):
             key.append(arg.dtype)
-            if hip:  # there triton also asks whether 32 bits reach all of a tensor
+            if hip:  # there triton also distinguishes whether 32 bits reach all of a tensor
                 key.append(arg.untyped_storage().nbytes() < 2**31)
             arg = arg.data_ptr()
             key.append(arg % 16)
@@ -203,18 +228,21 @@ def _key(args, fixed):
     return key, values
 
 
-def launcher(compiled, kernel, values):
-    """A function (grid, stream, values) that launches a binary: triton's own C function, past the Python in front of it.
+def launcher(compiled: Any, kernel: Any, values: list) -> Callable[[tuple[int, ...], int, list], None]:
+    """A function (grid, stream, values) that launches a binary by triton's own C function.
 
-    That Python encodes every tensor map anew (8 us each, 30 of them in a layer's forward and backward) and calls hooks that are not
-    there. A map holds an address, sizes and strides, nothing of the tensor, so one that was made for them serves again. Where a
-    triton's launcher does not do what `_own_launcher` knows, triton launches. `parts`, where it goes the short way: the C
-    function, what it takes between stream and values, and (index, encoder, known maps) of each descriptor.
+    It skips the Python in front of that function, which encodes every tensor map anew (8 us each, 30 of them
+    in a layer's forward and backward) and calls hooks that are not there. A map holds an address, sizes and
+    strides, nothing of the tensor, so one that was made for them serves again. Where triton's launcher does
+    not do what `_own_launcher` knows, triton launches.
+
+    A function that goes the short way has `parts`: the C function, what it takes between stream and values,
+    and (index, encoder, known maps) of each descriptor.
 
     values: those of the first launch.
     """
 
-    def as_triton_does(grid, stream, values):
+    def as_triton_does(grid: tuple[int, ...], stream: int, values: list) -> None:
         compiled[grid](*[_native(value, kernel) for value in values], stream=stream)
 
     own = _own_launcher(compiled, kernel, values)
@@ -224,10 +252,11 @@ def launcher(compiled, kernel, values):
     maps = [(i, encode, {}) for i, encode in own.maps]
     hooks = knobs.runtime
 
-    def direct(grid, stream, values):
-        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler's
+    def direct(grid: tuple[int, ...], stream: int, values: list) -> None:
+        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):  # a profiler listens
             return as_triton_does(grid, stream, values)
-        flat, start = [], 0
+        flat = []
+        start = 0
         for i, encode, known in maps:
             flat += values[start:i]
             flat += encoded(values[i], encode, known)
@@ -239,7 +268,7 @@ def launcher(compiled, kernel, values):
     return direct
 
 
-def encoded(descriptor, encode, known):
+def encoded(descriptor: Descriptor, encode: Callable[[Descriptor], list], known: dict) -> list:
     """What the C function takes for a descriptor, from `known` if it was made before."""
     key = descriptor.base.data_ptr(), descriptor.shape, descriptor.strides
     found = known.get(key)
@@ -250,8 +279,8 @@ def encoded(descriptor, encode, known):
     return found
 
 
-def heard(hook):
-    """Whether anybody hears of launches: triton keeps a chain of calls, but takes None or a function as well."""
+def heard(hook: Any) -> Any:
+    """Whether anything listens to launches: triton keeps a chain of calls, or takes None or a function."""
     return getattr(hook, "calls", hook)
 
 
@@ -260,14 +289,16 @@ class Short(NamedTuple):
 
     call: Callable
     head: tuple
-    maps: (
-        list  # (index, what makes a list of what stands in `flat` for it) of each descriptor among the values
-    )
+    # of each descriptor among the values: (index, what makes the list that stands in `flat` for it)
+    maps: list
 
 
-def _own_launcher(compiled, kernel, values):
-    """The way past triton's launcher of a CUDA binary; None where there is none: another GPU's, one that needs scratch memory, or
-    one that hands its C function something else than tmoe would, of which a note tells."""
+def _own_launcher(compiled: Any, kernel: Any, values: list) -> "Short | None":
+    """The way past triton's launcher of a CUDA binary; None where there is none.
+
+    There is none for another GPU's binary, for one that needs scratch memory, and for one whose C function
+    would get something other than tmoe hands over; a note tells of the last.
+    """
     try:
         from triton.backends.nvidia import driver
 
@@ -281,12 +312,13 @@ def _own_launcher(compiled, kernel, values):
     except (ImportError, AttributeError, AssertionError, IndexError, KeyError, TypeError, ValueError):
         pass
     note(
-        f"triton {triton.__version__}'s launcher is unknown: its own Python launches each kernel, which takes longer"
+        f"triton {triton.__version__}'s launcher is unknown: "
+        "its own Python launches each kernel, which takes longer"
     )
     return None
 
 
-def _short_way(compiled, encode):
+def _short_way(compiled: Any, encode: Callable) -> Short | None:
     """A Short by the names in triton 3.6 or 3.8; None for descriptors that no tensor map stands for."""
     run = compiled.run
     options = compiled.function, run.launch_cooperative_grid, run.launch_pdl
@@ -300,7 +332,7 @@ def _short_way(compiled, encode):
         head = (*options, compiled.packed_metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
         fixed = 4 + len(head)
 
-        def call(*args):
+        def call(*args: Any) -> None:
             function(*args[:fixed], args[fixed:])
 
         at = sorted(wrapped["relevant_paths"]) if wrapped else []
@@ -312,17 +344,22 @@ def _short_way(compiled, encode):
     return Short(call, head, list(zip(at, makers, strict=True)))
 
 
-def _hands_over_the_same(short, compiled, kernel, values):
-    """Whether triton's own launcher, called for these values, gives its C function what the short way would. Nothing is launched."""
-    grid, stream, told = (2, 3, 5), 7, []
+def _hands_over_the_same(short: Short, compiled: Any, kernel: Any, values: list) -> bool:
+    """Whether triton's own launcher would give its C function, for these values, what the short way gives.
 
-    def hear(*args):
+    Nothing is launched.
+    """
+    grid, stream = (2, 3, 5), 7  # any
+    told = []
+
+    def hear(*args: Any) -> None:
         told.append(args)
 
     run = copy.copy(compiled.run)
     run.launch = _with_function(run.launch, hear)
     natives = [_native(value, kernel) for value in values]
     run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *natives)
+
     flat, maps = [], []
     encoders = dict(short.maps)
     for i, value in enumerate(values):
@@ -338,7 +375,7 @@ def _hands_over_the_same(short, compiled, kernel, values):
     )
 
 
-def _with_function(launch, function):
+def _with_function(launch: Any, function: Callable) -> Callable:
     """A launcher's `launch` with another function in place of the C function."""
     if not inspect.isfunction(launch):
         return function
@@ -349,7 +386,7 @@ def _with_function(launch, function):
     )
 
 
-def launch(kernel, grid, *args, **options):
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options), or inside compile_only its compilation."""
     if _compiling is not None:
         compile = functools.partial(kernel.warmup, *[_native(a, kernel) for a in args], grid=grid, **options)
@@ -362,6 +399,7 @@ def launch(kernel, grid, *args, **options):
             tape.launched(kernel, grid, args, args)
         kernel[grid](*[_native(a, kernel) for a in args], **options)
         return
+
     device = triton.runtime.driver.active.get_current_device()
     key, values = _key(args, getattr(kernel, "tmoe_fixed", None) or _fixed(kernel))
     key = (id(kernel), device, *options.values(), *key)
@@ -375,11 +413,12 @@ def launch(kernel, grid, *args, **options):
     run(grid, current_stream(), values)
 
 
-def current_stream():
-    """The current device's, for a launch that this thread makes now."""
+def current_stream() -> int:
+    """The current device's stream, for a launch that this thread makes now."""
     if not hasattr(_thread, "ready"):
-        # autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context that a call makes
-        # (the question whether a graph is captured makes one too, and a capture may not survive the call)
+        # Autograd's thread may come here before it has called CUDA at all, and a tensor map needs the context
+        # that a call makes. The question whether a graph is captured makes one too; mem_get_info might end
+        # a capture.
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.mem_get_info()
         _thread.ready = True
@@ -387,8 +426,8 @@ def current_stream():
     return driver.get_current_stream(driver.get_current_device())
 
 
-def empty(shape, dtype, device):
-    """torch.empty, of which a tape hears."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, recorded by a tape if one listens."""
     t = torch.empty(shape, dtype=dtype, device=device)
     if tape := getattr(_thread, "tape", None):
         tape.allocated(t)
@@ -396,8 +435,8 @@ def empty(shape, dtype, device):
 
 
 @contextlib.contextmanager
-def recording(tape):
-    """This thread's allocations and launches are told to tape: replay.py."""
+def recording(tape: Any) -> Iterator[None]:
+    """This thread's allocations and launches are told to the tape (replay.py)."""
     _thread.tape = tape
     try:
         yield
@@ -405,37 +444,38 @@ def recording(tape):
         _thread.tape = None
 
 
-def compiling():
-    """Whether inside compile_only."""
+def compiling() -> bool:
+    """Whether this runs inside compile_only."""
     return _compiling is not None
 
 
 class _Driver:
     """What triton's compiler asks a driver, for a target that is only named."""
 
-    def __init__(self, arch):
+    def __init__(self, arch: str) -> None:
         kind, version = arch.split(":")
         self.target = GPUTarget("cuda", int(version), 32) if kind == "cuda" else GPUTarget("hip", version, 64)
 
-    def get_current_target(self):
+    def get_current_target(self) -> GPUTarget:
         return self.target
 
-    def get_current_device(self):
+    def get_current_device(self) -> str:
         return str(self.target)  # the key of triton's per-device caches: no mixing with a real device's
 
-    def get_current_stream(self, device):
+    def get_current_stream(self, device: Any) -> int:
         return 0
 
-    def get_active_torch_device(self):
+    def get_active_torch_device(self) -> torch.device:
         return torch.device("meta")
 
 
 @contextlib.contextmanager
-def compile_only(arch, visit):
-    """Instead of launching, call visit(kernel's name, key, compile) at every launch; tensors may be on the meta device.
+def compile_only(arch: str, visit: Callable[[str, str, Callable], Any]) -> Iterator[None]:
+    """Instead of launching, call visit(kernel's name, key, compile) at every launch.
 
-    compile() returns the kernel compiled for arch ("cuda:90", "hip:gfx942"), which need not be there; it must be called inside.
-    Equal keys mean equal binaries. Not re-entrant.
+    Tensors may be on the meta device. compile() returns the kernel compiled for arch ("cuda:90",
+    "hip:gfx942"), which may be absent; it must be called inside. Equal keys mean equal binaries. Not
+    re-entrant.
     """
     global _compiling, _target
     before = getattr(triton.runtime.driver, "_active", None)

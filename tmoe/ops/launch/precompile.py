@@ -1,9 +1,9 @@
-"""Compiles every kernel that given layers launch into triton's cache, each once, however many processes want it at the same time.
+"""Compiles every kernel that given layers launch into triton's cache, each once, in any number of processes.
 
-A kernel is compiled under a file lock of its own, which the system releases when its holder dies; whoever finds a lock taken
-goes on with the next kernel and comes back. Nobody waits for anything but a file, so no collective can be left waiting either.
-Kernels that the cache already holds whole are only looked at, so a half-written cache, or one that lost or tore files, costs what is
-missing.
+A kernel is compiled under a file lock of its own, which the system releases when its holder dies; a process
+that finds a lock taken goes on with the next kernel and comes back. Processes wait for nothing but files, so
+no collective can be left waiting. Kernels that the cache already holds whole are only looked at, so a
+half-written cache, or one that lost or tore files, costs only what is missing.
 """
 
 import contextlib
@@ -13,7 +13,9 @@ import json
 import os
 import struct
 import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +33,44 @@ FileCacheManager: Any = take(
 )
 
 
-def trace(T, D, F, E, K, dtype, pairs=None, activation="swiglu", biased=False):
+def trace(
+    T: int,
+    D: int,
+    F: int,
+    E: int,
+    K: int,
+    dtype: torch.dtype,
+    pairs: int | None = None,
+    activation: str = "swiglu",
+    biased: bool = False,
+) -> None:
     """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
     x = torch.empty(T, D, dtype=dtype, device="meta")
     gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
     down = torch.empty(E, D, F, dtype=dtype, device="meta")
     bias = torch.empty(E, 2 * F, dtype=dtype, device="meta") if biased else None
-    weights, ids = torch.empty(T, K, device="meta"), torch.empty(T, K, dtype=torch.int32, device="meta")
+    weights = torch.empty(T, K, device="meta")
+    ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     how = bias, activation, T * K if pairs is None else pairs
     gpu.forward(x, gate_up, down, weights, ids, *how, False)
     _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
     gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
-    if pairs is not None:  # in an expert group symm.py's sums leave rows alone that nobody reads
+    if pairs is not None:  # in an expert group symm.py's sums leave unused rows alone
         layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
-        rows, ds = (
-            layer.empty(pairs, D),
-            layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32),
-        )
+        rows = layer.empty(pairs, D)
+        ds = layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
         layer.combine(rows, weights, x, add=False, fill=False)
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
 
 class WholeCache(FileCacheManager or object):  # pyrefly: ignore
-    """Triton's cache without the kernels whose files a power cut tore or a cleaner of old files took: triton itself fails on some of
-    them at each start, and finds out about a torn binary when it is loaded."""
+    """Triton's cache, without kernels whose files were torn by a power cut or removed by a cleaner.
 
-    def get_group(self, filename):
+    triton itself fails on some of them at each start, and finds out about a torn binary when it is loaded.
+    """
+
+    def get_group(self, filename: str) -> dict | None:
+        """As triton's, but None for a kernel with a missing or torn file."""
         try:
             group = super().get_group(filename) or {}
             json.loads(Path(group[filename]).read_text())
@@ -66,10 +80,11 @@ class WholeCache(FileCacheManager or object):  # pyrefly: ignore
         return group if binaries and all(binaries) else None
 
 
-def whole(path):
+def whole(path: str | Path) -> bool:
     """Whether an ELF file of 64 bits reaches as far as its header says: its tables come last."""
     with open(path, "rb") as file:
-        head, size = file.read(64), os.fstat(file.fileno()).st_size
+        head = file.read(64)
+        size = os.fstat(file.fileno()).st_size
     if len(head) < 64 or head[:4] != b"\x7fELF":
         return False
     programs, sections = struct.unpack_from("<2Q", head, 32)
@@ -77,9 +92,9 @@ def whole(path):
     return size >= max(programs + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
 
 
-def compile_under_locks(wanted, folder):
-    """wanted: {key: compile}. Returns when every one is in the cache."""
-    # each its own order
+def compile_under_locks(wanted: dict[str, Callable], folder: Path) -> None:
+    """Run every compile of wanted {key: compile}; returns when all kernels are in the cache."""
+    # each process in an order of its own
     names = sorted(wanted, key=lambda key: hashlib.sha256(f"{os.getpid()}{key}".encode()).digest())
     while names:
         busy = [
@@ -87,16 +102,17 @@ def compile_under_locks(wanted, folder):
             for key in names
             if not _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), False)
         ]
-        if len(busy) == len(names):  # all are being compiled elsewhere: wait for one
+        if len(busy) == len(names):  # all are being compiled by other processes: wait for one
             key = busy.pop(0)
             _compile(wanted[key], folder / hashlib.sha256(key.encode()).hexdigest(), True)
         names = busy
 
 
-def _compile(compile, path, wait):
-    """Compile, or load what someone else compiled, under the lock; False if it is taken and wait is false.
+def _compile(compile: Callable, path: Path, wait: bool) -> bool:
+    """Compile, or load what another process compiled, under the lock; False if it is taken and wait is false.
 
-    Without a lock where there can be none: in a cache that is whole and read-only, or another user's, triton only reads.
+    It goes without a lock where there can be none: in a cache that is whole and read-only, or another user's,
+    triton only reads.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -110,22 +126,21 @@ def _compile(compile, path, wait):
         return True
 
 
-def trace_router(T, E, K, renormalize):
+def trace_router(T: int, E: int, K: int, renormalize: bool) -> None:
     """Run softmax_topk forward and backward on meta tensors, inside compile_only."""
     logits = torch.empty(T, E, device="meta")
     weights, ids = topk.forward(logits, K, renormalize)
     topk.backward(weights, logits, weights, ids, renormalize)
 
 
-def work(arch, traces):
-    """One process's share: returns how many kernels it compiled itself, and how many there are."""
-    compiled, wanted = [], {}
+def work(arch: str, traces: Sequence[tuple]) -> tuple[int, int]:
+    """One process's share: how many kernels it compiled itself, and how many there are."""
+    compiled: list[int] = []
+    wanted: dict[str, Callable] = {}
     before, cache = knobs.compilation.listener, knobs.cache.manager_class
     knobs.compilation.listener = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)
-    if FileCacheManager and cache in (
-        None,
-        FileCacheManager,
-    ):  # somebody's own, on a network say, answers for itself
+    # a cache of the user's own, on a network say, is left as it is
+    if FileCacheManager and cache in (None, FileCacheManager):
         knobs.cache.manager_class = WholeCache
     folder = Path(knobs.cache.dir) / "tmoe-locks"
     with contextlib.suppress(OSError):
@@ -140,17 +155,18 @@ def work(arch, traces):
     return len(compiled), len(wanted)
 
 
-def precompile(arch, traces, processes):
-    """Compile all kernels that traces [(trace or its like, *arguments)] launch on arch, in this many processes.
+def precompile(arch: Any, traces: Sequence[tuple], processes: int) -> tuple[int, int]:
+    """Compile all kernels that the traces launch on arch, in this many processes: (compiled, wanted).
 
-    Returns (compiled, wanted).
+    arch: "cuda:90" or the like. traces: [(trace or its like, *arguments)].
 
-    The processes are forked: they only compile, and a fork does not import torch again. Call it before threads and process
-    groups exist.
+    The processes are forked: they only compile, and a fork does not import torch again. Call it before
+    threads and process groups exist.
     """
     if processes == 1:
         return work(arch, traces)
-    context, started = get_context("fork"), []
+    context = get_context("fork")
+    started = []
     for _ in range(processes):  # no Pool: it waits for ever for a process that was killed
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_tell, args=(sender, arch, traces), daemon=True)
@@ -166,17 +182,19 @@ def precompile(arch, traces, processes):
             done.append(answer)
     except EOFError:
         raise RuntimeError(
-            f"a process that compiled kernels for {arch} died: out of memory (fewer take less: --processes 1), or a compiler "
-            f"that does not know {arch}"
+            f"a process that compiled kernels for {arch} died: out of memory "
+            f"(fewer take less: --processes 1), or a compiler that does not know {arch}"
         ) from None
     finally:
         for process, _ in started:
-            process.terminate()  # has ended, unless another has failed: a killed one leaves locks and a cache that others can use
+            # it has ended, unless another has failed; a killed one leaves usable locks and cache files
+            process.terminate()
             process.join()
     return sum(compiled for compiled, _ in done), done[0][1]
 
 
-def _tell(sender, arch, traces):
+def _tell(sender: Connection, arch: str, traces: Sequence[tuple]) -> None:
+    """A child process: send what `work` returns, or an error in its place."""
     try:
         answer = work(arch, traces)
     except Exception as error:

@@ -1,18 +1,20 @@
-"""A call's allocations and launches, remembered: when one with equal shapes comes again, only addresses are new.
+"""Remembers a call's allocations and launches: a later call with equal shapes only needs new addresses.
 
-What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and alignments alone, and nothing
-but `empty` and `launch` touches the device there. So the second call of a kind is written down, and the third decides nothing: of a
-layer's backward, which autograd runs on a thread of its own with cold caches, that was most of the host's time
-(docs/decisions/016-replay.md).
+What gpu.py decides on the host (configurations, tiles, boxes, binaries) follows from shapes, types and
+alignments alone, and nothing but `empty` and `launch` touches the device there. So the second call of a kind
+is recorded, and the third decides nothing. In a layer's backward, which autograd runs on its own thread with
+cold caches, deciding was most of the host's time (docs/decisions/016-replay.md).
 
 next: gpu.py
 """
 
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 from tmoe.ops.launch import launch
@@ -23,13 +25,16 @@ TorchDispatchMode: Any = take(
     "torch.utils._python_dispatch.TorchDispatchMode", "every call of a layer decides its launches anew"
 )
 
-KEPT = 256  # kinds of call; batches of ever new sizes would fill memory
+KEPT = 256  # kinds of call: else batches of ever new sizes would fill memory
+Tensors = Sequence[Tensor | None]
 _programs: dict = {}  # kind -> None when it was seen once, then its Program, or False where it has none
 
 
-def remembered(run, tensors, *how):
-    """run(*tensors, *how), a function of gpu.py; tensors (or None) lie on the current device, and results are tensors that it has
-    allocated, or None."""
+def remembered(run: Callable[..., tuple], tensors: Tensors, *how: Hashable) -> tuple:
+    """run(*tensors, *how), where run is a function of gpu.py.
+
+    tensors (or None) lie on the current device; results are tensors that run has allocated, or None.
+    """
     hooks = knobs.runtime
     if (
         TorchDispatchMode is None
@@ -38,6 +43,7 @@ def remembered(run, tensors, *how):
         or heard(hooks.launch_exit_hook)
     ):
         return run(*tensors, *how)
+
     kind = [run, *how, launch.tf32(), tensors[0].device]
     for t in tensors:
         if t is None:
@@ -47,10 +53,12 @@ def remembered(run, tensors, *how):
         else:
             return run(*tensors, *how)
     kind = tuple(kind)
+
     program = _programs.get(kind, ...)
     if program is ...:
         if len(_programs) >= KEPT:
-            _programs.pop(list(_programs)[0], None)  # noqa: RUF015  (one step each: another thread may do the same)
+            # one step each, since another thread may do the same
+            _programs.pop(list(_programs)[0], None)  # noqa: RUF015
         _programs[kind] = None
         return run(*tensors, *how)
     if program is None:
@@ -63,24 +71,34 @@ def remembered(run, tensors, *how):
 
 
 class Tape:
-    """Hears what `launch` and `empty` do, and finds out whose memory an address is. `whole` until something cannot be replayed."""
+    """Records what `launch` and `empty` do, and finds which tensor's memory an address belongs to.
 
-    def __init__(self, tensors):
-        self.spans, self.holders, self.events, self.whole = [], [], [], True
+    `whole` becomes False when something cannot be replayed.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.spans: list[tuple[int, int]] = []  # of each buffer: its first address, and the one past its end
+        self.holders: list[Callable[[], Tensor | None]] = []  # of each buffer: its tensor, if it lives
+        self.events: list[tuple] = []
+        self.whole = True
         self.inputs = len(tensors)
         for t in tensors:
             self._add(t)
         known = sorted(span for span in self.spans if span[0] < span[1])
         if any(before[1] > after[0] for before, after in itertools.pairwise(known)):
-            self.whole = False  # an address in both could be either's
+            self.whole = False  # inputs overlap: an address in both could belong to either
 
-    def _add(self, t):
+    def _add(self, t: Tensor | None) -> None:
+        """Number the buffer of a tensor (None: an empty one)."""
         begin = 0 if t is None else t.data_ptr()
         self.spans.append((begin, begin if t is None else begin + t.nbytes))
         self.holders.append((lambda: None) if t is None else weakref.ref(t))
 
-    def _find(self, address):
-        """(number of the buffer, bytes from its start). A buffer counts while its own tensor lives: another one may get its memory."""
+    def _find(self, address: int) -> tuple[int, int]:
+        """(number of the buffer, bytes from its start).
+
+        A buffer counts while its own tensor lives: afterwards another one may get its memory.
+        """
         for i in reversed(range(len(self.spans))):
             begin, end = self.spans[i]
             if begin <= address < end and self.holders[i]() is not None:
@@ -88,22 +106,26 @@ class Tape:
         self.whole = False
         return 0, 0
 
-    def allocated(self, t):
+    def allocated(self, t: Tensor) -> None:
+        """`empty` has made t."""
         self._add(t)
         self.events.append(("empty", t.shape, t.dtype))
 
-    def launched(self, run, grid, args, values):
+    def launched(self, run: Any, grid: tuple[int, ...], args: Sequence, values: Sequence) -> None:
+        """`launch` calls run(grid, stream, values) for these arguments."""
         if not hasattr(run, "parts"):
             self.whole = False  # triton's own launcher
             return
         call, head, maps = run.parts
         encoders = {i: (encode, known) for i, encode, known in maps}
-        flat, slots, boxes, used = [], [], [], set()
+        flat: list = []  # what the C function takes; None where an address has to be filled in
+        slots, boxes = [], []  # where addresses and tensor maps belong in it
+        used = set()  # buffers
         for i, (arg, value) in enumerate(zip(args, values, strict=True)):
             if isinstance(arg, Descriptor):
                 buffer, offset = self._find(arg.base.data_ptr())
                 length = 1 + 2 * len(arg.shape)  # a map, then sizes and strides once more
-                box = arg._replace(base=Address(0))  # or the tensor would live as long as the program
+                box = arg._replace(base=Address(0))  # else the tensor would live as long as the program
                 boxes.append((len(flat), len(flat) + length, buffer, offset, box, *encoders[i]))
                 flat += [None] * length
                 used.add(buffer)
@@ -116,7 +138,8 @@ class Tape:
                 flat.append(value)
         self.events.append(("launch", call, grid, head, flat, slots, boxes, used))
 
-    def program(self, results):
+    def program(self, results: Tensors) -> "Program | Literal[False]":
+        """What was recorded, as a Program that returns the like of results; False if it has no replay."""
         numbers = {
             id(holder()): i
             for i, holder in enumerate(self.holders)
@@ -125,9 +148,12 @@ class Tape:
         found = [None if t is None else numbers.get(id(t)) for t in results]
         if not self.whole or any(i is None and t is not None for i, t in zip(found, results, strict=True)):
             return False
+
         last = {}  # buffer -> the last launch that uses it
         for at, event in enumerate(self.events):
             last |= dict.fromkeys(event[-1], at) if event[0] == "launch" else {}
+
+        # a buffer that the call allocated itself, and does not return, is freed behind its last launch
         steps = []
         for at, event in enumerate(self.events):
             steps.append(event[:-1] if event[0] == "launch" else event)
@@ -137,26 +163,32 @@ class Tape:
 
 
 class Foreign(TorchDispatchMode or object):  # pyrefly: ignore
-    """Tells a tape of torch's own ops: what they do, no program repeats."""
+    """Tells a tape of torch's own ops, which no program repeats."""
 
-    def __init__(self, tape):
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not torch.ops.aten.empty.memory_format and not func.is_view:
             self.tape.whole = False
         return func(*args, **(kwargs or {}))
 
 
 class Program:
-    """What a call does. Buffers are numbered: its tensors, then those that it allocates, each freed behind its last use."""
+    """What a call does, step by step.
 
-    def __init__(self, steps, results):
-        self.steps, self.results = steps, results
+    Buffers are numbered: first the call's tensors, then those that it allocates. Each is freed behind its
+    last use.
+    """
 
-    def __call__(self, tensors):
-        device, stream = tensors[0].device, launch.current_stream()
+    def __init__(self, steps: list[tuple], results: list[int | None]) -> None:
+        self.steps = steps
+        self.results = results
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
+        device = tensors[0].device
+        stream = launch.current_stream()
         held = list(tensors)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         for step in self.steps:

@@ -1,18 +1,24 @@
-"""What benchmarks/model.py does not model is refused by name, and never with code 0."""
+"""What the cost model does not model is refused by name, and never with code 0."""
 
 import json
 import sys
 
 import pytest
 
-from benchmarks import model as cost
+from benchmarks import model
+from benchmarks.cost import page
+from benchmarks.cost.constants import CONSTANTS
+from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
+
+# Slow: the model is frozen, so its tests need not run with every change of the trainer.
+pytestmark = pytest.mark.slow
 
 
 def page_ends(monkeypatch, capsys, *words: str) -> tuple[object, str]:
     monkeypatch.setattr(sys, "argv", ["model", *words])
     with pytest.raises(SystemExit) as ended:
-        cost.main()
+        model.main()
     return ended.value.code, f"{ended.value.code} {capsys.readouterr().err}"
 
 
@@ -45,8 +51,8 @@ def test_what_the_model_does_not_know_is_refused(capsys, monkeypatch, words, say
 def test_the_page_has_no_layout_that_train_would_refuse():
     """Groups of 5 on nodes of 8 straddle two."""
     cfg = presets()["granite-3b-a800m"]
-    assert cost.layouts(cfg, 40, 8) == [1, 2, 4, 8]
-    assert cost.layouts(cfg, 5, 8) == [1, 5]
+    assert [axes.ep for axes in page.layouts(cfg, 40, 8)] == [1, 2, 4, 8]
+    assert page.layouts(cfg, 5, 8) == [Axes(dp=5), Axes(ep=5)]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +68,9 @@ def test_the_page_has_no_layout_that_train_would_refuse():
     ],
 )
 def test_constants_that_no_machine_has_are_refused(capsys, monkeypatch, tmp_path, name, value, says):
-    constants = json.loads(cost.CONSTANTS.read_text())
-    constants[name]["value"] = value
-    (tmp_path / "c.json").write_text(json.dumps(constants))
+    changed = json.loads(CONSTANTS.read_text())
+    changed[name]["value"] = value
+    (tmp_path / "c.json").write_text(json.dumps(changed))
     code, said = page_ends(monkeypatch, capsys, "--constants", str(tmp_path / "c.json"), "--", "olmoe-1b-7b")
     assert code == 2 and f"c.json: {name}: {value}" in said and says in said
 
@@ -75,5 +81,5 @@ def test_what_says_nothing_of_a_layout_passes(capsys, monkeypatch):
         "argv",
         ["model", "--gpus", "8", "--", "tiny", "--train.dtype", "bf16", "--parallel.ep-across-nodes"],
     )
-    cost.main()
+    model.main()
     assert "tokens a GPU" in capsys.readouterr().out

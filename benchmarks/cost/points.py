@@ -1,6 +1,6 @@
 """Reads the measured steps that results/ ships, told apart by layout, and names those that are not compared.
 
-The cost model (benchmarks/model.py) is compared with them. A record is a line of `python -m benchmarks.train
+The cost model (step_time.py) is compared with them. A record is a line of `python -m benchmarks.train
 --json`. Every file below results/ that has one counts, wherever it lies: a file is left out by UNHELD alone,
 which says why.
 """
@@ -14,7 +14,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.run.cli import parse
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results"
 # Files that --check shows the errors of, but that do not decide its code.
 UNHELD = {
     "olmoe-1b-7b-4xH200/bench.jsonl": (

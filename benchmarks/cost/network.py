@@ -1,6 +1,8 @@
 """Predicts the seconds of a step's collectives: of FSDP2 and of kept experts, beside what compute hides.
 
-It is a part of benchmarks/model.py, whose constants (h200.json) are `m` here; it measures nothing itself.
+It is a part of step_time.py; it measures nothing itself.
+
+next: points.py
 """
 
 import math

@@ -10,18 +10,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import model as cost
-from benchmarks import points
+from benchmarks import model
+from benchmarks.cost import compare, constants, points, step_time
 from tmoe.config.axes import Axes
 from tmoe.parallel import mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
 
-ROOT = Path(__file__).parents[2]
+# Slow: the model is frozen, so its tests need not run with every change of the trainer.
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
 RESULTS = points.RESULTS
-CONSTANTS = json.loads(cost.CONSTANTS.read_text())
+CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 ONE_GPU = RESULTS / "steps-1xH200/steps.jsonl"
 FOUR_GPUS = RESULTS / "steps-4xH200/bench.jsonl"
+
+pytestmark = pytest.mark.slow
 
 
 @cache
@@ -31,7 +36,7 @@ def held() -> list[points.Point]:
 
 @cache
 def errors_of_held() -> list[float]:
-    return [cost.ratio(p, cost.values(CONSTANTS)) - 1 for p in held()]
+    return [compare.ratio(p, constants.values(CONSTANTS)) - 1 for p in held()]
 
 
 @cache
@@ -51,7 +56,7 @@ def of(which: Callable[[points.Point], bool]) -> tuple[int, int, float, float]:
 
 
 def test_every_shipped_step_is_predicted_within_ten_percent():
-    table, good = cost.check(held(), CONSTANTS)
+    table, good = compare.check(held(), CONSTANTS)
     roles = list(table.columns[-1].cells)
     assert good and all(abs(error) <= 0.1 for error in errors_of_held())
     assert roles == ["fitted" if p.layout in fitted() else "predicted" for p in held()]
@@ -164,8 +169,8 @@ def test_constants_are_what_fits_their_steps(name, count, which):
         points.layout(parse(run["command"].split()[1:], "", world=run["gpus"]), Axes(dp=run["gpus"]))
         for run in CONSTANTS[name]["points"]
     }
-    m = cost.values(CONSTANTS)
-    assert cost.fit(own, [name], m)[name] == pytest.approx(getattr(m, name), rel=0.005)
+    m = constants.values(CONSTANTS)
+    assert compare.fit(own, [name], m)[name] == pytest.approx(getattr(m, name), rel=0.005)
 
 
 def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
@@ -197,7 +202,7 @@ def test_the_dry_run_is_as_near_to_torchs_peaks_as_the_constants_say():
 @pytest.mark.parametrize("page", ["steps-2xH200", "steps-4xH200"])
 def test_pages_of_steps_quote_todays_predictions(page):
     """Each row's steps are found by their tokens/s; the page must hold what --check prints."""
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     column = None
     rows = 0
     speeds = {round(p.cfg.train.batch * p.cfg.train.seq / p.seconds): p for p in held()}
@@ -208,7 +213,7 @@ def test_pages_of_steps_quote_todays_predictions(page):
             column = (heads or [None])[0]
         elif column and "---" not in text:
             own = [speeds[int(speed.replace(",", ""))] for speed in re.findall(r"\d\d,\d{3}", cells[2])]
-            ratios = [cost.ratio(p, m) for p in own]
+            ratios = [compare.ratio(p, m) for p in own]
             want = list(
                 dict.fromkeys(f"{ratio * p.seconds * 1e3:.1f}" for ratio, p in zip(ratios, own, strict=True))
             )
@@ -225,9 +230,9 @@ def test_what_the_traces_say_of_the_collectives(monkeypatch):
     Predictions of those steps then are the traces' milliseconds.
     """
     monkeypatch.setattr(mesh, "UNIT", 0)  # each block was gathered alone then
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     for point, record in zip(points.read_points([FOUR_GPUS])[1:3], records(FOUR_GPUS)[1:3], strict=True):
-        parts = cost.predict(point.cfg, point.axes, m).parts
+        parts = step_time.predict(point.cfg, point.axes, m).parts
         assert parts["exposed all-gathers"] * 1e3 == pytest.approx(
             record["trace_ms"]["collectives not hidden"], rel=0.05
         )
@@ -245,19 +250,19 @@ def test_points_that_say_how_uneven_they_were_are_predicted_so(tmp_path):
     uneven = tmp_path / "uneven.jsonl"
     uneven.write_text(json.dumps(plain | {"busiest_rank": [1.9, 1.5, 1.6]}) + "\n")
     (known,) = points.read_points([uneven])
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     (unknown,) = (p for p in points.read_points([FOUR_GPUS]) if p.command == plain["command"])
     assert (known.skew, unknown.skew) == (1.6, None)
     for point, skew in ((known, 1.6), (unknown, m.skew)):
-        want = cost.predict(point.cfg, Axes(ep=4), m, skew).seconds / point.seconds
-        assert cost.ratio(point, m) == want
-    assert cost.ratio(known, m) > 1.1 * cost.ratio(unknown, m)
+        want = step_time.predict(point.cfg, Axes(ep=4), m, skew).seconds / point.seconds
+        assert compare.ratio(point, m) == want
+    assert compare.ratio(known, m) > 1.1 * compare.ratio(unknown, m)
 
 
 def test_fit_finds_the_constants_that_made_the_points():
-    true = SimpleNamespace(**{**vars(cost.values(CONSTANTS)), "glue_passes": 61.0, "slowed": 0.6})
-    made = [p._replace(seconds=cost.predict(p.cfg, p.axes, true).seconds, skew=None) for p in held()]
-    found = cost.fit(made, ["glue_passes", "slowed"], cost.values(CONSTANTS))
+    true = SimpleNamespace(**{**vars(constants.values(CONSTANTS)), "glue_passes": 61.0, "slowed": 0.6})
+    made = [p._replace(seconds=step_time.predict(p.cfg, p.axes, true).seconds, skew=None) for p in held()]
+    found = compare.fit(made, ["glue_passes", "slowed"], constants.values(CONSTANTS))
     assert found == pytest.approx(dict(glue_passes=61.0, slowed=0.6), rel=0.03)
 
 
@@ -276,7 +281,7 @@ def test_check_fails_beyond_ten_percent(tmp_path, monkeypatch, capsys):
     ):
         monkeypatch.setattr(sys, "argv", ["model", "--check", *map(str, files)])
         with pytest.raises(SystemExit) as ended:
-            cost.main()
+            model.main()
         if code is None:
             assert "other.jsonl: not a line of `python -m benchmarks.train --json`" in str(ended.value.code)
         else:

@@ -1,6 +1,6 @@
 """The cost model against closed formulas, its own limits, and measured layers.
 
-Measured steps are in test_model_points.py.
+Measured steps are in test_points.py.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import model as cost
-from benchmarks import network
+from benchmarks import model as command
+from benchmarks.cost import constants, network, page, step_time
 from benchmarks.moe_layer import ALL
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -30,8 +30,11 @@ from tmoe.parallel.mesh import build_mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes, rows_received
 
-ROOT = Path(__file__).parents[2]
-CONSTANTS = json.loads(cost.CONSTANTS.read_text())
+# Slow: the model is frozen, so its tests need not run with every change of the trainer.
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
 ODD = Config(
@@ -73,7 +76,7 @@ def free(**costs: Any) -> SimpleNamespace:
         **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop".split(), 0.0),
         skew=1.0,
     )
-    return SimpleNamespace(**{**vars(cost.values(CONSTANTS)), **nothing, **costs})
+    return SimpleNamespace(**{**vars(constants.values(CONSTANTS)), **nothing, **costs})
 
 
 def line(rate: float) -> list[list[float]]:
@@ -89,10 +92,10 @@ def test_every_flop_is_counted_once(cfg, accumulate):
     """
     cfg = replace(cfg, train=replace(cfg.train, accumulate=accumulate))
     tokens = cfg.train.batch * cfg.train.seq * accumulate
-    parts = cost.predict(cfg, ALONE, free(product_rate=1e12)).parts
+    parts = step_time.predict(cfg, ALONE, free(product_rate=1e12)).parts
     assert sum(parts.values()) * 1e12 == pytest.approx(6 * tokens * matrix_elements(cfg.model))
     rates = dict(attention_rate=[[1, 1e12]], isolated_attention_rate=[[1, 1e12]])
-    attention = cost.predict(cfg, ALONE, free(**rates)).seconds * 1e12
+    attention = step_time.predict(cfg, ALONE, free(**rates)).seconds * 1e12
     counted = flops_per_token(cfg.model, cfg.train.seq) - 6 * count_parameters(cfg.model).active_flops
     assert attention == pytest.approx(7 / 6 * tokens * counted)
 
@@ -127,7 +130,7 @@ def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
     slow = [[64, 1.0], [128, 2.0], [192, 3.0]]
     fast = [[64, 3.0], [128, 5.0], [192, 7.0]]
     m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
-    assert cost.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
+    assert step_time.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
 
 
 def matrix_elements(model: ModelConfig) -> int:
@@ -147,7 +150,7 @@ def test_experts_worked_by_hand():
     T = 4 * 4096
     layers = 16
     for ep, skew in ((1, 1.0), (4, 1.0), (4, 1.5), (64, 2.0)):
-        got = cost.predict(OLMOE, Axes(ep=ep), free(product_rate=1e12), skew).parts["experts"]
+        got = step_time.predict(OLMOE, Axes(ep=ep), free(product_rate=1e12), skew).parts["experts"]
         assert got == pytest.approx(layers * 18 * skew * T * 8 * 2048 * 1024 / 1e12)
 
 
@@ -164,14 +167,14 @@ def test_expert_traffic_worked_by_hand():
     dw_down = a + x + w
     dw_up = 2 * a + x + 2 * w
     elements = up + down + both + dh + dx + dw_down + dw_up + both
-    got = cost.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
+    got = step_time.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
     assert sum(got) == pytest.approx(2 * elements / 1e12)
 
 
 def test_a_kernel_takes_the_longer_and_a_share_of_the_shorter():
     m = free(product_rate=2.0, memory_rate=1.0, kernel_overlap=0.5)
-    assert cost.kernel(8, 2, m) == 4 + 0.5 * 2
-    assert cost.kernel(2, 8, m) == 8 + 0.5 * 1
+    assert step_time.kernel(8, 2, m) == 4 + 0.5 * 2
+    assert step_time.kernel(2, 8, m) == 8 + 0.5 * 1
 
 
 def layer(T: int, D: int, F: int, E: int, K: int, ep: int = 1, shared: int = 0) -> Config:
@@ -188,13 +191,13 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
     """product_rate, kernel_overlap and layer_fixed were fitted on these."""
     measured = records("moe_layer/2026-11-21-h200-finishers.jsonl")
     assert len(measured) == 12
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     for record in measured:
         shape = ALL[record["shape"]]
         want = record["results"]["tmoe"]["both"] / 1e3
-        assert sum(cost.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), record[
-            "shape"
-        ]
+        assert sum(step_time.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), (
+            record["shape"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,14 +214,14 @@ def test_four_h200_layers_are_near_the_measured(file, names, off):
     symm's `moves` and `experts` were fitted on the first file. Only in the last do x and dy travel beside
     DeepSeek's shared expert: the code of the second could not do that yet.
     """
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     measured = {r["name"]: r for r in records(f"exchange/2026-11-{file}.jsonl") if r["kind"] == "layer"}
     assert list(measured) == names
     for name in measured:
         shape = (16384, *ALL[name][1:])
         shared = 2816 * (name == "deepseek" and file.startswith("22"))
-        one, four = (sum(cost.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
-        added = four - one + cost.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
+        one, four = (sum(step_time.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
+        added = four - one + step_time.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
         got = measured[name]["ms_ep1"] / 1e3 + added
         assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=off), name
 
@@ -230,9 +233,9 @@ def test_exchange_worked_by_hand(dp, ep):
     m = free(exchange={"auto": "nccl", "nccl": backend(line(1e9))})
     rows = rows_received(16384, 8, ep)
     want = 16 * 4 * rows * (ep - 1) / ep * 2048 * 2 / 1e9
-    assert cost.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(want)
+    assert step_time.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(want)
     m.exchange["nccl"] |= dict(fixed=1.0, moves=10)
-    assert cost.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
+    assert step_time.predict(OLMOE, axes, m).parts["exchange"] == pytest.approx(2.5 * want + 16 * (ep > 1))
 
 
 @pytest.mark.parametrize(("shared_dim", "moves"), [(0, 3.5), (128, 3.5), (2816, 1.5)])
@@ -240,12 +243,12 @@ def test_rows_that_travel_beside_a_wide_shared_expert_are_not_counted(shared_dim
     model = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=shared_dim))
     m = free(exchange={"auto": "symm", "symm": backend(line(1e9), moves=3.5)})
     want = moves * rows_received(16384, 8, 4) * 3 / 4 * 2048 * 2 / 1e9
-    assert cost.exchange_seconds(replace(OLMOE, model=model), 4, m) == pytest.approx(want)
+    assert step_time.exchange_seconds(replace(OLMOE, model=model), 4, m) == pytest.approx(want)
 
 
 def test_experts_slow_down_beside_an_exchange():
     m = free(product_rate=1e12, exchange={"auto": "symm", "symm": backend([[0, 0.0], [1, 0.0]], experts=1.5)})
-    one, four = (cost.predict(OLMOE, Axes(ep=ep), m, 1.0).parts["experts"] for ep in (1, 4))
+    one, four = (step_time.predict(OLMOE, Axes(ep=ep), m, 1.0).parts["experts"] for ep in (1, 4))
     assert four == pytest.approx(1.5 * one)
 
 
@@ -254,16 +257,18 @@ def test_exchange_across_nodes_runs_over_the_network_card():
     rows = rows_received(16384, 8, 32)
     network = free(nic_rate=1e9, nic_hop=0.5)
     want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
-    assert cost.predict(OLMOE, Axes(ep=32), network).parts["exchange"] == pytest.approx(want)
-    assert cost.predict(OLMOE, Axes(ep=8), network).parts["exchange"] == 0
+    assert step_time.predict(OLMOE, Axes(ep=32), network).parts["exchange"] == pytest.approx(want)
+    assert step_time.predict(OLMOE, Axes(ep=8), network).parts["exchange"] == 0
 
 
 def test_auto_means_the_portable_exchange_across_nodes():
     fast, slow = (backend(line(rate)) for rate in (2e9, 1e9))
     m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
     asked = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
-    assert cost.exchange_seconds(asked, 8, m) == pytest.approx(2 * cost.exchange_seconds(OLMOE, 8, m))
-    assert cost.exchange_seconds(asked, 16, m) == cost.exchange_seconds(OLMOE, 16, m)
+    assert step_time.exchange_seconds(asked, 8, m) == pytest.approx(
+        2 * step_time.exchange_seconds(OLMOE, 8, m)
+    )
+    assert step_time.exchange_seconds(asked, 16, m) == step_time.exchange_seconds(OLMOE, 16, m)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,7 @@ def test_what_fsdp2_pads_is_counted(name, dp, ep, times):
     (dense, _), (experts, _) = network.padded_groups(cfg, axes)
     assert dense + experts == sum(moved.values())
     assert ep == 1 or moved == {1: dense, ep: experts}
-    assert experts == pytest.approx(times * cost.parameter_groups(cfg, axes)[1][0], rel=1e-6)
+    assert experts == pytest.approx(times * step_time.parameter_groups(cfg, axes)[1][0], rel=1e-6)
     gathered = memory_per_rank(cfg, axes)["gathered"]
     layer = experts / sum(map(cfg.model.is_moe, range(2)))
     assert gathered >= 2 * 2 * layer, "two units' at a time, in bf16"
@@ -343,9 +348,9 @@ def test_experts_with_biases_take_the_portable_exchange():
     cfg = parse(["gpt-oss-20b"], "", world=1)
     symm, nccl = backend(line(1e9)), backend(line(2e9))
     m = free(exchange={"auto": "symm", "symm": symm, "nccl": nccl})
-    assert cost.exchange_of(cfg, 8, m) is nccl and cost.exchange_of(OLMOE, 8, m) is symm
+    assert step_time.exchange_of(cfg, 8, m) is nccl and step_time.exchange_of(OLMOE, 8, m) is symm
     asked = replace(cfg, parallel=replace(cfg.parallel, dispatch="symm", ep=8))
-    assert "--parallel.dispatch=symm: experts have biases" in cost.refused(asked, [8], 1e12, m, True)
+    assert "--parallel.dispatch=symm: experts have biases" in page.refused(asked, [8], 1e12, m, True)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -363,7 +368,7 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     dense = count_parameters(OLMOE.model).total - experts - root
     gathered = 2 * accumulate * (2 * dense + root) * 7 / 8 + 2 * accumulate * 2 * experts / ep * (dp - 1) / dp
     reduced = 4 * (dense + root) * 7 / 8 + 4 * experts / ep * (dp - 1) / dp
-    got = cost.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
+    got = step_time.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced) / 1e9)
     # experts that are kept whole are gathered once a step; their gradients go in bf16, or as sums of
     # micro-batches
@@ -371,7 +376,7 @@ def test_fsdp_bytes_worked_by_hand(dp, ep, accumulate):
     reduced = 4 * (dense + root) * 7 / 8
     shared = (2 + (2 if accumulate == 1 else 4)) * experts / ep * (dp - 1) / dp
     cfg = replace(cfg, parallel=OLMOE.parallel)
-    got = cost.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
+    got = step_time.predict(cfg, axes, free(collective=line(1e9))).parts["exposed all-gathers"]
     assert got == pytest.approx((gathered + reduced + shared) / 1e9)
 
 
@@ -390,10 +395,10 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
     """
     cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
     for dp, ep in ((8, 1), (2, 4)):
-        bare = cost.predict(cfg, Axes(dp=dp, ep=ep), free(collective=line(1e12))).parts
+        bare = step_time.predict(cfg, Axes(dp=dp, ep=ep), free(collective=line(1e12))).parts
         m = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5)
         parts, free_of_it = (
-            cost.predict(cfg, Axes(dp=dp, ep=ep), m).parts
+            step_time.predict(cfg, Axes(dp=dp, ep=ep), m).parts
             for m in (m, SimpleNamespace(**{**vars(m), "slowed": 0}))
         )
         assert bare["slowed"] == free_of_it["slowed"] == 0
@@ -403,7 +408,7 @@ def test_compute_is_slowed_beside_what_it_hides(accumulate):
     # across nodes as many bytes stand beside compute as inside of one, however slowly they come
     across = free(collective=line(1e12), product_rate=1e12, fsdp_overlap=0.6, slowed=0.5, nic_rate=1e10)
     one_node = SimpleNamespace(**{**vars(across), "node": 16})
-    got, near = (cost.predict(cfg, Axes(dp=16), machine).parts for machine in (across, one_node))
+    got, near = (step_time.predict(cfg, Axes(dp=16), machine).parts for machine in (across, one_node))
     assert got["slowed"] == pytest.approx(near["slowed"])
     assert got["exposed all-gathers"] > 10 * near["exposed all-gathers"]
 
@@ -416,7 +421,7 @@ def test_what_is_recomputed_hides_collectives_of_the_backward(policy):
     """
     slow = dict(collective=line(1e10), product_rate=1e15, fsdp_overlap=1.0)
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
-    kept, again = (cost.predict(c, Axes(dp=8), free(**slow)).parts for c in (OLMOE, cfg))
+    kept, again = (step_time.predict(c, Axes(dp=8), free(**slow)).parts for c in (OLMOE, cfg))
     assert again["recomputed"] > 0.001
     less = kept["exposed all-gathers"] - again["exposed all-gathers"]
     assert less == pytest.approx(again["recomputed"])
@@ -435,7 +440,7 @@ def test_glue_worked_by_hand(cfg, columns):
         model.moe.shared_dim if model.is_moe(i) else model.ffn_dim for i in range(model.layers)
     )
     plain, wide = (
-        cost.predict(cfg, ALONE, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10)
+        step_time.predict(cfg, ALONE, free(memory_rate=1e12, glue_passes=g)).parts["glue"] for g in (0, 10)
     )
     assert plain == pytest.approx(9 * T * columns * 2 / 1e12)
     assert wide - plain == pytest.approx(10 * model.layers * T * model.dim * 2 / 1e12)
@@ -447,12 +452,16 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     parameters = count_parameters(OLMOE.model).total
     experts = 16 * 64 * 3 * 2048 * 1024
     m = free(memory_rate=1e9, optimizer_bytes=40.0)
-    assert cost.predict(OLMOE, axes, m).parts["optimizer"] == pytest.approx(40 * parameters / dp / ep / 1e9)
+    assert step_time.predict(OLMOE, axes, m).parts["optimizer"] == pytest.approx(
+        40 * parameters / dp / ep / 1e9
+    )
     ema = replace(OLMOE, optim=OptimConfig(ema=0.99))
-    assert cost.predict(ema, axes, m).parts["optimizer"] == pytest.approx(52 * parameters / dp / ep / 1e9)
+    assert step_time.predict(ema, axes, m).parts["optimizer"] == pytest.approx(
+        52 * parameters / dp / ep / 1e9
+    )
     offloaded = replace(OLMOE, optim=OptimConfig(offload=True))
     slow = free(memory_rate=1e9, optimizer_bytes=40.0, host_rate=1e8)
-    assert cost.predict(offloaded, axes, slow).parts["optimizer"] == pytest.approx(
+    assert step_time.predict(offloaded, axes, slow).parts["optimizer"] == pytest.approx(
         8 * parameters / dp / ep / 1e8
     )
     sharded = replace(OLMOE, parallel=replace(OLMOE.parallel, whole_gib=0.0))
@@ -464,29 +473,29 @@ def test_optimizer_and_copies_worked_by_hand(dp, ep):
     for cfg in (OLMOE, sharded):
         m = free(memory_rate=1e9)
         twice = replace(cfg, train=replace(cfg.train, accumulate=2))
-        assert cost.predict(cfg, axes, m).parts["copies"] == 0
-        assert cost.predict(twice, axes, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
+        assert step_time.predict(cfg, axes, m).parts["copies"] == 0
+        assert step_time.predict(twice, axes, m).parts["copies"] == pytest.approx((6 + 10) * here / 1e9)
     # two gathers: 4 read, 2 written of the shard, 2 read, 2 written of the whole; gradients 2 read, 4 written
     whole = parameters - experts + experts / ep - alone
     own = parameters / dp / ep - alone
     m = free(memory_rate=1e9, copy_factor=1.0)
-    assert cost.predict(sharded, axes, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
+    assert step_time.predict(sharded, axes, m).parts["copies"] == pytest.approx((12 * own + 14 * whole) / 1e9)
     # of experts that are kept what arrives is read, and the sum of their gradients written
     own = own - kept / dp
     whole = whole - kept
     summed = 2 * kept + 4 * kept / dp
-    assert cost.predict(OLMOE, axes, m).parts["copies"] == pytest.approx(
+    assert step_time.predict(OLMOE, axes, m).parts["copies"] == pytest.approx(
         (12 * own + 14 * whole + summed) / 1e9
     )
 
 
 def test_micro_batches_worth_on_several_nodes():
     """docs/multinode.md, "Across many nodes": olmoe-1b-7b with ep 8."""
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=4))
     gains = [
-        cost.predict(longer, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
-        / cost.predict(OLMOE, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
+        step_time.predict(longer, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
+        / step_time.predict(OLMOE, Axes(dp=nodes, ep=8), m).tokens_per_s_gpu
         - 1
         for nodes in (8, 128)
     ]
@@ -502,9 +511,9 @@ def test_the_curve_of_a_collective():
 @pytest.mark.parametrize(("dp", "ep", "accumulate"), [(8, 1, 1), (4, 8, 2), (512, 8, 1)])
 def test_what_a_prediction_says_agrees_with_itself(dp, ep, accumulate):
     axes = Axes(dp=dp, ep=ep)
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     cfg = replace(OLMOE, train=replace(OLMOE.train, accumulate=accumulate))
-    p = cost.predict(cfg, axes, m)
+    p = step_time.predict(cfg, axes, m)
     assert p.tokens == dp * ep * 16384 * accumulate
     assert p.tokens_per_s_gpu * p.seconds == pytest.approx(16384 * accumulate)
     assert p.mfu == pytest.approx(flops_per_token(OLMOE.model, 4096) * p.tokens_per_s_gpu / 989.4e12)
@@ -517,7 +526,7 @@ def test_recomputation_worked_by_hand(policy):
     """It repeats forwards."""
     m = free(product_rate=1e12, attention_rate=[[1, 2e12]], isolated_attention_rate=[[1, 2e12]])
     cfg = replace(OLMOE, parallel=replace(OLMOE.parallel, checkpoint=policy))
-    kept, again = cost.predict(OLMOE, Axes(dp=2, ep=4), m), cost.predict(cfg, Axes(dp=2, ep=4), m)
+    kept, again = step_time.predict(OLMOE, Axes(dp=2, ep=4), m), step_time.predict(cfg, Axes(dp=2, ep=4), m)
     D, T, layers = 2048, 16384, 16
     products = 2 * T * layers * (4 * D * D + 64 * D) / 1e12  # router among the projections
     scores = 2 * T * layers * D * 4096 * 7 / 6 * 3 * 2 / 7 / 2e12
@@ -533,8 +542,11 @@ def test_recomputation_worked_by_hand(policy):
 
 
 def test_tendencies_that_a_user_relies_on():
-    m = cost.values(CONSTANTS)
-    rate = lambda dp, ep, cfg=OLMOE: cost.predict(cfg, Axes(dp=dp, ep=ep), m).tokens_per_s_gpu  # noqa: E731
+    m = constants.values(CONSTANTS)
+
+    def rate(dp: int, ep: int, cfg: Config = OLMOE) -> float:
+        return step_time.predict(cfg, Axes(dp=dp, ep=ep), m).tokens_per_s_gpu
+
     assert rate(512, 8) < rate(64, 8) < rate(8, 8) < rate(1, 8), "more nodes never help a GPU"
     longer = replace(OLMOE, train=replace(OLMOE.train, accumulate=8))
     assert rate(512, 8, longer) > rate(512, 8), "micro-batches spread the reduce-scatters"
@@ -544,17 +556,17 @@ def test_tendencies_that_a_user_relies_on():
 def test_only_symm_runs_beside_a_shared_expert():
     """On a machine where the exchange is nccl's a shared expert hides nothing of it."""
     shared = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=20480))
-    m = cost.values(CONSTANTS)
+    m = constants.values(CONSTANTS)
     small_nodes = SimpleNamespace(**{**vars(m), "node": 4})
     no_symm = SimpleNamespace(**{**vars(m), "exchange": {**m.exchange, "auto": "nccl"}})
     for machine, ep, hidden in ((m, 4, True), (small_nodes, 8, False), (no_symm, 4, False)):
-        with_shared = cost.exchange_seconds(replace(OLMOE, model=shared), ep, machine)
-        assert (with_shared < cost.exchange_seconds(OLMOE, ep, machine)) == hidden
+        with_shared = step_time.exchange_seconds(replace(OLMOE, model=shared), ep, machine)
+        assert (with_shared < step_time.exchange_seconds(OLMOE, ep, machine)) == hidden
 
 
 def test_the_page(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", "model --gpus 4 8 4096 --tokens 2e12 -- qwen3-30b-a3b".split())
-    cost.main()
+    command.main()
     page = capsys.readouterr().out
     rows = [
         [cell.strip() for cell in row.split("│")[1:-1]] for row in page.splitlines() if row.startswith("│")

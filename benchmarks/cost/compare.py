@@ -1,0 +1,65 @@
+"""Compares predicted steps with measured ones, and fits constants to these.
+
+next: page.py
+"""
+
+import math
+from types import SimpleNamespace
+
+from rich.table import Table
+
+from benchmarks.cost.constants import values
+from benchmarks.cost.points import RESULTS, UNHELD, Point, fitted_layouts, read_points
+from benchmarks.cost.step_time import predict
+
+TOLERANCE = 0.1  # of a measured step time
+
+
+def ratio(point: Point, m: SimpleNamespace) -> float:
+    """Predicted seconds over measured ones."""
+    return predict(point.cfg, point.axes, m, point.skew).seconds / point.seconds
+
+
+def check(points: list[Point], constants: dict[str, dict]) -> tuple[Table, bool]:
+    """Predicted beside measured; whether all agree within TOLERANCE."""
+    m = values(constants)
+    used = fitted_layouts(constants)
+    table = Table("GPUs", "command", "measured ms", "predicted ms", "off", "point")
+    worst = 0.0
+    for p in points:
+        off = ratio(p, m) - 1
+        worst = max(worst, abs(off))
+        measured, predicted = p.seconds * 1e3, p.seconds * (1 + off) * 1e3
+        role = "fitted" if p.layout in used else "predicted"
+        numbers = f"{measured:.1f}", f"{predicted:.1f}", f"{off:+.1%}"
+        table.add_row(str(p.axes.world), p.command, *numbers, role)
+    return table, worst <= TOLERANCE
+
+
+def unheld(m: SimpleNamespace) -> list[str]:
+    """How far off the shipped steps are that do not decide --check's code: a line a file."""
+    errors = {name: [ratio(p, m) - 1 for p in read_points([RESULTS / name])] for name in UNHELD}
+    return [f"left out: {n}, off by {min(e):+.1%} to {max(e):+.1%}: {UNHELD[n]}" for n, e in errors.items()]
+
+
+def fit(points: list[Point], names: list[str], m: SimpleNamespace) -> dict[str, float]:
+    """Values of the named constants for which the sum of squared log ratios of these points is smallest.
+
+    It is a search: each constant in turn is multiplied or divided by a step, which shrinks.
+    """
+
+    def loss(trial: dict[str, float]) -> float:
+        return sum(math.log(ratio(p, SimpleNamespace(**{**vars(m), **trial}))) ** 2 for p in points)
+
+    best = {name: getattr(m, name) for name in names}
+    lowest = loss(best)
+    step = 2.0
+    while step > 1.001:
+        tries = [{**best, name: best[name] * f} for name in names for f in (step, 1 / step)]
+        found = min(tries, key=loss)
+        if loss(found) < lowest:
+            best = found
+            lowest = loss(found)
+        else:
+            step = math.sqrt(step)
+    return best

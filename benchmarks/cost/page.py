@@ -1,0 +1,93 @@
+"""The tables of the cost model: every layout of some GPUs, or the parts of one step.
+
+next: constants.py
+"""
+
+import math
+from types import SimpleNamespace
+
+from rich.table import Table
+
+from benchmarks.cost.step_time import Prediction, predict
+from tmoe.config.axes import Axes
+from tmoe.config.check import divisors
+from tmoe.config.run import Config
+
+
+def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
+    """Axes to compare: with each ep that divides experts and GPUs and fits nodes, up to two of them."""
+    degrees = divisors(math.gcd(cfg.model.moe.experts, gpus))
+    return [Axes(dp=gpus // ep, ep=ep) for ep in degrees if ep <= 2 * node and fits(ep, gpus, node)]
+
+
+def fits(ep: int, gpus: int, node: int) -> bool:
+    """Whether groups of ep neighbours lie in one node, or fill nodes.
+
+    train.py refuses others, and this model is not for them.
+    """
+    return gpus <= node or node % ep == 0 or ep % node == 0
+
+
+def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, parts: bool) -> str:
+    """Why what is asked for is not in this model; "" if it is."""
+    p = cfg.parallel
+    if not 0 < tokens < math.inf:
+        return f"--tokens {tokens}: must be above 0 and finite"
+    if cfg.train.dtype != "bf16":
+        return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
+    if p.wire != "same":
+        return f"--parallel.wire={p.wire}: not in this model; valid: same"
+    if not parts:
+        known = p.dispatch in ("auto", "nccl")
+        return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"
+    if p.dispatch == "symm" and cfg.model.moe.bias:
+        return "--parallel.dispatch=symm: experts have biases (--model.moe.bias); valid: auto, nccl"
+    if p.dispatch == "symm" and p.ep > m.node:
+        return f"--parallel.dispatch=symm: one node of {m.node} at most, not --parallel.ep={p.ep}"
+    if bad := [n for n in gpus if not fits(p.ep, n, m.node)]:
+        return (
+            f"--parallel.ep={p.ep}: on {bad[0]} GPUs groups would straddle nodes of {m.node}; "
+            f"valid: what divides {m.node}, or multiples of it"
+        )
+    return ""
+
+
+def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
+    """A line for every layout; the fastest that fits is bold, those that do not fit are dim."""
+    train = cfg.train
+    sizes = f"{train.accumulate} x {train.batch} x {train.seq}"
+    table = Table(title=f"{sizes} tokens a GPU, recomputed: {cfg.parallel.checkpoint}")
+    heads = ["GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB"]
+    for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
+        table.add_column(name, justify="right")
+    for world in gpus:
+        found = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
+        fit = [axes for axes, p in found.items() if p.peak_bytes <= m.memory]
+        best = max(fit, key=lambda axes: found[axes].tokens_per_s_gpu, default=None)
+        for axes, p in found.items():
+            gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if axes in fit else " too much")
+            hours = tokens / p.tokens_per_s_gpu / 3600
+            across = "" if axes.ep <= m.node else " across nodes"
+            table.add_row(
+                str(world),
+                f"{axes.dp} x {axes.ep}{across}",
+                f"{p.tokens / 1e6:.2f}",
+                f"{p.seconds * 1e3:.0f}",
+                f"{p.tokens_per_s_gpu:,.0f}",
+                "" if p.mfu is None else f"{p.mfu:.1%}",
+                f"{p.exposed:.0%}",
+                gib,
+                f"{hours / world / 24:,.1f}",
+                f"{hours:,.0f}",
+                style="bold" if axes == best else "" if axes in fit else "dim",
+            )
+        table.add_section()
+    return table
+
+
+def parts_table(p: Prediction) -> Table:
+    """A line for every part of one step, the longest first."""
+    table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
+    for name, seconds in sorted(p.parts.items(), key=lambda part: -part[1]):
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / p.seconds:.1%}")
+    return table

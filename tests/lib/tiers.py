@@ -1,0 +1,23 @@
+"""Which cases of a parametrized test the fast tier runs; the slow tier runs the others."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(kept: Callable[[Any], bool] | Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases for pytest.mark.parametrize, all marked slow but those that are in `kept` (or that it picks).
+
+    A case is a tuple of as many values as there are names, or one value that is no tuple.
+    """
+    picks = kept if callable(kept) else list(kept).__contains__
+    cases = list(cases)
+    fast = [case for case in cases if picks(case)]
+    assert fast, "no case is left for the fast tier"
+    return [
+        case
+        if case in fast
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]

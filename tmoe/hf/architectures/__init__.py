@@ -1,0 +1,24 @@
+"""The table of Hugging Face's architectures: one file for each family, one line for each model_type.
+
+next: hf/architectures/common.py, hf/architectures/olmoe.py
+"""
+
+from __future__ import annotations
+
+from tmoe.hf.architectures import deepseek, gpt_oss, granite, llama, mixtral, olmoe, qwen
+
+# An export of a model without an original takes the first entry that computes it.
+ARCHITECTURES = (
+    llama.LLAMA,
+    qwen.QWEN3,
+    mixtral.MIXTRAL,
+    qwen.QWEN2_MOE,
+    qwen.QWEN3_MOE,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+    olmoe.OLMOE,
+    granite.GRANITEMOE,
+    gpt_oss.GPT_OSS,
+)
+# For swap_experts, by model_type.
+SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}

@@ -1,0 +1,141 @@
+"""What several families share: rules of tensors, fields of config.json, which blocks are MoE.
+
+next: hf/architectures/olmoe.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tmoe.activations import ACTIVATIONS
+from tmoe.hf.rules import HF, NO_NULL, Field, Layers, Part, Rule
+
+# ---- tensors ----
+
+
+LAYER = "model.layers.{layer}"  # theirs
+BLOCK = "blocks.{layer}"  # ours
+HELD = f"{LAYER}.mlp.experts"  # the module in which transformers 5 holds most families' experts
+
+
+def one(ours: str, theirs: str) -> Rule:
+    """One of our tensors that is one of theirs."""
+    return Rule(ours, (Part(theirs),))
+
+
+def swiglu(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, Rule]:
+    """Gate rows above up rows, and down. `theirs` is the module with the three projections, or {expert}'s."""
+    weight = "" if ours.endswith("experts") else ".weight"  # parameters of Experts, Linear layers elsewhere
+    both = (Part(f"{theirs}.{gate}.weight"), Part(f"{theirs}.{up}.weight"))
+    return Rule(f"{ours}.gate_up{weight}", both), one(f"{ours}.down{weight}", f"{theirs}.{down}.weight")
+
+
+def also(rule: Rule, held: str) -> Rule:
+    """The rule of a tensor that transformers 5 holds whole, as tmoe does, under the name `held`."""
+    return rule._replace(held=(Part(held),))
+
+
+def experts(
+    theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, Rule]:
+    """The experts' rules: one by one in the module `theirs`, as published, or stacked.
+
+    Stacked they are gate_up_proj [E, 2F, D] and down_proj [E, D, F].
+    """
+    gate_up, downs = swiglu(f"{BLOCK}.moe.experts", f"{theirs}.{{expert}}", gate, up, down)
+    return also(gate_up, f"{HELD}.gate_up_proj"), also(downs, f"{HELD}.down_proj")
+
+
+def qkv(kind: str) -> Rule:
+    """Their three projections, which are one product in tmoe. kind: weight or bias."""
+    heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
+    parts = (
+        Part(f"{LAYER}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim)
+        for n in heads
+    )
+    return Rule(f"{BLOCK}.attention.qkv.{kind}", tuple(parts))
+
+
+DECODER = (
+    one("embedding.weight", "model.embed_tokens.weight"),
+    one("norm.weight", "model.norm.weight"),
+    one("head.weight", "lm_head.weight"),
+    one(f"{BLOCK}.attention_norm.weight", f"{LAYER}.input_layernorm.weight"),
+    one(f"{BLOCK}.ffn_norm.weight", f"{LAYER}.post_attention_layernorm.weight"),
+    *(qkv(kind) for kind in ("weight", "bias")),
+    *(one(f"{BLOCK}.attention.o.{kind}", f"{LAYER}.self_attn.o_proj.{kind}") for kind in ("weight", "bias")),
+)
+QK_NORM = tuple(one(f"{BLOCK}.attention.{n}_norm.weight", f"{LAYER}.self_attn.{n}_norm.weight") for n in "qk")
+DENSE = swiglu(f"{BLOCK}.ffn", f"{LAYER}.mlp")
+MOE = (
+    one(f"{BLOCK}.moe.router.weight", f"{LAYER}.mlp.gate.weight"),
+    *experts(f"{LAYER}.mlp.experts"),
+)
+
+
+# ---- settings ----
+
+
+# A function of the other keys gets those that are not null. Its KeyError names the key that is missing.
+
+
+def width_of_head(hf: HF) -> int:
+    # Zero heads are refused together with the other settings.
+    return hf["hidden_size"] // (hf["num_attention_heads"] or 1)
+
+
+def all_heads(hf: HF) -> int:
+    return hf["num_attention_heads"]
+
+
+SIZES = (
+    Field("vocab", ("vocab_size",)),
+    Field("dim", ("hidden_size",)),
+    Field("layers", ("num_hidden_layers",)),
+    Field("heads", ("num_attention_heads",)),
+    Field("kv_heads", ("num_key_value_heads",), all_heads, all_heads),
+    Field("norm_eps", ("rms_norm_eps",), 1e-6),
+    Field("tied", ("tie_word_embeddings",), False),
+    Field("init_std", ("initializer_range",), 0.02),
+)
+NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # goes behind SIZES, whose default it replaces
+HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head, width_of_head)
+SAID_HEAD_DIM = HEAD_DIM._replace(null=NO_NULL)
+FFN = Field("ffn_dim", ("intermediate_size",))
+EXPERT_FFN = Field("moe.ffn_dim", ("intermediate_size",))
+MOE_FFN = Field("moe.ffn_dim", ("moe_intermediate_size",))
+# Two names of one setting, where the class says so.
+EXPERTS = Field("moe.experts", ("num_experts", "num_local_experts"))
+LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
+TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
+RENORMALIZE = Field("moe.renormalize", ("norm_topk_prob",), False)
+AUXILIARY = Field("moe.balance_coeff", ("router_aux_loss_coef",), 0.001)
+BIASES = tuple(Field(f"{part}_bias", ("attention_bias",), False) for part in ("qkv", "o"))
+
+
+def key_heads(default: int, null: Any = NO_NULL) -> Field:
+    """The field goes behind SIZES, whose default it replaces."""
+    return Field("kv_heads", ("num_key_value_heads",), default, null)
+
+
+# Keys that most classes have, with the only value that tmoe computes.
+PLAIN: HF = dict(hidden_act=ACTIVATIONS["swiglu"].hidden_act, quantization_config=None, per_layer_config=None)
+
+
+# ---- which blocks are MoE ----
+
+
+def _none(said: HF, found: dict[str, Any]) -> list[str]:
+    found["dense_layers"] = found.get("layers") or 0
+    return []
+
+
+def _all(said: HF, found: dict[str, Any]) -> list[str]:
+    found["dense_layers"] = 0
+    return []
+
+
+ALL_DENSE = Layers(_none)
+ALL_MOE = Layers(_all)

@@ -1,0 +1,179 @@
+"""DeepSeek's entries: V2 and V3, with latent attention, groups of experts and shared ones.
+
+Their config.json says by first_k_dense_replace and moe_layer_freq which blocks are MoE.
+
+next: hf/architectures/common.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tmoe.config.model import ModelConfig
+from tmoe.hf.architectures.common import (
+    AUXILIARY,
+    BLOCK,
+    DECODER,
+    DENSE,
+    EXPERTS,
+    FFN,
+    LAYER,
+    MOE,
+    MOE_FFN,
+    PLAIN,
+    RENORMALIZE,
+    SIZES,
+    TOP_K,
+    all_heads,
+    key_heads,
+    one,
+    swiglu,
+)
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule, Swap
+
+CHOICE_BIAS = "e_score_correction_bias"
+
+
+def query_rows(cfg: ModelConfig) -> int:
+    """Rows of q_proj: none where queries have a latent."""
+    return 0 if cfg.mla.q_rank else cfg.heads * (cfg.mla.nope_dim + cfg.mla.rope_dim)
+
+
+QKV_A = (  # q_a_proj where queries have a latent, else q_proj
+    Part(f"{LAYER}.self_attn.q_proj.weight", query_rows),
+    Part(f"{LAYER}.self_attn.q_a_proj.weight", lambda cfg: cfg.mla.q_rank),
+    Part(f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", lambda cfg: cfg.mla.kv_rank + cfg.mla.rope_dim),
+)
+LATENT = (
+    Rule(f"{BLOCK}.attention.qkv_a.weight", QKV_A),
+    *(
+        one(f"{BLOCK}.attention.{n}_norm.weight", f"{LAYER}.self_attn.{n}_a_layernorm.weight")
+        for n in ("q", "kv")
+    ),
+    *(one(f"{BLOCK}.attention.{n}_b.weight", f"{LAYER}.self_attn.{n}_b_proj.weight") for n in ("q", "kv")),
+)
+RULES = (
+    *DECODER,
+    *LATENT,
+    *DENSE,
+    *MOE,
+    *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts"),
+    one(f"{BLOCK}.moe.router.choice_bias", f"{LAYER}.mlp.gate.{CHOICE_BIAS}"),
+)
+
+FIELDS = (
+    *SIZES,
+    Field("mla.q_rank", ("q_lora_rank",), 1536, 0, least=1),
+    Field("mla.kv_rank", ("kv_lora_rank",)),
+    Field("mla.nope_dim", ("qk_nope_head_dim",)),
+    Field("mla.rope_dim", ("qk_rope_head_dim",)),
+    Field("mla.v_dim", ("v_head_dim",)),
+    FFN,
+    MOE_FFN,
+    TOP_K,
+    AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001),
+)
+SHARED_EXPERTS = Key("n_shared_experts", null=False)
+KEYS = (
+    SHARED_EXPERTS,
+    Key("moe_layer_freq", least=1),
+    Key("n_group"),
+    Key("topk_group"),
+)
+
+
+def shared_width(default: int) -> Field:
+    """Summed width of the shared experts. The config gives their number."""
+    number = SHARED_EXPERTS.name
+    return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * hf.get(number, default))
+
+
+def v2_groups(hf: HF) -> bool:
+    # transformers' class takes greedy where the key is missing.
+    return hf.get("topk_method") == "group_limited_greedy"
+
+
+def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
+    """From the first MoE block on, those whose number the step divides are MoE."""
+    step = found["moe_every"] = said.get("moe_layer_freq", 1)
+    found["dense_layers"] = -(-found.get("dense_layers", 0) // step) * step  # rounded up to the step
+    return []
+
+
+LAYERS = Layers(read_layers)
+
+
+def write_keys(cfg: ModelConfig) -> HF:
+    """Keys that DeepSeek's config.json needs beside those of its fields.
+
+    Where num_key_value_heads is less than all heads, transformers repeats keys and values. It knows no
+    moe_layer_freq but 1.
+    """
+    return dict(
+        q_lora_rank=cfg.mla.q_rank or None,
+        num_key_value_heads=cfg.heads,
+        n_shared_experts=cfg.moe.shared_dim // cfg.moe.ffn_dim,
+        moe_layer_freq=1,
+    )
+
+
+def write_v2_keys(cfg: ModelConfig) -> HF:
+    method = "greedy" if cfg.moe.groups == 1 else "group_limited_greedy"
+    return write_keys(cfg) | dict(topk_method=method, n_group=cfg.moe.groups, topk_group=cfg.moe.top_groups)
+
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    RULES,
+    (
+        *FIELDS,
+        EXPERTS._replace(keys=("n_routed_experts", "num_experts")),
+        shared_width(2),
+        Field("dense_layers", ("first_k_dense_replace",), 0),
+        Field("moe.scaling", ("routed_scaling_factor",), 1.0),
+        Field("moe.groups", (), lambda hf: hf["n_group"] if v2_groups(hf) else 1),
+        Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
+    ),
+    ours={"attention": "mla", "moe.renormalize": False},
+    # On norm_topk_prob, DeepSeek's own code and transformers disagree.
+    theirs=PLAIN
+    | dict(
+        attention_bias=False,
+        mlp_bias=False,
+        scoring_func=("softmax", None),
+        norm_topk_prob=(False, None),
+        topk_method=("greedy", "group_limited_greedy"),
+    ),
+    layers=LAYERS,
+    keys=KEYS,
+    write=write_v2_keys,
+    fp32=(CHOICE_BIAS,),
+    swap=Swap(),
+)
+
+DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    RULES,
+    (
+        *FIELDS,
+        key_heads(128, all_heads),
+        EXPERTS._replace(keys=("n_routed_experts", "num_local_experts")),
+        shared_width(1),
+        Field("dense_layers", ("first_k_dense_replace",), 3),
+        Field("mla.interleave", ("rope_interleave",), True, False),
+        Field("moe.scaling", ("routed_scaling_factor",), 2.5),
+        Field("moe.groups", ("n_group",), 8),
+        Field("moe.top_groups", ("topk_group",), 4),
+        RENORMALIZE._replace(default=True, null=False),
+    ),
+    ours={"attention": "mla", "moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
+    theirs=PLAIN | dict(attention_bias=False, scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
+    layers=LAYERS,
+    keys=(*KEYS, Key("num_mtp_layers", null=False)),
+    write=write_keys,
+    copies=dict(head_dim=lambda hf: hf["qk_rope_head_dim"]),  # its RoPE is as wide as this says
+    fp32=(CHOICE_BIAS,),
+    swap=Swap(),
+)

@@ -1,0 +1,54 @@
+"""Granite's entry: GraniteMoE, whose experts are published stacked, as tmoe's are.
+
+next: hf/architectures/common.py
+"""
+
+from __future__ import annotations
+
+from tmoe.hf.architectures.common import (
+    ALL_MOE,
+    AUXILIARY,
+    BIASES,
+    BLOCK,
+    DECODER,
+    EXPERT_FFN,
+    EXPERTS,
+    LAYER,
+    PLAIN,
+    SAID_HEAD_DIM,
+    SIZES,
+    TOP_K,
+    also,
+    one,
+)
+from tmoe.hf.rules import Architecture, Field, Swap
+
+SPARSE = f"{LAYER}.block_sparse_moe"
+MOE = (
+    also(one(f"{BLOCK}.moe.router.weight", f"{SPARSE}.router.layer.weight"), f"{SPARSE}.router.weight"),
+    also(
+        one(f"{BLOCK}.moe.experts.gate_up", f"{SPARSE}.input_linear.weight"), f"{SPARSE}.experts.gate_up_proj"
+    ),
+    also(one(f"{BLOCK}.moe.experts.down", f"{SPARSE}.output_linear.weight"), f"{SPARSE}.experts.down_proj"),
+)
+FACTORS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+GRANITEMOE = Architecture(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    DECODER + MOE,
+    (
+        *SIZES,
+        *BIASES,
+        SAID_HEAD_DIM,
+        *(Field(name, (name,), 1.0) for name in FACTORS),
+        EXPERT_FFN,
+        EXPERTS._replace(keys=("num_local_experts",)),
+        TOP_K,
+        AUXILIARY._replace(null=0.001),
+    ),
+    ours={"moe.softmax": "after"},
+    theirs=PLAIN,
+    layers=ALL_MOE,
+    swap=Swap("block_sparse_moe.experts"),
+)

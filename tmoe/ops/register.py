@@ -1,0 +1,207 @@
+"""Registers an op with torch: its schema, kernels and fake, its gradients, and a way past the dispatcher.
+
+`register_differentiable` does an op together with the op of its gradients. What is kept for backward, and
+where its results go, follows from the names in both schemas. `register` does one op, with a rule of its own.
+
+They use Library.define and not @custom_op: the decorator's own checks take 0.3 ms a call on the host, as long
+as a whole forward.
+
+next: experts/op.py
+"""
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.ops.check import check_tensors
+from tmoe.ops.launch.eager import no_second_derivative, unwatched
+
+_lib = torch.library.Library("tmoe", "FRAGMENT")
+
+
+def register(
+    name: str,
+    schema: str,
+    *,
+    cpu: Callable,
+    cuda: Callable,
+    fake: Callable,
+    save: Callable | None = None,
+    differentiate: Callable = no_second_derivative,
+) -> None:
+    """Register tmoe::name.
+
+    Args:
+        schema: "(arguments) -> results", in the language of torch.library.
+        cpu, cuda: compute the results on such a device.
+        fake: gives tensors of the results' shapes and types, for tracing.
+        save, differentiate: setup_context and backward of torch.library.register_autograd. Without them the
+            op has no derivative, as one that computes gradients itself.
+    """
+    _lib.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    _lib.impl(name, cpu, "CPU")
+    _lib.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"tmoe::{name}", fake, lib=_lib)
+    torch.library.register_autograd(f"tmoe::{name}", differentiate, setup_context=save, lib=_lib)
+
+
+class Backward(NamedTuple):
+    """The op of an op's gradients, which is registered as NAME_backward.
+
+    Its first argument is the gradient of the op's first result. The others have the names of arguments or
+    results of the op, and are kept for it: tensors first, and first of all one that is never None.
+    """
+
+    schema: str
+    gradients: str  # names of the op's arguments, whose gradients are the results
+    cpu: Callable  # both may give None as the gradient of an argument that is None
+    cuda: Callable
+
+
+def register_differentiable(
+    name: str,
+    schema: str,
+    returns: str,
+    *,
+    keeps: str = "",
+    cpu: Callable,
+    cuda: Callable,
+    fake: Callable,
+    backward: Backward,
+) -> type[torch.autograd.Function]:
+    """Register tmoe::name and tmoe::name_backward.
+
+    Args:
+        returns, keeps: names of the op's results: those for its caller, then those for backward alone.
+        cpu, cuda, fake: as for `register`; cuda runs with the first argument's GPU current.
+
+    Returns the op on a GPU past torch's dispatcher, for calls that are `unwatched`. It gives only the results
+    for the caller; `run` and `run_backward` are its kernels.
+    """
+    rule = _Rule(schema, [*returns.split(), *keeps.split()], backward)
+    run = _with_gpu_of(0, cuda)
+    run_backward = _with_gpu_of(1, backward.cuda)
+
+    register(
+        f"{name}_backward",
+        backward.schema,
+        cpu=_without_none(backward.cpu),
+        cuda=_without_none(run_backward),
+        fake=rule.fake_backward,
+    )
+    registered_backward = getattr(torch.ops.tmoe, f"{name}_backward")
+
+    def differentiate(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return rule.gradients(ctx, gradient, registered_backward)
+
+    register(name, schema, cpu=cpu, cuda=run, fake=fake, save=rule.save, differentiate=differentiate)
+
+    seen = len(returns.split())
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            results = _tuple(Straight.run(*inputs))
+            rule.save(ctx, inputs, results)
+            return results[0] if seen == 1 else results[:seen]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+            # else the gradient is batched, counted, compiled, or to be differentiated again
+            alone = gradient is not None and unwatched(gradient) and not torch.is_grad_enabled()
+            return rule.gradients(ctx, gradient, Straight.run_backward if alone else registered_backward)
+
+    Straight.run = staticmethod(run)
+    Straight.run_backward = staticmethod(run_backward)
+    return Straight
+
+
+class _Rule:
+    """What is kept of a call for its gradients, and where these go; both follow from names."""
+
+    def __init__(self, schema: str, results: list[str], backward: Backward) -> None:
+        """schema: of the op; results: their names."""
+        names = [name for _, name in _arguments(schema)]
+        (_, self.incoming), *kept = _arguments(backward.schema)
+        places = {name: i for i, name in enumerate([*names, *results])}
+        self.arguments = len(names)
+        self.tensors = _picker([places[name] for kind, name in kept if kind.startswith("Tensor")])
+        self.others = _picker([places[name] for kind, name in kept if not kind.startswith("Tensor")])
+        self.places = [places[name] for name in backward.gradients.split()]
+        kept_names = [name for _, name in kept]
+        self.like = [kept_names.index(name) for name in backward.gradients.split()]
+
+    def save(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        """The setup_context: keep what the backward op takes."""
+        every = (*inputs, *_tuple(output))
+        ctx.others = self.others(every)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*self.tensors(every))
+
+    def gradients(self, ctx: Any, gradient: Tensor | None, run: Callable) -> tuple[Tensor | None, ...]:
+        """The gradient of each of the op's arguments; run: the backward op."""
+        found: list[Tensor | None] = [None] * self.arguments
+        if gradient is None:
+            return tuple(found)
+        check_tensors(**{self.incoming: gradient})
+        # asked for saved tensors once: a checkpoint recomputes for each look
+        results = _tuple(run(gradient, *ctx.saved_tensors, *ctx.others))
+        needed = ctx.needs_input_grad
+        for i, result in zip(self.places, results, strict=True):
+            if needed[i]:
+                found[i] = result
+        return tuple(found)
+
+    def fake_backward(self, gradient: Tensor, *kept: Any) -> Any:
+        """The fake of the backward op: a gradient is like its argument, empty for None."""
+        return _bare(
+            tuple(
+                kept[0].new_empty(0) if kept[i] is None else kept[i].new_empty(kept[i].shape)
+                for i in self.like
+            )
+        )
+
+
+def _arguments(schema: str) -> list[tuple[str, str]]:
+    """(type, name) of each argument."""
+    inside = schema[1 : schema.index(")")]
+    return [(kind, name) for kind, name in (argument.split() for argument in inside.split(","))]
+
+
+def _picker(places: list[int]) -> Callable[[tuple], tuple]:
+    """What gives a tuple's elements at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda every: tuple(every[i] for i in places)
+
+
+def _tuple(results: Any) -> tuple:
+    """An op's results, of which one alone is no tuple."""
+    return results if type(results) is tuple else (results,)
+
+
+def _bare(results: tuple) -> Any:
+    """Results as an op returns them."""
+    return results if len(results) > 1 else results[0]
+
+
+def _with_gpu_of(at: int, run: Callable) -> Callable:
+    """run, with the GPU current on which its argument number `at` lies."""
+
+    def run_there(*args: Any) -> Any:
+        with torch.cuda.device(args[at].device):
+            return run(*args)
+
+    return run_there
+
+
+def _without_none(run: Callable) -> Callable:
+    """A backward op's kernel, with an empty tensor in place of None: a registered op returns tensors."""
+
+    def filled(*args: Any) -> Any:
+        return _bare(tuple(args[1].new_empty(0) if t is None else t for t in _tuple(run(*args))))
+
+    return filled
