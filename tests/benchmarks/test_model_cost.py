@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 CONSTANTS = json.loads(cost.CONSTANTS.read_text())
 INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
+FLAT = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
 ODD = Config(
     model=ModelConfig(
         vocab=1000,
@@ -252,16 +253,36 @@ def test_exchange_across_nodes_runs_over_the_network_card():
     rows = rows_received(16384, 8, 32)
     network = free(nic_rate=1e9, nic_hop=0.5)
     want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
-    assert cost.predict(OLMOE, 1, 32, network).parts["exchange"] == pytest.approx(want)
-    assert cost.predict(OLMOE, 1, 8, network).parts["exchange"] == 0
+    assert cost.predict(FLAT, 1, 32, network).parts["exchange"] == pytest.approx(want)
+    assert cost.predict(FLAT, 1, 8, network).parts["exchange"] == 0
+
+
+def test_two_hops_across_nodes():
+    """A token goes to each of 3 other nodes with 1 - 0.75^8, then over NVLink: one row in eight is there."""
+    rows = rows_received(16384, 8, 32)
+    m = free(exchange={"auto": "nccl", "nccl": backend(line(1e10))}, nic_rate=1e9, nic_hop=0.5)
+    network = 16384 * 3 * (1 - 0.75**8) * 2048 * 2 / 1e9 + 3 * 0.5
+    want = 16 * 4 * (network + rows * 7 / 8 * 2048 * 2 / 1e10)
+    assert cost.predict(OLMOE, 1, 32, m).parts["exchange"] == pytest.approx(want)
+    m.exchange["nccl"] |= dict(fixed=1.0)
+    assert cost.predict(OLMOE, 1, 32, m).parts["exchange"] == pytest.approx(want + 16 * 2)
+    one = replace(OLMOE, model=replace(OLMOE.model, moe=replace(OLMOE.model.moe, top_k=1)))
+    flat = replace(one, parallel=FLAT.parallel)
+    assert cost.exchange_seconds(one, 32, m) == cost.exchange_seconds(flat, 32, m)
+
+
+@pytest.mark.parametrize(("ep", "least"), [(16, 1.4), (32, 1.25), (64, 1.05)])
+def test_two_hops_pay(ep, least):
+    m = cost.values(CONSTANTS)
+    assert cost.exchange_seconds(FLAT, ep, m) > least * cost.exchange_seconds(OLMOE, ep, m)
 
 
 def test_auto_means_the_portable_exchange_across_nodes():
     fast, slow = (backend(line(rate)) for rate in (2e9, 1e9))
     m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
-    asked = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
-    assert cost.exchange_seconds(asked, 8, m) == pytest.approx(2 * cost.exchange_seconds(OLMOE, 8, m))
-    assert cost.exchange_seconds(asked, 16, m) == cost.exchange_seconds(OLMOE, 16, m)
+    assert cost.exchange_seconds(FLAT, 8, m) == pytest.approx(2 * cost.exchange_seconds(OLMOE, 8, m))
+    fast["curve"] = line(1e30)
+    assert cost.exchange_seconds(FLAT, 16, m) == pytest.approx(cost.exchange_seconds(OLMOE, 16, m) / 2)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
@@ -116,6 +117,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(
             mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
         )
+        if dispatch == "auto":
+            moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)

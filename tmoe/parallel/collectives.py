@@ -45,11 +45,20 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore(f"tmoe {group.group_name}", default_store())
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Forward: block p of the rows goes to rank p. Its transpose swaps send and receive."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group_of(group))
     return out
+
+
+def add_up(rows_SD: Tensor, order_S: Tensor, parts: list[int], tokens: int) -> Tensor:
+    """Rows added to tokens order_S of [T, D], part after part, in fp32 (fp64 as it is); of the rows' dtype."""
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
+    for to_p, rows_p in zip(order_S.split(parts), rows_SD.split(parts), strict=True):
+        out_TD.index_add_(0, to_p, rows_p.to(dtype))  # a token occurs once in a part: no two adds race
+    return out_TD.to(rows_SD.dtype)
 
 
 @torch.library.custom_op("tmoe::plan", mutates_args=())
@@ -74,7 +83,7 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
     splits_2P = torch.stack([send_P, receive_P]).cpu()
     send, receive = splits_2P.tolist()
     # clone: nonzero returns views into one buffer, and compiled callers assert 16-byte alignment
-    return _all_to_all(ids_SK.to(torch.int32), send, receive, group), order_S.clone(), splits_2P
+    return all_to_all(ids_SK.to(torch.int32), send, receive, group), order_S.clone(), splits_2P
 
 
 @plan.register_fake
@@ -92,7 +101,7 @@ def _(ids_TK, local_experts, group):
 def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group: str) -> Tensor:
     """Rows x_TD[order_S] to their ranks; returns the R rows that arrive here (ids_RK only tells how many)."""
     send, receive = splits_2P.tolist()
-    return _all_to_all(x_TD[order_S], send, receive, group)
+    return all_to_all(x_TD[order_S], send, receive, group)
 
 
 @push.register_fake
@@ -106,12 +115,7 @@ def pull(
 ) -> Tensor:
     """Rows back to where push took them from, added up over ranks in rank order in fp32 (fp64 as it is): x_TD, T = tokens."""
     send, receive = splits_2P.tolist()
-    rows_SD = _all_to_all(rows_RD, receive, send, group)
-    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
-    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
-    for to_p, rows_p in zip(order_S.split(send), rows_SD.split(send), strict=True):
-        out_TD.index_add_(0, to_p, rows_p.to(dtype))  # a token occurs once for each rank: no two adds race
-    return out_TD.to(rows_RD.dtype)
+    return add_up(all_to_all(rows_RD, receive, send, group), order_S, send, tokens)
 
 
 @pull.register_fake

@@ -48,6 +48,7 @@ class Mesh:
 
     grid: DeviceMesh
     world: DeviceMesh
+    nodes: tuple[str, ...] = ()  # of each rank; empty where no expert group could span them
 
     @property
     def dp(self) -> DeviceMesh:
@@ -84,14 +85,15 @@ def build_mesh(
     if not dist.is_initialized():
         join()
     dp = mesh_shape(dist.get_world_size(), dp, ep, tp, cp, pp)[0]
-    if ep > 1 and not ep_across_nodes and dist.get_backend() != "fake":
-        require_ep_inside_nodes(ep, nodes_of_ranks())
+    nodes = nodes_of_ranks() if ep > 1 and dist.get_backend() != "fake" else []
+    if nodes and not ep_across_nodes:
+        require_ep_inside_nodes(ep, nodes)
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     grid = init_device_mesh(device, (dp, ep), mesh_dim_names=("dp", "ep"))
     if dist.get_backend() != "fake":
         for group in grid.get_all_groups():
             set_timeout(patience(), group)
-    return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)))
+    return Mesh(grid, init_device_mesh(device, (dp * ep,), mesh_dim_names=("world",)), tuple(nodes))
 
 
 def patience() -> timedelta:
