@@ -130,8 +130,9 @@ def plan(
     sizes = [of[p][place] for p in everyone]
 
     ids_UK = all_to_all(ids_TK[order_S], out_1, in_1, group)
+    goes_MU, W = goes_to(ids_UK, local_experts, mine_M), sum(out_2)
     # Of a size that is known, so that the host need not wait for the network.
-    found_W2 = torch.nonzero_static(goes_to(ids_UK, local_experts, mine_M), size=sum(out_2))
+    found_W2 = torch.nonzero_static(goes_MU, size=W) if W else goes_MU.new_empty((0, 2), dtype=torch.int64)
     # clone: views into one buffer, and compiled callers assert 16-byte alignment
     to_W, order_W = mine_M[found_W2[:, 0]], found_W2[:, 1].clone()
     ids_WK = ids_UK[order_W]
