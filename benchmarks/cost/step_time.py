@@ -11,7 +11,8 @@ A step is the sum of these parts, of the busiest rank:
                           rows
     loss                  the head's three products, and each logit's traffic
     exchange              a row for each (token, rank) to experts and back, forward and backward; waiting for
-                          others; two movements fewer where a shared expert runs beside them
+                          others; two movements fewer where a shared expert runs beside them; across nodes a
+                          row for each (token, node) over the network first (--parallel.dispatch auto)
     glue                  everything else in a block: passes over [T, D], and activations between a dense
                           feed-forward's or shared expert's products
     recomputed            forwards that activation checkpointing runs again
@@ -41,6 +42,7 @@ from benchmarks.cost.network import collective_seconds, padded_groups, times
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
+from tmoe.moe.two_level import expected_rows_across
 from tmoe.run.memory import (
     FP32,
     compute_bytes,
@@ -262,6 +264,8 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
     """
     if ep == 1:
         return 0.0
+    if cfg.parallel.dispatch == "auto" and ep > m.node > 1 < cfg.model.moe.top_k:
+        return two_level_seconds(cfg, ep, m)
     T = cfg.train.batch * cfg.train.seq
     D = cfg.model.dim
     width = compute_bytes(cfg)
@@ -278,3 +282,22 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
     # beside a shared expert x of the forward and dy of the backward
     moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+
+
+def two_level_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
+    """The same across nodes by moe/two_level.py.
+
+    A row for each (token, node) moves, then one for each (token, rank); the hops follow each other. What is
+    done for counts and plan is assumed to take twice the flat one's time.
+    """
+    T, top_k = cfg.train.batch * cfg.train.seq, cfg.model.moe.top_k
+    D, width = cfg.model.dim, compute_bytes(cfg)
+    nodes, how = ep // m.node, m.exchange["nccl"]
+    away = expected_rows_across(T, top_k, ep, nodes).two_level
+    held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with one's own
+    network = away * D * width / m.nic_rate + (nodes - 1) * m.nic_hop
+    links = times(how["curve"], rows * (m.node - 1) / m.node * D * width)
+    # as for the flat one at either end of both hops, and rows of hop 2 are put into the flat one's order
+    copied = (2 * width + width + FP32 + 3 * FP32) * (held + rows) * D + (2 * FP32 + width) * (T + held) * D
+    copied += 4 * width * rows * D
+    return how["moves"] * (network + links) + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]

@@ -93,7 +93,8 @@ class ParallelConfig:
     """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
     """how rows reach their experts: local (ep=1), nccl (all-to-all; gloo on CPU),
-    symm (stores into the peers' memory; one NVLink node), auto: symm where it works"""
+    symm (stores into the peers' memory; one NVLink node), auto: symm where it works, else all-to-all,
+    across nodes in two hops, so that a token crosses the network once for each node"""
     wire: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type,
     or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""

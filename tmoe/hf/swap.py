@@ -28,6 +28,7 @@ from tmoe.hf.rules import Swap
 from tmoe.moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
+from tmoe.moe.two_level import over_nodes
 from tmoe.parallel.mesh import Mesh, local_part
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -77,7 +78,7 @@ class SwappedExperts(Experts):
             spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
             setattr(self, name, nn.Parameter(spread, full.requires_grad))
         if ep > 1:
-            self.dispatcher = AllToAllDispatcher(mesh.ep.get_group(), L)
+            self.dispatcher = over_nodes(AllToAllDispatcher(mesh.ep.get_group(), L), mesh.nodes)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The experts' weighted sum, [T, D] of hidden_states' type.

@@ -96,7 +96,8 @@ class LatentAttention(nn.Module):
         shared = linear_of_rows(self.qkv_a, x_BSD, slice(self.widths[0], sum(self.widths)))
         latent, k_rot = shared.split(self.widths[1:], -1)
         parts = gather(torch.cat([self.kv_norm(latent), k_rot], -1), spread.tp_group)
-        return q, *parts.split(self.widths[1:], -1)
+        latent, k_rot = parts.split(self.widths[1:], -1)
+        return q, latent, k_rot
 
     def gather_latents(self, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Of all tokens of the sequence; k_rot [B, S, 1, rope_dim], rotated."""

@@ -35,6 +35,7 @@ from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher, Slice
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
@@ -146,6 +147,7 @@ def apply_spread(model: Transformer, mesh: Mesh, cfg: Config) -> None:
     spread = Spread.over(mesh, cfg.parallel.cp_by, pieces=1)
     model.spread = spread
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.attention.spread = spread
     model.balancer.over_parts = partial(all_reduce, group=mesh.groups["parts"])
 
@@ -170,6 +172,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(
             mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
         )
+        if dispatch == "auto":
+            moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     if etp := mesh.groups.get("etp"):
         moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
         moe.experts.slice = Slice(etp.rank(), etp.size())
@@ -278,9 +282,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
 
     What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see
     parallel/copies.py. So are experts that it shares but keeps whole (whole_forwards), see
-    parallel/gathered_copies.py, unless there are replicas. Somebody's own model stays with FSDP2 in a world of 1, too: its own
-    checkpointing runs parts of it in the backward, where working copies stand in only for modules that are
-    called by themselves.
+    parallel/gathered_copies.py, unless there are replicas. Somebody's own model stays with FSDP2 in a world
+    of 1, too: its own checkpointing runs parts of it in the backward, where working copies stand in only for
+    modules that are called by themselves.
     """
     param_dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(

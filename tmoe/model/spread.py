@@ -1,11 +1,11 @@
-"""What attention knows of tp and cp: which tokens and which heads are this rank's, and with whom it exchanges.
+"""What attention knows of tp and cp: this rank's tokens and heads, and the ranks that it exchanges with.
 
-Storage knows nothing of these axes. Outside attention every rank works on its own tokens with whole matrices. A
-gradient is then a sum over a rank's tokens and heads, zero elsewhere, and FSDP2's sum over the stage completes
-it.
+Storage knows nothing of these axes. Outside attention every rank works on its own tokens with whole matrices.
+A gradient is then a sum over a rank's tokens and heads, zero elsewhere, and FSDP2's sum over the stage
+completes it.
 
-    tp        gathers tokens before the projections, whose rows of this rank's heads alone are used, and scatters
-              the sum of all heads' results back (sequence parallelism: Korthikanti et al. 2022)
+    tp        gathers tokens before the projections, of which the rows of this rank's heads are used, and
+              scatters the sum of all heads' results (sequence parallelism: Korthikanti et al. 2022)
     cp, keys  queries stay; keys and values of all tokens are gathered
     cp, heads all-to-all: from all heads of a rank's tokens to its heads of all tokens (Jacobs et al. 2023)
 
@@ -120,7 +120,7 @@ class Spread(NamedTuple):
         return y.to(x_BSO.dtype)
 
     def gather_keys(self, x_BSX: Tensor) -> Tensor:
-        """Keys, values or latents of all tokens of the sequence, in order; as they are unless cp is by keys."""
+        """Keys, values or latents of all tokens of the sequence, in order; unless cp is by keys, x itself."""
         return in_key_order(gather(x_BSX, self.cp_group), self.cp) if self.by_keys else x_BSX
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """A Transformer over pipeline stages: the chunks that this rank computes, with the surface of a whole model.
 
-A chunk is a Transformer without the blocks, embedding, norm or head that others hold. Names and seeds are those of
-the whole model, so step folders do not say how it was cut. Hidden states alone travel. A chunk's balancing loss
-begins its backward where it is computed.
+A chunk is a Transformer without the blocks, embedding, norm or head that others hold. Names and seeds are
+those of the whole model, so step folders do not say how it was cut. Hidden states alone travel. A chunk's
+balancing loss begins its backward where it is computed.
 
 A tied table lies on the first stage and on the last. Their gradients are added up, so both stay the same; the
 first one's is counted in the norm and saved.
@@ -97,9 +97,8 @@ class Stages(nn.Module):
                 part = Part(cfg.model, spans[chunk])
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
         self.dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else torch.float32
-        self.pipeline = Pipeline(
-            {int(chunk): _Chunk(self, part) for chunk, part in self.parts.items()}, self.table, mesh
-        )
+        chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
+        self.pipeline = Pipeline(chunks, self.table, mesh)
         self.copies = self._group_of_copies()
 
     def __iter__(self) -> Iterator[Part]:
@@ -145,6 +144,7 @@ class Stages(nn.Module):
             if axes.place(rank) in (here._replace(pp=first), here._replace(pp=last))
         ]
         group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
         set_timeout(patience(), group)
         return group
 

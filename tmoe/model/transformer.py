@@ -266,6 +266,7 @@ class Transformer(nn.Module):
         cos_SC, sin_SC, masks, padding_BS = context
         loads = []
         for block in self.blocks:
+            assert isinstance(block, Block)
             x, load = block(x, cos_SC, sin_SC, masks[block.window], padding_BS)
             if load is not None:
                 loads.append(load)

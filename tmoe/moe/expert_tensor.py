@@ -1,9 +1,9 @@
 """Expert tensor parallelism: the ranks of a group divide the width of each expert that they share.
 
-The group's ranks gather each other's routed rows, multiply by their slice of F, and add the results up: gate and
-up give the same slice of F, of which down takes the columns. Storage does not know it: a slice's gradient is zero
-elsewhere, and the sum over the ranks that share experts completes it. It saves activations of [R, F], and costs
-n times the rows; more ep is nearly always faster.
+The group's ranks gather each other's routed rows, multiply by their slice of F, and add the results up: gate
+and up give the same slice of F, of which down takes the columns. Storage does not know it: a slice's gradient
+is zero elsewhere, and the sum over the ranks that share experts completes it. It saves activations of [R, F],
+and costs n times the rows; more ep is nearly always faster.
 
 next: parallel/uneven.py
 """

@@ -2,8 +2,9 @@
 
 from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, build_mesh
+from tmoe.parallel.tags import tag_experts
 
-__all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize", "pipeline"]
+__all__ = ["Mesh", "build_mesh", "clip_grad_norm_", "parallelize", "pipeline", "tag_experts"]
 
 
 def __getattr__(name: str) -> object:

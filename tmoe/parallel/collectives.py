@@ -35,11 +35,23 @@ def group_of(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name) if _resolve_process_group else _named[name]
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+def all_to_all(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
     """Forward: block p of the rows goes to rank p. Its transpose swaps send and receive."""
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group_of(group))
     return out
+
+
+def add_up(rows_SD: Tensor, order_S: Tensor, parts: list[int], tokens: int) -> Tensor:
+    """Rows added to tokens order_S of [T, D], part after part.
+
+    The sum is made in fp32 (fp64 for fp64 rows); the result has the rows' type.
+    """
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
+    for to_p, rows_p in zip(order_S.split(parts), rows_SD.split(parts), strict=True):
+        out_TD.index_add_(0, to_p, rows_p.to(dtype))  # a token occurs once in a part: no two adds race
+    return out_TD.to(rows_SD.dtype)
 
 
 @torch.library.custom_op("tmoe::plan", mutates_args=())
@@ -66,7 +78,7 @@ def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor
     splits_2P = torch.stack([send_P, receive_P]).cpu()
     send, receive = splits_2P.tolist()
     # clone: nonzero returns views into one buffer, and compiled callers assert 16-byte alignment
-    return _all_to_all(ids_SK.to(torch.int32), send, receive, group), order_S.clone(), splits_2P
+    return all_to_all(ids_SK.to(torch.int32), send, receive, group), order_S.clone(), splits_2P
 
 
 @plan.register_fake
@@ -87,7 +99,7 @@ def push(x_TD: Tensor, ids_RK: Tensor, order_S: Tensor, splits_2P: Tensor, group
     ids_RK only tells how many arrive.
     """
     send, receive = splits_2P.tolist()
-    return _all_to_all(x_TD[order_S], send, receive, group)
+    return all_to_all(x_TD[order_S], send, receive, group)
 
 
 @push.register_fake
@@ -104,12 +116,7 @@ def pull(
     The sum goes over ranks in rank order, in fp32 (fp64 for fp64 rows); the result has the rows' type.
     """
     send, receive = splits_2P.tolist()
-    rows_SD = _all_to_all(rows_RD, receive, send, group)
-    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
-    out_TD = rows_SD.new_zeros((tokens, *rows_SD.shape[1:]), dtype=dtype)
-    for to_p, rows_p in zip(order_S.split(send), rows_SD.split(send), strict=True):
-        out_TD.index_add_(0, to_p, rows_p.to(dtype))  # a token occurs once for each rank: no two adds race
-    return out_TD.to(rows_RD.dtype)
+    return add_up(all_to_all(rows_RD, receive, send, group), order_S, send, tokens)
 
 
 @pull.register_fake

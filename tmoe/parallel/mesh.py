@@ -10,8 +10,8 @@ ranks (folding), ep and tp fastest, so that their groups are neighbours on one n
                 cp  0    0    1    1    0    0    1    1       a part of each sequence
                 tp  0    1    0    1    0    1    0    1       a part of that part; in attention, heads
 
-Storage knows dp and ep alone. Experts are cut over ep and then over the ranks that share them; all else is cut
-over the ranks of a stage. So a step folder does not say what tp, cp and etp were.
+Storage knows dp and ep alone. Experts are cut over ep and then over the ranks that share them; all else is
+cut over the ranks of a stage. So a step folder does not say what tp, cp and etp were.
 
 torchrun numbers a node's ranks in a row. So where ep divides every node's processes, the exchange of tokens
 stays inside nodes. A layout that would take an expert group across nodes is refused unless it is asked for; a
@@ -65,7 +65,9 @@ class Mesh:
     sharers: DeviceMesh
     """what FSDP2 cuts experts over: `dp`, or (replicate, dp)"""
     groups: dict[str, dist.ProcessGroup]
-    """by name, where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence)"""
+    """where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence)"""
+    nodes: tuple[str, ...] = ()
+    """the node of each rank of the default group; empty where no group could span nodes"""
 
     @property
     def dp(self) -> DeviceMesh:
@@ -115,12 +117,14 @@ def build_mesh(
         join()
     others = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, etp=etp)
     axes = Axes.over(dist.get_world_size(), dp=dp, ep=ep, **others)
+    nodes: list[str] = []
     if axes.ep * axes.etp * axes.tp > 1 and dist.get_backend() != "fake":
-        require_inside_nodes(axes, nodes_of_ranks(), ep_across_nodes)
-    return _meshes(axes)
+        nodes = nodes_of_ranks()
+        require_inside_nodes(axes, nodes, ep_across_nodes)
+    return _meshes(axes, tuple(nodes))
 
 
-def _meshes(axes: Axes) -> Mesh:
+def _meshes(axes: Axes, nodes: tuple[str, ...]) -> Mesh:
     """Makes the meshes; every rank makes all of them, in one order."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
 
@@ -157,6 +161,7 @@ def _meshes(axes: Axes) -> Mesh:
         shard=(shard["replicate", "shard"] if stages else shard) if copies else world["world"],
         sharers=grid["replicate", "dp"] if copies else grid["dp"],
         groups=groups,
+        nodes=nodes,
     )
 
 
@@ -233,9 +238,9 @@ def nodes_of_ranks() -> list[str]:
 
 
 def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool) -> None:
-    """ValueError unless neighbouring ranks of tp, of etp and of ep share a node; nodes: the node of each rank.
+    """ValueError unless neighbouring ranks of tp, of etp and of ep share a node.
 
-    ep_across_nodes: expert groups may span nodes.
+    nodes: the node of each rank. ep_across_nodes: expert groups may span nodes.
     """
     sizes = sorted(set(Counter(nodes).values()))
 

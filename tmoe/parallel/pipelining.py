@@ -1,9 +1,9 @@
 """Runs a pipeline's table on this rank: forwards, backwards, and the messages between stages.
 
-Every directed edge between two stages has a process group of its own, of two ranks. Messages carry no tag: the
-receiver posts buffers in the order in which its neighbour's row of the table sends, one ahead of need. torch's own
-pipelines send and receive on one communicator, where compute waits; and their split backwards refuse compiled
-blocks (docs/decisions/050-own-pipeline.md).
+Every directed edge between two stages has a process group of its own, of two ranks. Messages carry no tag:
+the receiver posts buffers in the order in which its neighbour's row of the table sends, one ahead of need.
+torch's own pipelines send and receive on one communicator, where compute waits; and their split backwards
+refuse compiled blocks (docs/decisions/051-own-pipeline.md).
 
 next: parallel/schedule.py
 """
@@ -55,19 +55,22 @@ class Edges:
         ranks = range(mesh.axes.world)
         column = {place(r).pp: r for r in ranks if place(r)._replace(pp=0) == here._replace(pp=0)}
         self.ranks = column
-        # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could each
-        # wait for the other's.
+        # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could
+        # each wait for the other's.
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         for pairs in rounds(table):
             pair = next((pair for pair in pairs if here.pp in pair), None)
             # A rank without a neighbour in this round makes groups of its own: torch names a group by the
             # number of groups that its members have.
-            for edge in (pair, pair[::-1]) if pair else ((here.pp,), (here.pp,)):
+            if pair is None:
+                for _ in range(2):
+                    dist.new_group([column[here.pp]], use_local_synchronization=True)
+                continue
+            for edge in (pair, (pair[1], pair[0])):
                 group = dist.new_group([column[stage] for stage in edge], use_local_synchronization=True)
                 assert isinstance(group, dist.ProcessGroup)
-                if pair:
-                    set_timeout(patience(), group)
-                    self.groups[edge] = group
+                set_timeout(patience(), group)
+                self.groups[edge] = group
         if "nccl" in dist.get_backend():
             self._meet()
 

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[3]
 CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
+FLAT = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
 ODD = Config(
     model=ModelConfig(
         vocab=1000,
@@ -257,18 +258,40 @@ def test_exchange_across_nodes_runs_over_the_network_card():
     rows = rows_received(16384, 8, 32)
     network = free(nic_rate=1e9, nic_hop=0.5)
     want = 16 * 4 * (rows * 24 / 32 * 2048 * 2 / 1e9 + 3 * 0.5)
-    assert step_time.predict(OLMOE, Axes(ep=32), network).parts["exchange"] == pytest.approx(want)
-    assert step_time.predict(OLMOE, Axes(ep=8), network).parts["exchange"] == 0
+    assert step_time.predict(FLAT, Axes(ep=32), network).parts["exchange"] == pytest.approx(want)
+    assert step_time.predict(FLAT, Axes(ep=8), network).parts["exchange"] == 0
+
+
+def test_two_hops_across_nodes():
+    """A token goes to each of 3 other nodes with 1 - 0.75^8, then over NVLink: one row in eight is there."""
+    rows = rows_received(16384, 8, 32)
+    m = free(exchange={"auto": "nccl", "nccl": backend(line(1e10))}, nic_rate=1e9, nic_hop=0.5)
+    network = 16384 * 3 * (1 - 0.75**8) * 2048 * 2 / 1e9 + 3 * 0.5
+    want = 16 * 4 * (network + rows * 7 / 8 * 2048 * 2 / 1e10)
+    assert step_time.predict(OLMOE, Axes(ep=32), m).parts["exchange"] == pytest.approx(want)
+    m.exchange["nccl"] |= dict(fixed=1.0)
+    assert step_time.predict(OLMOE, Axes(ep=32), m).parts["exchange"] == pytest.approx(want + 16 * 2)
+    one = replace(OLMOE, model=replace(OLMOE.model, moe=replace(OLMOE.model.moe, top_k=1)))
+    flat = replace(one, parallel=FLAT.parallel)
+    assert step_time.exchange_seconds(one, 32, m) == step_time.exchange_seconds(flat, 32, m)
+
+
+@pytest.mark.parametrize(("ep", "least"), [(16, 1.4), (32, 1.25), (64, 1.05)])
+def test_two_hops_pay(ep, least):
+    m = constants.values(CONSTANTS)
+    assert step_time.exchange_seconds(FLAT, ep, m) > least * step_time.exchange_seconds(OLMOE, ep, m)
 
 
 def test_auto_means_the_portable_exchange_across_nodes():
     fast, slow = (backend(line(rate)) for rate in (2e9, 1e9))
     m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
-    asked = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
-    assert step_time.exchange_seconds(asked, 8, m) == pytest.approx(
+    assert step_time.exchange_seconds(FLAT, 8, m) == pytest.approx(
         2 * step_time.exchange_seconds(OLMOE, 8, m)
     )
-    assert step_time.exchange_seconds(asked, 16, m) == step_time.exchange_seconds(OLMOE, 16, m)
+    fast["curve"] = line(1e30)
+    assert step_time.exchange_seconds(FLAT, 16, m) == pytest.approx(
+        step_time.exchange_seconds(OLMOE, 16, m) / 2
+    )
 
 
 @pytest.mark.parametrize(
