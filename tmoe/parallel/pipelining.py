@@ -11,7 +11,7 @@ next: parallel/schedule.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,7 +154,7 @@ def rounds(table: Table) -> list[list[tuple[int, int]]]:
 class Pipeline:
     """This rank's row of a table, carried out over its chunks, which are given by number."""
 
-    def __init__(self, chunks: dict[int, Chunk], table: Table, mesh: Mesh):
+    def __init__(self, chunks: Mapping[int, Chunk], table: Table, mesh: Mesh):
         self.chunks = chunks
         self.table = table
         self.edges = Edges(table, mesh)
