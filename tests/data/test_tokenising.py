@@ -199,6 +199,7 @@ MEASURE = """if True:
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_hundred_bytes_for_each_of_text(tmp_path: Path, bpe: Path):
     """8 MB: a document takes at most 7 bytes for each of its own; windows in work take 400 MiB.
 

@@ -87,6 +87,7 @@ def start(tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     return dict(flags=flags, hf=hf_dir, model=model, is_=load_tokenizer(str(hf_dir)).fingerprint, at=tmp_path)
 
 
+@pytest.mark.slow
 def test_data_are_read_with_the_tokenizer_of_the_start_or_refused(gloo, start: dict):
     """On two ranks, from a Hugging Face folder and from an imported step.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_tiny import LOCAL_MOE, MODELS, SIZES, SPARSE, assert_bits, far, make, tensors_of
+from tiers import slow_but
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
@@ -171,7 +172,7 @@ def spread(rank: int, world: int, ep: int, names: list[str]):
     return found
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "ep"), slow_but([(2, 2)], [(2, 2), (4, 2)]))
 def test_swapped_and_spread(gloo, world, ep):
     ranks = gloo(world, spread, ep, SPARSE)
     for rank in ranks:

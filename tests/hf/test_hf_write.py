@@ -85,6 +85,7 @@ def test_a_killed_export_goes_on_and_is_the_original(step, tmp_path):
         assert files_of(tmp_path / "back") == want
 
 
+@pytest.mark.slow
 def test_a_killed_import_goes_on_and_is_the_original(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL", 4000)  # several groups
     monkeypatch.setattr(os, "cpu_count", lambda: 1)

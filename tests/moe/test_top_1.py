@@ -104,6 +104,7 @@ def published(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_an_imported_one_starts_resumes_and_goes_back_with_one_note(tmp_path, capsys, monkeypatch):
     hf_dir = published(tmp_path / "hf")
     import_hf(hf_dir, tmp_path / "step")
