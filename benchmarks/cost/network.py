@@ -14,7 +14,8 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, numel, root_shapes
 from tmoe.parallel.mesh import units
-from tmoe.run.memory import FP32, compute_bytes, expert_shard, kept_whole, sharded
+from tmoe.run.block_memory import FP32, compute_bytes
+from tmoe.run.memory import expert_shard, kept_whole, sharded
 
 
 def collective_seconds(

@@ -43,15 +43,13 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel, qk_width, root_shapes, v_width
 from tmoe.moe.two_level import expected_rows_across
-from tmoe.run.memory import (
+from tmoe.run.block_memory import (
     FP32,
     compute_bytes,
-    kept_whole,
-    memory_per_rank,
-    peak_bytes,
     rows_received,
     runs_beside,
 )
+from tmoe.run.memory import kept_whole, memory_per_rank, peak_bytes
 
 RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.checkpoint
     "none": (),
@@ -280,7 +278,7 @@ def exchange_seconds(cfg: Config, ep: int, m: SimpleNamespace) -> float:
     # the token's sum.
     copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
     # beside a shared expert x of the forward and dy of the backward
-    moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, ep))
+    moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, Axes(ep=ep)))
     return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
 
 

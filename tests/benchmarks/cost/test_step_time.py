@@ -27,8 +27,9 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
+from tmoe.run.block_memory import rows_received
 from tmoe.run.cli import parse
-from tmoe.run.memory import memory_per_rank, peak_bytes, rows_received
+from tmoe.run.memory import memory_per_rank, peak_bytes
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow
