@@ -8,6 +8,7 @@ next: tmoe/run/block_memory.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 
@@ -59,15 +60,20 @@ def memory_of_stages(cfg: Config, axes: Axes) -> list[dict[str, int]]:
     )
     if axes.pp == 1:
         whole = range(model.layers)
-        kept = sum(layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for layer in whole)
-        return [_stage(cfg, axes, [whole], kept)]
+        return [_stage(cfg, axes, [whole], blocks_bytes(cfg, axes, whole))]
     order = plan(cfg, axes)
-    spans = cuts(model, len(order.home))
+    spans = chunk_spans(model, len(order.home))
     stages = []
     for stage, kept in enumerate(in_flight(cfg, axes, order, spans)):
         own = [span for span, home in zip(spans, order.home, strict=True) if home == stage]
         stages.append(_stage(cfg, axes, own, kept))
     return stages
+
+
+@functools.lru_cache(256)
+def chunk_spans(model: ModelConfig, chunks: int) -> tuple[range, ...]:
+    """The blocks of each chunk of the model."""
+    return (range(model.layers),) if chunks == 1 else tuple(cuts(model, chunks))
 
 
 def plan(cfg: Config, axes: Axes) -> Table:
@@ -82,8 +88,7 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
     They are a chunk's blocks, and its result unless that is the loss.
     """
     result = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
-    kinds = [layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for layer in range(cfg.model.layers)]
-    sizes = [sum(kinds[layer] for layer in span) + result for span in spans]
+    sizes = [blocks_bytes(cfg, axes, span) + result for span in spans]
     sizes[-1] -= result
     found = []
     for row in order.ranks:
@@ -93,6 +98,13 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
             most = max(most, held)
         found.append(most)
     return found
+
+
+def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
+    """Bytes that autograd keeps of these blocks from a micro-batch's forward to its backward."""
+    kinds = {cfg.model.is_moe(layer): layer for layer in span}
+    bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in kinds.items()}
+    return sum(bytes_of[cfg.model.is_moe(layer)] for layer in span)
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
@@ -113,17 +125,30 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     several = cfg.train.accumulate > 1
     own = held = whole = root_gathered = copies = working = 0
     passing_most = 0
+    # blocks are of two kinds at most: (dense, experts) shapes, and temporaries of the backward
+    kinds = {model.is_moe(layer): layer for span in spans for layer in span}
+    shapes_of = {kind: block_shapes(model, layer) for kind, layer in kinds.items()}
+    backward_of = {kind: backward_bytes(cfg, axes, layer) for kind, layer in kinds.items()}
+    numbers = {
+        kind: (
+            sharded(d, shard),
+            expert_shard(e, axes),
+            numel(d),
+            numel(e) // axes.ep,
+        )
+        for kind, (d, e) in shapes_of.items()
+    }
+    unshared = sharers * axes.replicate == 1
     for span in spans:
-        blocks = [block_shapes(model, layer) for layer in span]
+        blocks = [numbers[model.is_moe(layer)] for layer in span]
         root = chunk_root(model, span)
         keeps = kept_whole(cfg, axes, span)
 
         # Elements: this rank's share of all parameters, and of each block its parts whole.
-        mine = sharded(root, shard) + sum(sharded(d, shard) + expert_shard(e, axes) for d, e in blocks)
-        dense = [numel(shapes) for shapes, _ in blocks]
-        padded = [sharded(shapes, shard) * shard for shapes, _ in blocks]  # as FSDP2 gathers them
-        experts = [numel(shapes) // axes.ep for _, shapes in blocks]
-        unshared = sharers * axes.replicate == 1
+        mine = sharded(root, shard) + sum(dense_piece + piece for dense_piece, piece, _, _ in blocks)
+        dense = [n for _, _, n, _ in blocks]
+        padded = [dense_piece * shard for dense_piece, _, _, _ in blocks]  # as FSDP2 gathers them
+        experts = [n for _, _, _, n in blocks]
         lone = mine if alone else sum(experts) if unshared else 0  # by this rank alone
         own, held = own + mine, held + lone
         whole += numel(root) + sum(dense) + sum(experts)
@@ -131,7 +156,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         # What passes through FSDP2's hands at each block: its unit of blocks, and experts that are not kept.
         together = [[i] for i in range(len(span))] if alone else units([width * n for n in dense])
         passing = [sum(padded[i] for i in unit) for unit in together for _ in unit]
-        shared = [0 if keeps or unshared else sharers * expert_shard(e, axes) for _, e in blocks]
+        shared = [0 if keeps or unshared else sharers * piece for _, piece, _, _ in blocks]
         copies += sum(experts) * keeps + lone * (width < FP32)
         if not alone:
             root_gathered += sharded(root, shard) * shard
@@ -143,7 +168,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
             (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * n + FP32 * fsdp
             for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
         ]
-        backward = [backward_bytes(cfg, axes, layer) for layer in span]
+        backward = [backward_of[model.is_moe(layer)] for layer in span]
         # the head's gradient waits in the compute type until the root reduces it
         last = span.stop == model.layers
         head = width * model.vocab * model.dim if last else 0
@@ -222,7 +247,9 @@ def kept_whole(cfg: Config, axes: Axes, span: range | None = None) -> bool:
     Each chunk of a pipeline decides for itself. With replicas FSDP2 has all experts.
     """
     span = range(cfg.model.layers) if span is None else span
-    elements = sum(numel(block_shapes(cfg.model, layer)[1]) // axes.ep for layer in span)
+    sparse = next((layer for layer in span if cfg.model.is_moe(layer)), span.start)
+    count = sum(map(cfg.model.is_moe, span))  # of blocks that are alike
+    elements = count * (numel(block_shapes(cfg.model, sparse)[1]) // axes.ep)
     experts = [cfg.model.moe.experts // axes.ep]
     size = compute_bytes(cfg) * elements
     return axes.replicate == 1 and keeps_whole(axes.sharers, experts, size, cfg.parallel.whole_gib)
@@ -235,7 +262,7 @@ def padding(cfg: Config, axes: Axes) -> float:
     pipeline where it is most.
     """
     model = cfg.model
-    spans = [range(model.layers)] if axes.pp == 1 else cuts(model, axes.pp * cfg.parallel.chunks_a_stage)
+    spans = chunk_spans(model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
     most = 1.0
     for span in spans:
         shapes = [block_shapes(model, layer)[1] for layer in span]
