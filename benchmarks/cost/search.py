@@ -30,14 +30,15 @@ from tmoe.config import check
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config
-from tmoe.model.count import count_parameters
+from tmoe.model.count import block_shapes, count_parameters, numel
 from tmoe.parallel.schedule import homes
 from tmoe.run.block_memory import FP32
-from tmoe.run.memory import chunk_spans, memory_per_rank, peak_bytes
+from tmoe.run.memory import blocks_bytes, chunk_spans, memory_per_rank, peak_bytes
 
 divisors = functools.cache(check.divisors)
 LEAST = 256  # tokens of a sequence that a rank works on at least
 STAGES = 32  # of a pipeline at most
+CLOSE = 0.01  # share of a time by which what is left out may be faster: the model is less exact
 NODES = 8  # that an expert group spans at most
 
 
@@ -93,6 +94,10 @@ class Search:
         self.several = functools.cache(lambda n: replace(cfg, train=replace(cfg.train, accumulate=n)))
         self.works = functools.cache(lambda shard: list(self._works(shard)))
         self.parameters = count_parameters(cfg.model).total
+        layers = range(cfg.model.layers)
+        self.experts = sum(numel(block_shapes(cfg.model, layer)[1]) for layer in layers)
+        self.dense = self.parameters - self.experts
+        self.kept = functools.cache(self._kept)
         self.predicted = 0
 
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
@@ -102,10 +107,10 @@ class Search:
         heapq.heapify(waiting)
         found: dict[Axes, Choice] = {}
         limit = float("inf")
-        while waiting and waiting[0][0] < limit:
+        while waiting and waiting[0][0] < limit * (1 - CLOSE):
             bound, _, what = heapq.heappop(waiting)
             if len(what) == 3:
-                for axes, more in self._placed(gpus, *what):
+                for axes, more in self._placed(gpus, bound, *what):
                     heapq.heappush(waiting, (bound + more, next(number), [*what, axes]))
                 continue
             work, flow, micros, axes = what
@@ -130,12 +135,21 @@ class Search:
             flows = [Flow("1f1b", pp, 1)]
             if pp > 1:
                 flows += [Flow("interleaved", pp, n) for n in (2, 4)] + [Flow("v", pp, 2)]
+            flows = [flow for flow in flows if pp * flow.chunks <= layers]
             for work in self.works(stage):
-                micros = self.batch_tokens // (stage // (work.tp * work.cp) * work.batch * seq)
-                for flow in flows:
-                    several = micros // pp * pp if flow.schedule == "interleaved" else micros
-                    if several >= pp and pp * flow.chunks <= layers:
-                        yield self._compute(work, flow, several), work, flow, several
+                parts = work.tp * work.cp
+                sequences = self.batch_tokens // (stage // parts * seq)  # of a reader in a step
+                for batch in self._batches(min(self.cfg.train.batch * parts, sequences // pp)):
+                    for flow in flows:
+                        micros = sequences // batch
+                        micros = micros // pp * pp if flow.schedule == "interleaved" else micros
+                        what = work._replace(batch=batch)
+                        yield self._compute(what, flow, micros), what, flow, micros
+
+    @staticmethod
+    def _batches(most: int) -> list[int]:
+        """Sequences of a micro-batch: `most`, half of it and a quarter."""
+        return sorted({most, most // 2, most // 4} - {0})
 
     def _compute(self, work: Work, flow: Flow, micros: int) -> float:
         """Least seconds a token and GPU: what the busiest stage computes, and what it waits at least."""
@@ -150,42 +164,65 @@ class Search:
         tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
         return seconds / tokens
 
-    def _placed(self, gpus: int, work: Work, flow: Flow, micros: int) -> Iterator[tuple[Axes, float]]:
-        """(axes, least seconds a token and GPU on top) of all ways to hold parameters for this work."""
+    def _placed(
+        self, gpus: int, computing: float, work: Work, flow: Flow, micros: int
+    ) -> Iterator[tuple[Axes, float]]:
+        """(axes, least seconds a token and GPU on top) of all ways to hold parameters for this work.
+
+        computing: seconds a token and GPU, which hide what moves at most.
+        """
         m, stage = self.m, gpus // flow.pp
+        tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
         for replicate in divisors(stage):
             shard = stage // replicate
             if shard % (work.ep * work.etp) or shard % (work.tp * work.cp):
                 continue
             if replicate > 1 and shard % m.node:  # copies of whole nodes
                 continue
-            # weights and moments, which the mean rank holds
+            # what the mean rank surely holds: weights and moments, gradients, what the first stage keeps
             own = self.parameters / shard / flow.pp
-            if FP32 * own * (1 if self.cfg.optim.offload else 3) > m.memory:
+            held = FP32 * own * (1 if self.cfg.optim.offload else 3)
+            whole = (self.dense + self.experts / work.ep) / flow.pp
+            held += max(FP32 * own, self.kept(work) + FP32 * whole * (micros > 1))
+            if m.memory_factor * held > m.memory:
                 continue
             degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
             axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
             one, two = (self.moved(replace(axes, tp=1, cp=1), flow.chunks, min(micros, n)) for n in (2, 3))
-            seconds = one + max(0, micros - 2) * (two - one) + m.optimizer_bytes * own / m.memory_rate
-            tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
-            yield axes, seconds / tokens
+            moving, near, copying = (a + max(0, micros - 2) * (b - a) for a, b in zip(one, two, strict=True))
+            exposed = max((1 - min(1.0, m.fsdp_overlap)) * moving, moving - computing * tokens)
+            slowed = m.slowed * near * (1 - exposed / moving) if moving else 0.0
+            more = exposed + slowed + copying + m.optimizer_bytes * own / m.memory_rate
+            yield axes, more / tokens
 
-    def _moved(self, axes: Axes, chunks: int, micros: int) -> float:
-        """Least seconds of a step for moving and copying parameters and gradients, of the mean stage.
+    def _kept(self, work: Work) -> float:
+        """Bytes that autograd surely keeps on the fullest stage, which has a micro-batch of each stage.
+
+        A tenth less than of all blocks, as stages have whole blocks.
+        """
+        cfg = self.settings(work)
+        assert cfg is not None
+        return 0.9 * blocks_bytes(cfg, work_axes(work), range(cfg.model.layers))
+
+    def _moved(self, axes: Axes, chunks: int, micros: int) -> tuple[float, float, float]:
+        """Seconds of a step for moving parameters and gradients, on one node, and for copying them.
+
+        They are those of the mean stage.
 
         From two micro-batches on each further one takes as long.
         """
         cfg = self.several(micros)
-        same: dict[tuple, float] = {}
-        total = 0.0
+        machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
+        same: dict[tuple, tuple[float, ...]] = {}
+        found = []
         for span in chunk_spans(cfg.model, axes.pp * chunks):
             if (kind := chunk_kind(cfg.model, span)) not in same:
-                first, later, back, last = moving_seconds(cfg, axes, span, self.m)
-                moving = first + (micros - 1) * (later + back) + last
-                shown = (1 - min(1.0, self.m.fsdp_overlap)) * moving
-                same[kind] = shown + copy_seconds(cfg, axes, span, self.m)
-            total += same[kind]
-        return total / axes.pp
+                each = [moving_seconds(cfg, axes, span, m) for m in machines]
+                moving = [first + (micros - 1) * (later + back) + last for first, later, back, last in each]
+                same[kind] = *moving, copy_seconds(cfg, axes, span, self.m)
+            found.append(same[kind])
+        moving, near, copying = (sum(seconds) / axes.pp for seconds in zip(*found, strict=True))
+        return moving, near, copying
 
     def _works(self, stage: int) -> Iterator[Work]:
         """Ways to divide a block's work over the ranks of a stage."""
@@ -204,11 +241,9 @@ class Search:
                 if not inside and (etp > 1 or ep % node):
                     continue
                 for by in ("keys", "heads") if cp > 1 and parts <= node else ("keys",):
-                    asked = self.cfg.train.batch * parts
-                    for batch in sorted({max(1, asked // 4), max(1, asked // 2), asked}):
-                        work = Work(tp, cp, by, ep, etp, batch)
-                        if self.settings(work):
-                            yield work
+                    work = Work(tp, cp, by, ep, etp, 1)
+                    if self.settings(work):
+                        yield work
 
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
         """The settings of a run; None where train.py would refuse them."""
@@ -237,9 +272,7 @@ class Search:
         """Seconds of a micro-batch in a block of each kind, and in the head."""
         cfg, model = self.settings(work), self.cfg.model
         assert cfg is not None
-        shard = work.tp * work.cp * work.ep * work.etp
-        axes = Axes(dp=work.tp * work.cp, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
-        assert axes.shard == shard
+        axes = work_axes(work)
         busiest = 1.0 if work.ep == 1 else self.m.skew
         kinds: dict[tuple[bool, int], float] = {}
         for layer in range(model.layers):
@@ -255,3 +288,8 @@ class Search:
         """Whether a GPU's memory is large enough."""
         held = peak_bytes(memory_per_rank(steady(cfg, axes), axes))
         return self.m.memory_factor * held <= self.m.memory
+
+
+def work_axes(work: Work) -> Axes:
+    """The axes of some world in which a rank has this work."""
+    return Axes(dp=work.tp * work.cp, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)

@@ -18,7 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import model as command
 from benchmarks.cost import constants, network, page, step_time
-from benchmarks.cost.block_time import attention_seconds, exchange_seconds, expert_seconds, kernel
+from benchmarks.cost.block_time import (
+    attention_seconds,
+    exchange_of,
+    exchange_seconds,
+    expert_seconds,
+    kernel,
+)
 from benchmarks.moe_layer import ALL
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -371,7 +377,7 @@ def test_experts_with_biases_take_the_portable_exchange():
     cfg = parse(["gpt-oss-20b"], "", world=1)
     symm, nccl = backend(line(1e9)), backend(line(2e9))
     m = free(exchange={"auto": "symm", "symm": symm, "nccl": nccl})
-    assert step_time.exchange_of(cfg, 8, m) is nccl and step_time.exchange_of(OLMOE, 8, m) is symm
+    assert exchange_of(cfg, Axes(ep=8), m) is nccl and exchange_of(OLMOE, Axes(ep=8), m) is symm
     asked = replace(cfg, parallel=replace(cfg.parallel, dispatch="symm", ep=8))
     assert "--parallel.dispatch=symm: experts have biases" in page.refused(asked, [8], 1e12, m, True)
 
