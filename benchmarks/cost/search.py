@@ -38,7 +38,7 @@ from tmoe.run.memory import blocks_bytes, chunk_spans, memory_per_rank, peak_byt
 divisors = functools.cache(check.divisors)
 LEAST = 256  # tokens of a sequence that a rank works on at least
 STAGES = 32  # of a pipeline at most
-CLOSE = 0.01  # share of a time by which what is left out may be faster: the model is less exact
+CLOSE = 0.02  # share of a time by which what is left out may be faster: the model is less exact
 NODES = 8  # that an expert group spans at most
 
 
@@ -115,10 +115,10 @@ class Search:
                 continue
             work, flow, micros, axes = what
             cfg = self.settings(work, flow, micros)
-            if cfg is None or not self._fits(cfg, axes):
+            if cfg is None or (held := self._held(cfg, axes)) > self.m.memory:
                 continue
             self.predicted += 1
-            choice = Choice(cfg, axes, predict(cfg, axes, self.m))
+            choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
             if axes not in found or choice.per_token < found[axes].per_token:
                 found[axes] = choice
                 times = sorted(choice.per_token for choice in found.values())
@@ -284,10 +284,9 @@ class Search:
         last = range(model.layers - 1, model.layers)
         return kinds, passes(cfg, axes, last, self.m, busiest)[0]["loss"]
 
-    def _fits(self, cfg: Config, axes: Axes) -> bool:
-        """Whether a GPU's memory is large enough."""
-        held = peak_bytes(memory_per_rank(steady(cfg, axes), axes))
-        return self.m.memory_factor * held <= self.m.memory
+    def _held(self, cfg: Config, axes: Axes) -> float:
+        """Bytes of the fullest rank."""
+        return self.m.memory_factor * peak_bytes(memory_per_rank(steady(cfg, axes), axes))
 
 
 def work_axes(work: Work) -> Axes:

@@ -95,10 +95,13 @@ class Prediction(NamedTuple):
         return sum(self.parts[name] for name in waits) / self.seconds
 
 
-def predict(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = None) -> Prediction:
+def predict(
+    cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = None, *, held: float | None = None
+) -> Prediction:
     """One step of `cfg` on a mesh of these axes.
 
-    skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1.
+    skew: pairs of the busiest rank over the mean; None: m.skew if ep > 1. held: bytes of the fullest rank,
+    where they are known.
     """
     again = cfg.train.accumulate
     busiest = 1.0 if axes.ep == 1 else m.skew if skew is None else skew
@@ -132,8 +135,9 @@ def predict(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float | None = No
     tokens = axes.readers * cfg.train.batch * cfg.train.seq * again
     rate = tokens / axes.world / sum(parts.values())
     used = mfu(flops_per_token(cfg.model, cfg.train.seq), rate, m.peak if cfg.train.dtype == "bf16" else None)
-    memory = m.memory_factor * peak_bytes(memory_per_rank(short, axes))
-    return Prediction(parts, tokens, axes.world, used, memory)
+    if held is None:
+        held = m.memory_factor * peak_bytes(memory_per_rank(short, axes))
+    return Prediction(parts, tokens, axes.world, used, held)
 
 
 def steady(cfg: Config, axes: Axes) -> Config:

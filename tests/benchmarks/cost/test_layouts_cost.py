@@ -145,7 +145,7 @@ def test_the_search_finds_what_trying_all_finds():
     assert len(every) > 50
     for name in ("pp", "dp", "ep", "etp", "cp", "tp", "replicate"):
         assert any(getattr(axes, name) > 1 for axes in every), name
-    assert [c.per_token for c in best] == pytest.approx(sorted(every.values())[:5], rel=0.012)
+    assert [c.per_token for c in best] == pytest.approx(sorted(every.values())[:5], rel=0.025)
     assert all(c.axes.world == 8 and c.step.tokens <= 2**15 for c in best)
 
 
