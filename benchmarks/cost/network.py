@@ -6,6 +6,7 @@ next: points.py
 """
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,13 +67,16 @@ def fsdp_seconds(
     width = compute_bytes(cfg)
 
     def once(size: int) -> float:
-        whole = sum(ring(size * n, axes.shard, 1, m) for n in dense)
-        return whole + sum(ring(size * n, axes.sharers, axes.ep, m) for n in experts)
+        whole = sum(count * ring(size * n, axes.shard, 1, m) for n, count in dense.items())
+        return whole + sum(count * ring(size * n, axes.sharers, axes.ep, m) for n, count in experts.items())
 
     (root, _), *blocks = padded_units(cfg, axes, span)
-    sizes = [width * numel(block_shapes(model, layer)[0]) for layer in span]
-    dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
-    experts = [] if kept_whole(cfg, axes, span) else [n for _, n in blocks if n]
+    kinds = {model.is_moe(layer): layer for layer in span}
+    sizes = {kind: width * numel(block_shapes(model, layer)[0]) for kind, layer in kinds.items()}
+    together = units([sizes[model.is_moe(layer)] for layer in span])
+    # how often each size comes, as most blocks are alike
+    dense = Counter(sum(blocks[i][0] for i in unit) for unit in together)
+    experts = Counter([] if kept_whole(cfg, axes, span) else [n for _, n in blocks if n])
     roots = [root] if root else []
     return (
         once(width) + sum(ring(width * n, axes.shard, 1, m) for n in roots),
@@ -86,8 +90,8 @@ def replica_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) ->
     if axes.replicate == 1:
         return 0.0
     units = padded_units(cfg, axes, span)
-    pieces = [n for dense, experts in units for n in (dense / axes.shard, experts / axes.sharers) if n]
-    return sum(2 * ring(FP32 * n, axes.replicate, axes.shard, m) for n in pieces)
+    pieces = Counter(n for dense, experts in units for n in (dense / axes.shard, experts / axes.sharers) if n)
+    return sum(2 * count * ring(FP32 * n, axes.replicate, axes.shard, m) for n, count in pieces.items())
 
 
 def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tuple[float, float]:
@@ -98,10 +102,13 @@ def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tu
     """
     width = compute_bytes(cfg)
     layers = span if kept_whole(cfg, axes, span) else []
-    experts = [n / axes.ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
+    sparse = [layer for layer in layers if cfg.model.is_moe(layer)]
+    if not sparse:
+        return 0.0, 0.0
+    n = numel(block_shapes(cfg.model, sparse[0])[1]) / axes.ep
     sent = width if cfg.train.accumulate == 1 else FP32
-    gathering = sum(ring(width * n, axes.sharers, axes.ep, m) for n in experts)
-    return gathering, sum(all_to_all(sent * n, axes.sharers, axes.ep, m) for n in experts)
+    gathering = ring(width * n, axes.sharers, axes.ep, m)
+    return len(sparse) * gathering, len(sparse) * all_to_all(sent * n, axes.sharers, axes.ep, m)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:

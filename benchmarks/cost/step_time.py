@@ -236,6 +236,10 @@ def parameter_groups(cfg: Config, axes: Axes, span: range | None = None) -> list
     span: the blocks of one chunk; None: all.
     """
     span = range(cfg.model.layers) if span is None else span
-    blocks = [block_shapes(cfg.model, layer) for layer in span]
-    dense = numel(chunk_root(cfg.model, span)) + sum(numel(dense) for dense, _ in blocks)
-    return [(dense, axes.shard), (sum(numel(experts) for _, experts in blocks) / axes.ep, axes.sharers)]
+    model = cfg.model
+    dense, experts = numel(chunk_root(model, span)), 0
+    for layer in {model.is_moe(layer): layer for layer in span}.values():  # one of each kind
+        count = sum(model.is_moe(other) == model.is_moe(layer) for other in span)
+        ours, spread = block_shapes(model, layer)
+        dense, experts = dense + count * numel(ours), experts + count * numel(spread)
+    return [(dense, axes.shard), (experts / axes.ep, axes.sharers)]
