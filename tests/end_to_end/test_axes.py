@@ -37,6 +37,12 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4)),
     (4, dict(pp=2), "gqa", dict(micros=4, parallel=dict(schedule="interleaved"))),
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, dp=2), "gqa", dict(micros=4, parallel=dict(schedule="v", checkpoint="block"))),
+    (4, dict(pp=2, dp=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=4), "deep", dict(micros=8, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, ep=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v", checkpoint="moe"))),
+    (4, dict(pp=2, dp=2), "gqa", dict(micros=2, parallel=dict(schedule="v", whole_gib=0))),  # none deferred
+    (2, dict(pp=2), "gqa", dict(micros=4, documents=False, compile=True, parallel=dict(schedule="v"))),
     (4, dict(pp=2), "olmoe", dict(micros=4)),  # a table on both ends
     (4, dict(pp=4), "latent", dict(micros=8)),  # the first stage without MoE layers
     (4, dict(pp=2, tp=2, ep=2), "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),

@@ -70,7 +70,8 @@ LATENT = replace(
     mla=MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
 )
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
-MODELS = dict(gqa=GQA, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
+DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
+MODELS = dict(gqa=GQA, deep=DEEP, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
 
 
 class Curve(NamedTuple):

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.ops.experts.deferred import Left, collecting
 from tmoe.parallel.mesh import Mesh, patience, set_timeout
 from tmoe.parallel.schedule import Action, Message, Table, messages
 
@@ -34,6 +36,10 @@ class Chunk(Protocol):
 
     def begin_backward(self, last: bool) -> None:
         """A backward is next; last: of this step, so that gradients travel with it."""
+        ...
+
+    def finish_experts(self, left: list[Left], last: bool) -> None:
+        """Makes the gradients that a backward has left; last: of this step, so that they travel."""
         ...
 
 
@@ -165,13 +171,19 @@ class Pipeline:
         """Forward and backward of every micro-batch."""
         self.edges.begin(shape, "FB")
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
-        final = {a.chunk: i for i, a in enumerate(self.row) if a.op in "BI"}
+        left: dict[tuple[int, int], list[Left]] = {}  # by I for W
+        final = {(a.op == "W", a.chunk): i for i, a in enumerate(self.row) if a.op != "F"}
         for i, action in enumerate(self.row):
-            if action.op == "F":
-                kept[action[1:]] = self._forward(action)
+            op, chunk, micro = action
+            last = final.get((op == "W", chunk)) == i
+            if op == "F":
+                kept[chunk, micro] = self._forward(action)
+            elif op == "W":
+                self.chunks[chunk].finish_experts(left.pop((chunk, micro)), last)
             else:
-                self.chunks[action.chunk].begin_backward(last=final[action.chunk] == i)
-                self._backward(action, *kept.pop(action[1:]))
+                self.chunks[chunk].begin_backward(last)
+                with collecting() if op == "I" else nullcontext([]) as left[chunk, micro]:
+                    self._backward(action, *kept.pop((chunk, micro)))
         self.edges.finish()
 
     def evaluate(self, shape: Shape) -> None:
