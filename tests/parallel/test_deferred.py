@@ -171,10 +171,13 @@ def watch(rank: int, world: int, axes: dict[str, int], micros: int, model: str, 
         watched(number, chunk)
     patch = pytest.MonkeyPatch()
     patch.setattr(pipelining, "collecting", watching)
+    sent, send = [], GatheredCopy.send
+    patch.setattr(GatheredCopy, "send", lambda copy, grad: (sent.append(copy.number), send(copy, grad)))
     step(net, micros)
     patch.undo()
     kept = simulate(net.table).kept[net.mesh.place.pp]
-    copies = [working_copy(p) for number in net.chunks for p in matrices(net, number)]
+    found = [working_copy(p) for _, p in net.named_parameters()]
+    copies = [copy for copy in found if isinstance(copy, GatheredCopy)]
     return dict(
         row=[tuple(a) for a in net.pipeline.row],
         events=events,
@@ -182,8 +185,9 @@ def watch(rank: int, world: int, axes: dict[str, int], micros: int, model: str, 
         held=max(held),
         kept=kept,
         left=living(),
-        gathered=sum(isinstance(copy, GatheredCopy) for copy in copies),
-        unsent=any(getattr(copy, "unsent", None) is not None for copy in copies),
+        gathered=len(copies),
+        sent=len(sent),
+        unsent=any(copy.unsent is not None for copy in copies),
         missing=sum(p.grad is None for number in net.chunks for p in matrices(net, number)),
     )
 
@@ -209,7 +213,7 @@ def test_w_comes_after_i_and_frees_what_it_kept(gloo, axes, micros, model, gathe
         assert 2 <= told["kept"] <= 4  # pp x chunks: what the table lets wait
         assert 0 < told["held"] <= told["bound"]
         assert not told["left"] and not told["missing"] and not told["unsent"]
-        assert bool(told["gathered"]) == gathered
+        assert bool(told["gathered"]) == gathered and told["sent"] == told["gathered"], "once for each copy"
 
 
 def refused(rank: int, world: int, axes: dict[str, int], parallel: dict):
