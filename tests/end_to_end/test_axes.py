@@ -37,7 +37,7 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4)),
     (4, dict(pp=2), "gqa", dict(micros=4, parallel=dict(schedule="interleaved"))),
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4, parallel=dict(schedule="v"))),
-    (4, dict(pp=2, dp=2), "gqa", dict(micros=4, parallel=dict(schedule="v", checkpoint="block"))),
+    (4, dict(pp=2, dp=2), "deep", dict(micros=4, parallel=dict(schedule="v", checkpoint="block"))),
     (4, dict(pp=2, dp=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v"))),
     (4, dict(pp=4), "deep", dict(micros=8, parallel=dict(schedule="v"))),
     (4, dict(pp=2, ep=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v", checkpoint="moe"))),
