@@ -12,7 +12,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tmoe.config.run import ParallelConfig
+from tmoe.model.stages import obstacle
 from tmoe.moe.balance import Totals
+from tmoe.moe.dispatch import SymmDispatcher
+from tmoe.moe.experts import LocalExperts
+from tmoe.moe.layer import MoE
 from tmoe.ops import moe_mlp
 from tmoe.ops.experts.deferred import collecting
 from tmoe.ops.experts.op import moe_mlp_deferred
@@ -240,6 +244,17 @@ def test_where_nothing_can_wait_one_rank_says_why(gloo, world, axes, parallel, w
     assert all(ops == {"F", "B"} for ops, _ in told)
     assert [len(notes) for _, notes in told] == [1] + [0] * (world - 1)
     assert why in told[0][1][0]
+
+
+def test_symm_and_autocast_cannot_wait():
+    moe = MoE(16, layouts.ROUTED)
+    assert not obstacle(moe)
+    moe.dispatcher = object.__new__(SymmDispatcher)
+    assert "--parallel.dispatch nccl" in obstacle(moe)
+    experts = LocalExperts(torch.zeros(2, 8, 4), torch.zeros(2, 4, 4), deferred=True)
+    assert experts.to(torch.float32).deferred
+    with pytest.raises(ValueError, match=r"autocast: got torch.bfloat16, valid is torch.float32"):
+        experts.to(torch.bfloat16)
 
 
 def frozen(rank: int, world: int):

@@ -82,7 +82,8 @@ class ParallelConfig:
     """pipeline stages"""
     schedule: Literal["1f1b", "interleaved", "v"] = "1f1b"
     """order of a pipeline's micro-batches;
-    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments"""
+    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments
+    (where each rank holds its experts whole, without symm and etp)"""
     chunks: int | None = None
     """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for the others"""
     replicate: int = 1

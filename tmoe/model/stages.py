@@ -284,8 +284,8 @@ def can_defer(parts: Iterable[Part]) -> bool:
     why = next((why for _, why in told if why), "")
     if why and dist.get_rank() == 0:
         log.warning(
-            "note: --parallel.schedule=v without its share of idle moments that weight gradients fill, "
-            "since here they cannot be put off: %s",
+            "note: --parallel.schedule=v cannot fill idle moments with the experts' weight gradients (then "
+            "interleaved idles less): %s",
             why,
         )
     return not why and any(has_experts for has_experts, _ in told)
@@ -294,14 +294,14 @@ def can_defer(parts: Iterable[Part]) -> bool:
 def obstacle(moe: MoE) -> str:
     """Why the weights' gradients of a layer's experts cannot be put off, "" if they can."""
     if moe.experts.slice is not None:
-        return "--parallel.etp divides each expert, so that a rank's matrices are made anew in each forward"
+        return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "
             "(--parallel.replicate above 1, or experts above --parallel.whole-gib)"
         )
     if isinstance(moe.dispatcher, SymmDispatcher):
-        return "the next layer's tokens are stored over this one's (--parallel.dispatch nccl keeps them)"
+        return "symm stores each layer's tokens over the last one's (--parallel.dispatch nccl does not)"
     return ""
 
 

@@ -30,9 +30,7 @@ class LocalExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [L, 2F]
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
-    deferred: bool = (
-        False  # the matrices are detached: their gradients are made later (ops/experts/deferred.py)
-    )
+    deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype; gradients reach the original weights in their own."""
