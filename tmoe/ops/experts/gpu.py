@@ -477,8 +477,8 @@ def backward_of_x(
     """The part of `backward` that others wait for: the gradients of x, weights and bias (None without one).
 
     And what `backward_of_matrices` needs of the first window: dH [pairs, 2F] and the weighted activation
-    [pairs, F]. To keep them costs F elements a pair more than H alone, from which the product of dH, a sixth
-    of the layer's work, would have to be done again.
+    [pairs, F]. To keep them costs F elements a pair more than H alone, from which dH's product, a sixth of
+    those of the backward, would have to be made again.
     """
     dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
     bias = None if bias is None else bias.contiguous()
