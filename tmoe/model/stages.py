@@ -12,7 +12,7 @@ next: parallel/pipelining.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Stages(nn.Module):
         """Of all parts, by their names in the whole model."""
         return {name: t for part in self for name, t in part.state_dict().items()}
 
-    def counted(self) -> Iterable[nn.Parameter]:
+    def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
 
