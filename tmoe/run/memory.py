@@ -80,7 +80,7 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
     ]
     head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
-    return {
+    parts = {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (width if cfg.train.accumulate == 1 else FP32) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
@@ -91,6 +91,26 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         "working": max(loss_bytes(cfg), head + max(map(sum, zip(gradients, backward, strict=True)))),
         "exchange": exchange_bytes(cfg, ep),
     }
+    return kept_for_a_step(parts, cfg, axes)
+
+
+def kept_for_a_step(parts: dict[str, int], cfg: Config, axes: Axes) -> dict[str, int]:
+    """The same parts as --parallel.shard has them, which 3 leaves as they are (parallel/zero.py).
+
+    1 and 2: all dense weights are gathered, not two units of blocks. 2: of their gradients a rank's shard
+    waits between micro-batches, not the whole.
+    """
+    if cfg.parallel.shard == 3 or axes.stage == 1:
+        return parts
+    width, shard = compute_bytes(cfg), axes.shard
+    blocks = [block_shapes(cfg.model, layer)[0] for layer in range(cfg.model.layers)]
+    padded = [sharded(shapes, shard) * shard for shapes in blocks]
+    unit = max(sum(padded[i] for i in unit) for unit in units([width * numel(shapes) for shapes in blocks]))
+    parts["gathered"] += width * max(0, sum(padded) - 2 * unit)
+    if cfg.parallel.shard == 2 and cfg.train.accumulate > 1:
+        dense = [root_shapes(cfg.model), *blocks]
+        parts["accumulated"] -= FP32 * sum(numel(shapes) - sharded(shapes, shard) for shapes in dense)
+    return parts
 
 
 def peak_bytes(memory: dict[str, int]) -> int:
