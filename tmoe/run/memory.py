@@ -91,25 +91,28 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         "working": max(loss_bytes(cfg), head + max(map(sum, zip(gradients, backward, strict=True)))),
         "exchange": exchange_bytes(cfg, ep),
     }
-    return kept_for_a_step(parts, cfg, axes)
+    return kept_for_a_step(parts, cfg, axes, root, [shapes for shapes, _ in blocks])
 
 
-def kept_for_a_step(parts: dict[str, int], cfg: Config, axes: Axes) -> dict[str, int]:
+def kept_for_a_step(
+    parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], blocks: list[list[Shape]]
+) -> dict[str, int]:
     """The same parts as --parallel.shard has them, which 3 leaves as they are (parallel/zero.py).
 
     1 and 2: all dense weights are gathered, not two units of blocks. 2: of their gradients a rank's shard
     waits between micro-batches, not the whole.
+
+    root, blocks: shapes of a rank's dense weights, outside of its blocks and of each block.
     """
     if cfg.parallel.shard == 3 or axes.stage == 1:
         return parts
     width, shard = compute_bytes(cfg), axes.shard
-    blocks = [block_shapes(cfg.model, layer)[0] for layer in range(cfg.model.layers)]
     padded = [sharded(shapes, shard) * shard for shapes in blocks]
-    unit = max(sum(padded[i] for i in unit) for unit in units([width * numel(shapes) for shapes in blocks]))
-    parts["gathered"] += width * max(0, sum(padded) - 2 * unit)
+    together = units([width * numel(shapes) for shapes in blocks])
+    largest = max(sum(padded[i] for i in unit) for unit in together)
+    parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
     if cfg.parallel.shard == 2 and cfg.train.accumulate > 1:
-        dense = [root_shapes(cfg.model), *blocks]
-        parts["accumulated"] -= FP32 * sum(numel(shapes) - sharded(shapes, shard) for shapes in dense)
+        parts["accumulated"] -= FP32 * sum(numel(s) - sharded(s, shard) for s in [root, *blocks])
     return parts
 
 
