@@ -1,6 +1,4 @@
-"""Lays a model out over a mesh, in one visible order: expert parallelism, recomputation, compile, FSDP2.
-
-(float8 and tensor parallelism come before these, context parallelism after the first.)
+"""Lays a model out over a mesh, in one order: tp and cp, expert parallelism, recomputation, compile, FSDP2.
 
 Where the hooks stand, for one MoE block:
 
