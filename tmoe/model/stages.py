@@ -70,6 +70,8 @@ class _Chunk:
         return None, [y if extra is None else y + extra]
 
     def begin_backward(self, last: bool) -> None:
+        # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
+        # backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
         self.part.set_is_last_backward(last)
 
@@ -237,7 +239,9 @@ def pipeline(cfg: Config, mesh: Mesh) -> Stages:
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
     `forward_backward`, then `clip_grad_norm_` of `counted()`, then the optimizer over `parameters()`. Of cfg,
-    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads.
+    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads. With
+    `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather a step, where
+    3 gathers twice a micro-batch.
 
     Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
     """
