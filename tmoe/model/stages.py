@@ -12,6 +12,7 @@ next: parallel/pipelining.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from tmoe.model.count import block_shapes, numel
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
 from tmoe.moe.balance import RouterStats, Totals, stats_of
+from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
 from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
 from tmoe.parallel.schedule import cut, table
@@ -128,6 +130,16 @@ class Stages(nn.Module):
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """tmoe.parallel.clip_grad_norm_ over all stages: a tied table counts once, and both copies are scaled."""
+        norm = clip_grad_norm_(self.counted(), math.inf)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                local_part(p.grad).mul_(factor)
+        return norm
 
     def is_copy(self, name: str) -> bool:
         """Whether a tensor of this name is here the second copy of what another stage holds."""
@@ -238,7 +250,7 @@ def pipeline(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
-    `forward_backward`, then `clip_grad_norm_` of `counted()`, then the optimizer over `parameters()`. Of cfg,
+    `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. Of cfg,
     `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads. With
     `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather a step, where
     3 gathers twice a micro-batch.
