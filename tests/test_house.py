@@ -29,8 +29,8 @@ FLOORS = [
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}
-# tmoe.parallel.parallelize, a public name, looked up late
-ALIASES = {("tmoe.parallel", "tmoe.model.parallelize")}
+# tmoe.parallel.parallelize and .pipeline, public names, looked up late
+ALIASES = {("tmoe.parallel", name) for name in ("tmoe.model.parallelize", "tmoe.model.stages")}
 
 FILES = [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]
 

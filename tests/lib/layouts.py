@@ -142,12 +142,8 @@ def train(
         parts = [(tokens[r], targets[r], None if marks is None else marks[r]) for r in rows]
         loss = net.forward_backward(parts, totals) if mesh.axes.pp > 1 else accumulate(net, parts, totals)
         dist.all_reduce(loss)
-        counted = net.counted() if mesh.axes.pp > 1 else net.parameters()
-        norms.append(clip_grad_norm_(counted, float("inf")).item())
-        factor = min(1.0, 0.5 / (norms[-1] + 1e-6))
-        for p in net.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        norm = net.clip_grad_norm_(0.5) if mesh.axes.pp > 1 else clip_grad_norm_(net.parameters(), 0.5)
+        norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -99,6 +99,11 @@ class ParallelConfig:
     wire: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type,
     or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
+    shard: Literal[1, 2, 3] = 3
+    """what ranks divide beside masters and the optimizer's state, of all but experts:
+    3: weights and gradients (a gather in front of every forward and backward);
+    2: gradients, summed in every micro-batch (ZeRO-2); 1: nothing, gradients are summed once (ZeRO-1);
+    with 2 and 1 weights are gathered once a step and kept"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
     """part of each block whose activations are computed again in the backward:
     MoE (or dense feed-forward) with its norm, attention with its norm, or the whole block"""

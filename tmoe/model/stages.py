@@ -13,6 +13,7 @@ next: parallel/pipelining.py
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from tmoe.ops.experts.deferred import Left
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
 from tmoe.parallel.gathered_copies import GatheredCopy
+from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
 from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
 from tmoe.parallel.schedule import cut, table
@@ -80,6 +82,8 @@ class _Chunk:
         return None, [y if extra is None else y + extra]
 
     def begin_backward(self, last: bool) -> None:
+        # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
+        # backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
         self.part.set_is_last_backward(last)
 
@@ -163,9 +167,23 @@ class Stages(nn.Module):
         """Of all parts, by their names in the whole model."""
         return {name: t for part in self for name, t in part.state_dict().items()}
 
-    def counted(self) -> Iterable[nn.Parameter]:
+    def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """tmoe.parallel.clip_grad_norm_ over all stages.
+
+        A tied table counts once, and both copies are scaled. Returns the norm before clipping, 0-dim, equal on
+        all ranks. A collective of all ranks.
+        """
+        norm = clip_grad_norm_(self.counted(), math.inf)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                local_part(p.grad).mul_(factor)
+        return norm
 
     def is_copy(self, name: str) -> bool:
         """Whether a tensor of this name is here the second copy of what another stage holds."""
@@ -318,8 +336,10 @@ def pipeline(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
-    `forward_backward`, then `clip_grad_norm_` of `counted()`, then the optimizer over `parameters()`. Of cfg,
-    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads.
+    `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. Of cfg,
+    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads. With
+    `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather a step, where
+    3 gathers twice a micro-batch.
 
     Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
     """

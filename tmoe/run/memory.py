@@ -80,7 +80,7 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
     ]
     head = width * model.vocab * model.dim  # its gradient waits in the compute type until the root reduces it
-    return {
+    parts = {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (width if cfg.train.accumulate == 1 else FP32) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
@@ -91,6 +91,29 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         "working": max(loss_bytes(cfg), head + max(map(sum, zip(gradients, backward, strict=True)))),
         "exchange": exchange_bytes(cfg, ep),
     }
+    return kept_for_a_step(parts, cfg, axes, root, [shapes for shapes, _ in blocks])
+
+
+def kept_for_a_step(
+    parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], blocks: list[list[Shape]]
+) -> dict[str, int]:
+    """The same parts as --parallel.shard has them, which 3 leaves as they are (parallel/zero.py).
+
+    1 and 2: all dense weights are gathered, not two units of blocks. 2: of their gradients a rank's shard
+    waits between micro-batches, not the whole.
+
+    root, blocks: shapes of a rank's dense weights, outside of its blocks and of each block.
+    """
+    if cfg.parallel.shard == 3 or axes.stage == 1:
+        return parts
+    width, shard = compute_bytes(cfg), axes.shard
+    padded = [sharded(shapes, shard) * shard for shapes in blocks]
+    together = units([width * numel(shapes) for shapes in blocks])
+    largest = max(sum(padded[i] for i in unit) for unit in together)
+    parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
+    if cfg.parallel.shard == 2 and cfg.train.accumulate > 1:
+        parts["accumulated"] -= FP32 * sum(numel(s) - sharded(s, shard) for s in [root, *blocks])
+    return parts
 
 
 def peak_bytes(memory: dict[str, int]) -> int:
