@@ -175,8 +175,8 @@ class Stages(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """tmoe.parallel.clip_grad_norm_ over all stages.
 
-        A tied table counts once, and both copies are scaled. Returns the norm before clipping, 0-dim, equal on
-        all ranks. A collective of all ranks.
+        A tied table counts once, and both copies are scaled. Returns the norm before clipping, 0-dim, equal
+        on all ranks. A collective of all ranks.
         """
         norm = clip_grad_norm_(self.counted(), math.inf)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

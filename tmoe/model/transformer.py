@@ -102,6 +102,11 @@ class Blocks(nn.ModuleList):
         for i in numbers:
             self.add_module(str(i), Block(cfg, i))
 
+    def __getitem__(self, place: int | slice) -> Any:
+        """By place, counted from 0, whatever the names are."""
+        found = list(self)[place]
+        return nn.ModuleList(found) if isinstance(place, slice) else found
+
 
 class Context(NamedTuple):
     """What all blocks of a forward share."""
