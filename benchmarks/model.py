@@ -1,6 +1,8 @@
 """Predicts the time of a training step on any layout: which one to rent. The model itself is benchmarks/cost.
 
-    python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b           8 to 4096 GPUs, every dp x ep
+    python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b           8 to 4096 GPUs: every dp x ep, then the
+                                                                      ten best of all axes
+    python -m benchmarks.model --gpus 64 --batch-tokens 4e6 olmoe-1b-7b
     python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4
                                                                       where the time of one layout goes
     python -m benchmarks.model --check                                against shipped steps; code 1 beyond 10%
@@ -12,6 +14,11 @@ measured, fitted (and on which points) or assumed. They describe the code that t
 become faster, measure again, `--fit` the constants that have moved, and write the values that it prints into
 the file.
 
+The page of dp x ep takes the words' own micro-batches on every rank. The ten best are searched among all
+mixtures of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py takes, of
+which tp stays in a node, a rank has 256 tokens of a sequence or more, and replicas fill nodes; as many
+micro-batches as fit into --batch-tokens. What these axes add has not been measured (h200.json: assumed).
+
 --check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
 `skew`; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if any run of its layout
 set a constant.
@@ -21,19 +28,27 @@ next: cost/step_time.py
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.cost.compare import check, fit, ratio, unheld
 from benchmarks.cost.constants import CONSTANTS, check_constant, values
-from benchmarks.cost.page import page, parts_table, refused
+from benchmarks.cost.page import best_table, page, parts_table, refused
 from benchmarks.cost.points import fitted_layouts, held, read_points, summary
+from benchmarks.cost.search import Search
 from benchmarks.cost.step_time import predict
 from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
+from tmoe.config.presets import presets
 from tmoe.run.cli import parse
 
+AXES = {
+    *("--parallel.dp", "--parallel.ep", "--parallel.tp", "--parallel.cp", "--parallel.pp"),
+    *("--parallel.replicate", "--parallel.etp", "--parallel.cp-by", "--parallel.schedule"),
+    "--parallel.chunks",
+}
 GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
@@ -43,6 +58,9 @@ def main() -> None:
     )
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
+    parser.add_argument(
+        "--batch-tokens", type=float, default=2**24, help="of a step at most, for the best of all axes"
+    )
     parser.add_argument(
         "--parts", action="store_true", help="of the one layout that the words of train.py name"
     )
@@ -58,7 +76,7 @@ def main() -> None:
     )
     parser.add_argument("--constants", type=Path, default=CONSTANTS)
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
-    args = parser.parse_args()
+    args = parser.parse_args(marked(sys.argv[1:]))
     try:
         constants = json.loads(args.constants.read_text())
         shipped = json.loads(CONSTANTS.read_text())
@@ -87,7 +105,7 @@ def main() -> None:
         console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
-    taken = [w for w in words if w.split("=")[0] in ("--parallel.ep", "--parallel.dp")]
+    taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
     m = values(constants)
@@ -102,7 +120,20 @@ def main() -> None:
             cfg = parse(words, "", world=world)
             console.print(parts_table(predict(cfg, Axes.of(cfg.parallel, world), m)))
         return
-    console.print(page(parse(words, ""), args.gpus, args.tokens, m))
+    if not 1 <= args.batch_tokens < 2**62:
+        parser.error(f"--batch-tokens {args.batch_tokens}: must be 1 or more and finite")
+    cfg = parse(words, "")
+    console.print(page(cfg, args.gpus, args.tokens, m))
+    search = Search(cfg, m, int(args.batch_tokens))
+    for world in args.gpus:
+        console.print(best_table(search.best(world), world, search.batch_tokens))
+
+
+def marked(words: list[str]) -> list[str]:
+    """With `--` in front of the preset, which a list of numbers before it would take for one of them."""
+    known = presets()
+    at = next((i for i, word in enumerate(words) if word in known), None)
+    return words if "--" in words or at is None else [*words[:at], "--", *words[at:]]
 
 
 if __name__ == "__main__":

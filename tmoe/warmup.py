@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
+from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
@@ -30,8 +31,8 @@ from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
+from tmoe.run.block_memory import runs_beside
 from tmoe.run.cli import require_cache_folder
-from tmoe.run.memory import runs_beside
 from tmoe.stack import find
 
 ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}|1[0-2][0-9a-f]{2})")
@@ -47,20 +48,23 @@ def traces(cfg: Config) -> list[tuple]:
     With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
     m, moe = cfg.model, cfg.model.moe
-    ep = cfg.parallel.ep
+    p = cfg.parallel
+    ep, etp = p.ep, p.etp
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
-    T = cfg.train.batch * cfg.train.seq
+    T = cfg.train.batch * cfg.train.seq // (p.cp * p.tp)
     E, K = moe.experts, moe.top_k
     pairs = pairs_bound(T, K, ep, E // ep)
+    pairs = pairs and pairs * etp
+    rows, F = T * ep * etp, moe.ffn_dim // etp
     found: list[tuple] = [
-        (trace, T * ep, m.dim, moe.ffn_dim, E // ep, K, dtype, pairs, moe.activation, moe.bias),
+        (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
         (trace_router, T, E, K, moe.renormalize or moe.softmax == "after"),
     ]
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, E, dtype))
     if ep > 1:
-        found.append((exchange.trace, T, m.dim, K, ep, dtype, cfg.parallel.wire == "fp8"))
-    if runs_beside(cfg, ep):
+        found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
+    if runs_beside(cfg, Axes(ep=ep, etp=etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
     found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))

@@ -12,15 +12,16 @@ import numpy as np
 
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
-from tmoe.model.count import block_shapes, numel, root_shapes
+from tmoe.model.count import Shape, block_shapes, numel
 from tmoe.parallel.mesh import units
-from tmoe.run.memory import FP32, compute_bytes, expert_shard, kept_whole, sharded
+from tmoe.run.block_memory import FP32, compute_bytes
+from tmoe.run.memory import chunk_root, expert_shard, kept_whole, sharded
 
 
 def collective_seconds(
-    cfg: Config, axes: Axes, m: SimpleNamespace, forward: float, backward: float
+    cfg: Config, axes: Axes, span: range, m: SimpleNamespace, forward: float, backward: float
 ) -> tuple[float, float]:
-    """(exposed, hidden) seconds of a step's collectives.
+    """(exposed, hidden) seconds of a step's collectives, for the chunk of these blocks.
 
     exposed: what compute does not hide. hidden: what it does hide, had those bytes gone over NVLink alone:
     across nodes they come slower, but take as much of a GPU's memory and units in all.
@@ -28,58 +29,79 @@ def collective_seconds(
     forward, backward: seconds of a micro-batch's compute.
     """
 
-    def moving(m: SimpleNamespace) -> list[float]:
-        gather, regather, reduce = fsdp_seconds(cfg, axes, m)
-        spread, summed = kept_seconds(cfg, axes, m)
-        return [gather + spread, gather, regather, regather + reduce + summed]
-
     again = cfg.train.accumulate - 1
     # the first forward, the later ones, all backwards but the last, and the last
     counts = (1, again, again, 1)
     computing = (forward, forward, backward, backward)
-    bare = moving(m)
-    near = moving(SimpleNamespace(**{**vars(m), "node": axes.world}))  # as if all GPUs were of one node
+    bare = moving_seconds(cfg, axes, span, m)
+    near = bare  # as if all GPUs were of one node
+    if axes.world > m.node:
+        near = moving_seconds(cfg, axes, span, SimpleNamespace(**{**vars(m), "node": axes.world}))
     exposed = [exposed_seconds(*pair, m.fsdp_overlap) for pair in zip(bare, computing, strict=True)]
     hidden = [b and n * (1 - e / b) for b, n, e in zip(bare, near, exposed, strict=True)]
     return float(np.dot(counts, exposed)), float(np.dot(counts, hidden))
 
 
-def fsdp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float, float]:
+def moving_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace) -> list[float]:
+    """Seconds of a chunk's collectives, nothing beside them.
+
+    They are those of the first forward of a step, of a later one, of any backward but the last, of the last.
+    """
+    gather, regather, reduce = fsdp_seconds(cfg, axes, m, span)
+    spread, summed = kept_seconds(cfg, axes, m, span)
+    summed += replica_seconds(cfg, axes, m, span)
+    return [gather + spread, gather, regather, regather + reduce + summed]
+
+
+def fsdp_seconds(
+    cfg: Config, axes: Axes, m: SimpleNamespace, span: range | None = None
+) -> tuple[float, float, float]:
     """Seconds of FSDP2's all-gathers in a forward and in a backward, and of its reduce-scatters.
 
     Gathers are those of a micro-batch, reduce-scatters those of a step; in the backward the root is still
-    there. Reduce-scatters are in fp32.
+    there. Reduce-scatters are in fp32. span: the blocks of one chunk; None: all.
     """
     model = cfg.model
+    span = range(model.layers) if span is None else span
     width = compute_bytes(cfg)
 
     def once(size: int) -> float:
         whole = sum(ring(size * n, axes.shard, 1, m) for n in dense)
-        return whole + sum(ring(size * n, axes.dp, axes.ep, m) for n in experts)
+        return whole + sum(ring(size * n, axes.sharers, axes.ep, m) for n in experts)
 
-    (root, _), *blocks = padded_units(cfg, axes)
-    sizes = [width * numel(block_shapes(model, layer)[0]) for layer in range(model.layers)]
+    (root, _), *blocks = padded_units(cfg, axes, span)
+    sizes = [width * numel(block_shapes(model, layer)[0]) for layer in span]
     dense = [sum(blocks[i][0] for i in unit) for unit in units(sizes)]
-    experts = [] if kept_whole(cfg, axes) else [n for _, n in blocks if n]
+    experts = [] if kept_whole(cfg, axes, span) else [n for _, n in blocks if n]
+    roots = [root] if root else []
     return (
-        once(width) + ring(width * root, axes.shard, 1, m),
+        once(width) + sum(ring(width * n, axes.shard, 1, m) for n in roots),
         once(width),
-        once(FP32) + ring(FP32 * root, axes.shard, 1, m),
+        once(FP32) + sum(ring(FP32 * n, axes.shard, 1, m) for n in roots),
     )
 
 
-def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
+def replica_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> float:
+    """Seconds of a step in which replicas add up their fp32 shards of the gradients of these blocks."""
+    if axes.replicate == 1:
+        return 0.0
+    units = padded_units(cfg, axes, span)
+    pieces = [n for dense, experts in units for n in (dense / axes.shard, experts / axes.sharers) if n]
+    return sum(2 * ring(FP32 * n, axes.replicate, axes.shard, m) for n in pieces)
+
+
+def kept_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, span: range) -> tuple[float, float]:
     """Seconds of a step for experts that ranks keep whole: (gathering them, moving their gradients).
 
     Gradients go in the compute type, sums over micro-batches in fp32. They go straight to the rank that sums
     them (parallel/gathered_copies.py): unlike in a ring, all members of a node send theirs out.
     """
     width = compute_bytes(cfg)
-    layers = range(cfg.model.layers if kept_whole(cfg, axes) else 0)
+    layers = span if kept_whole(cfg, axes, span) else []
     experts = [n / axes.ep for n in (numel(block_shapes(cfg.model, layer)[1]) for layer in layers) if n]
     sent = width if cfg.train.accumulate == 1 else FP32
-    gathering = sum(ring(width * n, axes.dp, axes.ep, m) for n in experts)
-    return gathering, sum(all_to_all(sent * n, axes.dp, axes.ep, m) for n in experts)
+    gathering = sum(ring(width * n, axes.sharers, axes.ep, m) for n in experts)
+    return gathering, sum(all_to_all(sent * n, axes.sharers, axes.ep, m) for n in experts)
 
 
 def ring(whole: float, size: int, stride: int, m: SimpleNamespace) -> float:
@@ -119,19 +141,26 @@ def exposed_seconds(moving: float, computing: float, overlap: float) -> float:
     return moving - min(min(overlap, 1.0) * moving, computing)
 
 
-def padded_groups(cfg: Config, axes: Axes) -> list[tuple[float, int]]:
+def padded_groups(cfg: Config, axes: Axes, span: range | None = None) -> list[tuple[float, int]]:
     """(elements, ranks that share them) as FSDP2 moves them, of dense parameters and of a rank's experts.
 
     Elements are the fullest rank's piece, as often as there are ranks.
     """
-    units = padded_units(cfg, axes)
-    return [(sum(dense for dense, _ in units), axes.shard), (sum(experts for _, experts in units), axes.dp)]
+    units = padded_units(cfg, axes, range(cfg.model.layers) if span is None else span)
+    dense, experts = (sum(numbers) for numbers in zip(*units, strict=True))
+    return [(dense, axes.shard), (experts, axes.sharers)]
 
 
-def padded_units(cfg: Config, axes: Axes) -> list[tuple[int, int]]:
-    """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each block."""
-    blocks = [block_shapes(cfg.model, layer) for layer in range(cfg.model.layers)]
-    return [
-        (axes.shard * sharded(dense, axes.shard), axes.dp * expert_shard(experts, axes))
-        for dense, experts in [(root_shapes(cfg.model), []), *blocks]
-    ]
+def padded_units(cfg: Config, axes: Axes, span: range) -> list[tuple[int, int]]:
+    """(dense, experts of a rank) elements that FSDP2 moves, of the root and of each of these blocks."""
+    model = cfg.model
+    kinds = {}
+    for layer in span:
+        if (kind := model.is_moe(layer)) not in kinds:
+            dense, experts = block_shapes(model, layer)
+            kinds[kind] = _moved(dense, experts, axes)
+    return [_moved(chunk_root(model, span), [], axes), *(kinds[model.is_moe(layer)] for layer in span)]
+
+
+def _moved(dense: list[Shape], experts: list[Shape], axes: Axes) -> tuple[int, int]:
+    return axes.shard * sharded(dense, axes.shard), axes.sharers * expert_shard(experts, axes)

@@ -1,4 +1,4 @@
-"""The tables of the cost model: every layout of some GPUs, or the parts of one step.
+"""The tables of the cost model: dp x ep of some GPUs, their best layouts on all axes, or one step's parts.
 
 next: constants.py
 """
@@ -6,8 +6,10 @@ next: constants.py
 import math
 from types import SimpleNamespace
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from benchmarks.cost.search import Choice
 from benchmarks.cost.step_time import Prediction, predict
 from tmoe.config.axes import Axes
 from tmoe.config.check import divisors
@@ -89,5 +91,49 @@ def parts_table(p: Prediction) -> Table:
     """A line for every part of one step, the longest first."""
     table = Table("part", "ms", "share", title=f"{p.gpus} GPUs, {p.seconds * 1e3:.1f} ms")
     for name, seconds in sorted(p.parts.items(), key=lambda part: -part[1]):
+        if not seconds:
+            continue
         table.add_row(name, f"{seconds * 1e3:.1f}", f"{seconds / p.seconds:.1%}")
     return table
+
+
+def best_table(found: list[Choice], gpus: int, batch_tokens: int) -> Table:
+    """A line for each of the fastest layouts of all axes: its step, and where the time goes."""
+    table = Table(
+        title=f"the fastest on {gpus} GPUs, all axes, at most {batch_tokens / 1e6:.2f} M tokens a step",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        caption="" if found else "no layout fits into memory: recompute (--parallel.checkpoint) or offload",
+    )
+    for name in ("layout", "micro-batches", "M tokens", "ms", "tokens/s/GPU", "MFU", "GiB"):
+        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
+    table.add_column("where the time goes")
+    for cfg, axes, step in found:
+        train = cfg.train
+        table.add_row(
+            spelled(cfg, axes),
+            f"{train.accumulate} x {train.batch} x {train.seq}",
+            f"{step.tokens / 1e6:.2f}",
+            f"{step.seconds * 1e3:.0f}",
+            f"{step.tokens_per_s_gpu:,.0f}",
+            "" if step.mfu is None else f"{step.mfu:.1%}",
+            f"{step.peak_bytes / 2**30:.0f}",
+            shares(step),
+        )
+    return table
+
+
+def spelled(cfg: Config, axes: Axes) -> str:
+    """The axes above 1, and how a pipeline and cp go about it."""
+    p = cfg.parallel
+    names = ("pp", "replicate", "dp", "ep", "etp", "cp", "tp")
+    more = {"pp": f" {p.schedule}" + (f" {p.chunks}" if p.schedule == "interleaved" else "")}
+    more["cp"] = f" {p.cp_by}"
+    found = [f"{name} {n}{more.get(name, '')}" for name in names if (n := getattr(axes, name)) > 1]
+    return " x ".join(found) or "dp 1"
+
+
+def shares(step: Prediction) -> str:
+    """The parts of a step that take a fiftieth of it or more, the longest first."""
+    parts = sorted(step.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {s / step.seconds:.0%}" for name, s in parts if s >= step.seconds / 50)

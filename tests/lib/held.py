@@ -42,7 +42,16 @@ def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
     Without the parameters of the block and RoPE's tables.
     """
     tables = rope_table(model.rope, model.rotary_dim, x.shape[1], x.device)
-    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *tables)}
+    return sum(t.untyped_storage().nbytes() for t in kept_of(block, x, *tables, None, None))
+
+
+def kept_of(block: Block, x: torch.Tensor, *context: torch.Tensor | None) -> list[torch.Tensor]:
+    """A tensor of each storage that autograd keeps of block(x, *context).
+
+    Without the parameters of the block and the context.
+    """
+    given = [t for t in context if t is not None]
+    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *block.buffers(), *given)}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -50,5 +59,5 @@ def saved_bytes(block: Block, x: torch.Tensor, model: ModelConfig) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        block(x, *tables, None, None)
-    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+        block(x, *context)
+    return [t for at, t in kept.items() if at not in own]

@@ -13,6 +13,7 @@ import torch
 from held import saved_bytes
 from tiers import slow_but
 
+from tmoe.config.axes import ALONE
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, TrainConfig
@@ -21,7 +22,7 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
-from tmoe.run.memory import layer_bytes
+from tmoe.run.block_memory import layer_bytes
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -196,4 +197,4 @@ def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, q_rank
         block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
     )
     x = torch.randn(2, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
+    assert layer_bytes(cfg, ALONE, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)

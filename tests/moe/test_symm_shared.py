@@ -24,6 +24,7 @@ from symm_ranks import SHARED, Ranks, fork, operands, routes, rule, run
 from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, ParallelConfig
 from tmoe.moe import symm
@@ -33,7 +34,7 @@ from tmoe.moe.layer import SwiGLU
 from tmoe.moe.router import Routing
 from tmoe.ops import exchange, swiglu
 from tmoe.ops.launch.launch import compile_only
-from tmoe.run.memory import moe_bytes, runs_beside
+from tmoe.run.block_memory import moe_bytes, runs_beside
 from tmoe.warmup import traces
 
 
@@ -58,12 +59,12 @@ def test_the_rule(preset, ep, hides):
     moe = presets()[preset].model.moe
     assert symm.hides(ep, 2, moe.shared_dim) == hides
     cfg = Config(model=presets()[preset].model, parallel=ParallelConfig(ep=ep))
-    assert runs_beside(cfg, ep) == hides and not runs_beside(cfg, 1)
+    assert runs_beside(cfg, Axes(ep=ep)) == hides and not runs_beside(cfg, ALONE)
     packed = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, wire="fp8"))
     nccl = Config(model=cfg.model, parallel=ParallelConfig(ep=ep, dispatch="nccl"))
-    assert not runs_beside(packed, ep) and not runs_beside(nccl, ep)
+    assert not runs_beside(packed, Axes(ep=ep)) and not runs_beside(nccl, Axes(ep=ep))
     T = cfg.train.batch * cfg.train.seq
-    assert moe_bytes(packed, ep) - moe_bytes(cfg, ep) == hides * T * moe.shared_dim * 2, (
+    assert moe_bytes(packed, Axes(ep=ep)) - moe_bytes(cfg, Axes(ep=ep)) == hides * T * moe.shared_dim * 2, (
         "activations are made again"
     )
 

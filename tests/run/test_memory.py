@@ -13,6 +13,7 @@ import torch.distributed as dist
 from held import MostHeld, saved_bytes
 from tiers import slow_but
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.config.axes import ALONE, Axes
@@ -21,26 +22,33 @@ from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.count import count_parameters, flops_per_token, mfu, peak_flops
 from tmoe.model.parallelize import parallelize
+from tmoe.model.stages import pipeline
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
-from tmoe.moe.experts import LocalExperts
+from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import build_mesh
-from tmoe.run.cli import parse
-from tmoe.run.memory import (
+from tmoe.parallel.schedule import simulate
+from tmoe.run.block_memory import (
     backward_bytes,
     exchange_bytes,
     layer_bytes,
     loss_bytes,
-    memory_per_rank,
     moe_bytes,
-    padding,
-    peak_bytes,
-    require_room,
     rows_received,
     window_bytes,
+)
+from tmoe.run.cli import parse
+from tmoe.run.memory import (
+    kept_whole,
+    memory_of_stages,
+    memory_per_rank,
+    padding,
+    peak_bytes,
+    plan,
+    require_room,
 )
 
 PILOT = ModelConfig(
@@ -213,7 +221,7 @@ def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype)
         block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
     )
     x = torch.randn(2, 256, 256, dtype=torch_dtype, requires_grad=True)
-    assert layer_bytes(cfg, 1, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
+    assert layer_bytes(cfg, ALONE, 0) == pytest.approx(saved_bytes(block, x, model), rel=0.02)
 
 
 class Group:
@@ -259,7 +267,7 @@ def test_activations_match_what_the_symm_dispatcher_keeps(ep, experts, top_k, sh
         y = dispatcher.beside(x, routing, local, always)[0] if shared else dispatcher(x, routing, local)
         operands = sum(t.untyped_storage().nbytes() for t in (x, gate_up, down, *dense))
     logits = T * experts * 4  # the router's, in fp32
-    assert y.shape == (T, D) and moe_bytes(cfg, ep) == sum(kept.values()) - operands + logits
+    assert y.shape == (T, D) and moe_bytes(cfg, Axes(ep=ep)) == sum(kept.values()) - operands + logits
 
 
 def test_rows_that_nccl_brings_are_kept():
@@ -268,12 +276,15 @@ def test_rows_that_nccl_brings_are_kept():
     direct = Config(model=OLMOE, parallel=ParallelConfig(ep=4))
     R = rows_received(T, K, 4)
     more = R * D * 2 + R * K * 16 - T * K * 8
-    assert moe_bytes(portable, 4) - moe_bytes(direct, 4) == more
-    assert moe_bytes(direct, 16) == moe_bytes(portable, 16), "an expert group of two nodes"
+    assert moe_bytes(portable, Axes(ep=4)) - moe_bytes(direct, Axes(ep=4)) == more
+    assert moe_bytes(direct, Axes(ep=16)) == moe_bytes(portable, Axes(ep=16)), "an expert group of two nodes"
     biased = dataclasses.replace(
         direct, model=dataclasses.replace(OLMOE, moe=dataclasses.replace(OLMOE.moe, bias=True))
     )
-    assert moe_bytes(biased, 4) == moe_bytes(portable, 4) and exchange_bytes(biased, 4) == 0
+    assert (
+        moe_bytes(biased, Axes(ep=4)) == moe_bytes(portable, Axes(ep=4))
+        and exchange_bytes(biased, Axes(ep=4)) == 0
+    )
 
 
 def test_exchange_worked_by_hand():
@@ -283,14 +294,14 @@ def test_exchange_worked_by_hand():
     """
     symm = Config(model=QWEN3, parallel=ParallelConfig(ep=4))
     assert (
-        exchange_bytes(symm, 4)
+        exchange_bytes(symm, Axes(ep=4))
         == memory_per_rank(symm, Axes(ep=4))["exchange"]
         == 65536 * (4 * 4096 + 3 * 32)
     )
     packed = Config(model=QWEN3, parallel=ParallelConfig(ep=4, wire="fp8"))
-    assert exchange_bytes(packed, 4) == 65536 * (4 * (4096 + 2048 + 4) + 3 * 32)
+    assert exchange_bytes(packed, Axes(ep=4)) == 65536 * (4 * (4096 + 2048 + 4) + 3 * 32)
     nccl = Config(model=QWEN3, parallel=ParallelConfig(ep=4, dispatch="nccl"))
-    assert exchange_bytes(nccl, 4) == exchange_bytes(symm, 1) == 0
+    assert exchange_bytes(nccl, Axes(ep=4)) == exchange_bytes(symm, ALONE) == 0
 
 
 @pytest.mark.parametrize("ep", [1, 4])
@@ -298,8 +309,8 @@ def test_exchange_worked_by_hand():
 def test_recomputed_activations_are_freed_in_all_layers_but_one(policy, ep):
     keeps = Config(model=OLMOE, parallel=ParallelConfig(ep=ep))
     frees = Config(model=OLMOE, parallel=ParallelConfig(ep=ep, checkpoint=policy))
-    layer = layer_bytes(keeps, ep, 0)
-    sparse = moe_bytes(keeps, ep)
+    layer = layer_bytes(keeps, Axes(ep=ep), 0)
+    sparse = moe_bytes(keeps, Axes(ep=ep))
     row = 16384 * 2048 * 2
     norm = 16384 * 4  # the feed-forward's root mean square
     freed = {"attention": layer - sparse - 3 * row - norm, "moe": sparse + row + norm, "block": layer - row}[
@@ -321,17 +332,17 @@ def test_a_further_window_of_pairs_worked_by_hand():
     cfg = Config(model=OLMOE, parallel=ParallelConfig(ep=4))
     pairs = pairs_bound(16384, 8, 4, 16)
     assert 16384 * 8 <= pairs < 16384 * 4 * 8
-    assert window_bytes(cfg, 4, 0) == 5 * pairs * 1024 * 2
-    assert backward_bytes(cfg, 4, 0) == layer_bytes(cfg, 4, 0) + 5 * pairs * 1024 * 2
+    assert window_bytes(cfg, Axes(ep=4), 0) == 5 * pairs * 1024 * 2
+    assert backward_bytes(cfg, Axes(ep=4), 0) == layer_bytes(cfg, Axes(ep=4), 0) + 5 * pairs * 1024 * 2
     portable = dataclasses.replace(cfg, parallel=ParallelConfig(ep=4, dispatch="nccl"))
-    assert window_bytes(portable, 4, 0) == 2 * pairs * 1024 * 2, (
+    assert window_bytes(portable, Axes(ep=4), 0) == 2 * pairs * 1024 * 2, (
         "H again; dH and activations take the place of the first's"
     )
     few = dataclasses.replace(portable.model, moe=dataclasses.replace(OLMOE.moe, top_k=1))
-    assert window_bytes(dataclasses.replace(portable, model=few), 4, 0) == 0, (
+    assert window_bytes(dataclasses.replace(portable, model=few), Axes(ep=4), 0) == 0, (
         "no more than T slots arrive, where there is room for 1.5 T"
     )
-    assert window_bytes(cfg, 1, 0) == 0
+    assert window_bytes(cfg, ALONE, 0) == 0
 
 
 @pytest.mark.parametrize(("tokens", "windows"), [(3072, 2), (8192, 6)])
@@ -367,15 +378,15 @@ def test_the_losss_worst_moment_worked_by_hand():
     D = 2048
     hidden = 3 * 16384 * 2048 * 2
     for model, V, rows in ((OLMOE, 50304, 16384), (QWEN3, 151936, 4096)):
-        assert loss_bytes(Config(model=model)) == hidden + 4 * V * D + 2 * rows * V
+        assert loss_bytes(Config(model=model), ALONE) == hidden + 4 * V * D + 2 * rows * V
     odd = dataclasses.replace(OLMOE, vocab=50299)  # and the head once more, with five rows of zeros
     one = dict(batch=1, seq=128)
-    assert loss_bytes(Config(model=odd)) == hidden + 4 * 50304 * D + 2 * (16384 * 50304 + 50304 * D)
+    assert loss_bytes(Config(model=odd), ALONE) == hidden + 4 * 50304 * D + 2 * (16384 * 50304 + 50304 * D)
     assert loss_bytes(
-        Config(model=odd, train=TrainConfig(**one))
+        Config(model=odd, train=TrainConfig(**one)), ALONE
     ) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * (D + 128)
     few = Config(model=OLMOE, train=TrainConfig(**one))
-    assert loss_bytes(few) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
+    assert loss_bytes(few, ALONE) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
 
 
 def test_offloaded_moments_and_document_masks_take_nothing():
@@ -477,6 +488,91 @@ def test_memory_of_parameters_is_what_the_layout_gives_rank_0(dp, ep):
     finally:
         dist.destroy_process_group()
     assert memory_per_rank(cfg, Axes(dp=dp, ep=ep))["parameters"] == 4 * held
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    [
+        (Axes(replicate=2, dp=2, ep=2), {}),
+        (Axes(replicate=2, ep=2), {}),
+        (Axes(dp=2, etp=2, ep=2, tp=2), {}),
+        (Axes(pp=2), {}),
+        (Axes(pp=2, dp=2, ep=2, cp=2), {}),
+        (Axes(pp=2, replicate=2, dp=3, cp=3), {}),
+        (Axes(pp=2, dp=2), dict(schedule="interleaved", chunks=2)),
+        (Axes(pp=2, dp=2), dict(schedule="v")),
+        (Axes(pp=5, ep=2, etp=2), {}),
+    ],
+)
+def test_parameters_are_what_the_layout_gives_the_first_rank_of_each_stage(axes, how):
+    """And who holds experts: FSDP2 where there are replicas, or where ranks that share them keep none."""
+    for whole_gib in (16.0, 0.0):
+        parallel = ParallelConfig(pp=axes.pp, ep=axes.ep, whole_gib=whole_gib, **how)
+        cfg = Config(model=ODD, compile=False, train=TrainConfig(accumulate=axes.pp), parallel=parallel)
+        said = memory_of_stages(cfg, axes)
+        assert len(said) == axes.pp and memory_per_rank(cfg, axes) == max(said, key=peak_bytes)
+        for stage, memory in enumerate(said):
+            dist.init_process_group("fake", store=FakeStore(), rank=stage * axes.stage, world_size=axes.world)
+            try:
+                mesh = build_mesh(**vars(axes))
+                if axes.pp > 1:
+                    parts = list(pipeline(cfg, mesh))
+                else:
+                    with torch.device("meta"):
+                        parts = [parallelize(Transformer(ODD), mesh, cfg, whole_forwards=True)]
+                held = sum(p.to_local().numel() for part in parts for p in part.parameters())
+                for part in parts:
+                    numbers = [int(name) for name, _ in part.blocks.named_children()]
+                    span = range(numbers[0], numbers[-1] + 1)
+                    experts = [m for m in part.modules() if isinstance(m, Experts)]
+                    by_fsdp = {isinstance(m, FSDPModule) for m in experts}
+                    unshared = axes.sharers * axes.replicate == 1
+                    assert by_fsdp <= {not (unshared or kept_whole(cfg, axes, span))}
+            finally:
+                dist.destroy_process_group()
+            assert memory["parameters"] == 4 * held
+
+
+def test_activations_of_a_pipeline_worked_by_hand():
+    """Four stages of equal blocks: the first holds four micro-batches, the last one."""
+    model = dataclasses.replace(OLMOE, vocab=64)
+    for micros, schedule, chunks, most in (
+        (8, "1f1b", None, [4, 3, 2, 1]),
+        (2 * 4, "interleaved", 2, [11 / 2, 9 / 2, 7 / 2, 5 / 2]),
+    ):
+        cfg = Config(
+            model=model,
+            train=TrainConfig(accumulate=micros),
+            parallel=ParallelConfig(pp=4, schedule=schedule, chunks=chunks),
+        )
+        axes = Axes(pp=4)
+        stages = memory_of_stages(cfg, axes)
+        layer, result = layer_bytes(cfg, axes, 0), 16384 * 2048 * 2
+        per_stage = 4 * layer + (chunks or 1) * result
+        for stage, (memory, held) in enumerate(zip(stages, most, strict=True)):
+            want = held * per_stage - (result if stage == 3 else 0) * held * (schedule == "1f1b")
+            assert memory["activations"] == pytest.approx(want, rel=0.01)
+    order = plan(cfg, axes)
+    assert simulate(order).held == (11, 9, 7, 5)
+
+
+def test_parts_of_a_sequence_divide_what_a_rank_keeps():
+    """Twice the ranks a sequence, half the tokens; parameters, and what is gathered of them, stay."""
+    cfg = Config(model=MIXTRAL, train=TrainConfig(batch=4, seq=4096))
+    whole, parts = (memory_per_rank(cfg, Axes(dp=4, ep=4, tp=tp)) for tp in (1, 4))
+    for name in ("parameters", "gradients", "moments", "gathered"):
+        assert parts[name] == whole[name]
+    copies = 32 * (8 + 2 * 2) * 128 * 4096 * 2  # the rows of qkv of a rank's heads
+    assert parts["activations"] == pytest.approx(whole["activations"] / 4 + copies, rel=0.001)
+    assert parts["exchange"] == whole["exchange"] / 4
+
+
+def test_replicas_hold_the_same_and_gather_no_copies():
+    one = memory_per_rank(Config(model=OLMOE), Axes(dp=2, ep=4))
+    two = memory_per_rank(Config(model=OLMOE), Axes(replicate=2, dp=2, ep=4))
+    cut = Config(model=OLMOE, parallel=ParallelConfig(whole_gib=0.0))
+    assert two == memory_per_rank(cut, Axes(dp=2, ep=4))
+    assert one["parameters"] == two["parameters"] and one["gathered"] > two["gathered"]
 
 
 def test_accumulation_keeps_whole_gradients_and_ema_is_off_by_default():

@@ -4,6 +4,7 @@ next: model.py"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -70,7 +71,7 @@ def check(
     one, zero, positive, share: names of settings ("batch seq") that must be from 1 to MOST, from 0 to MOST,
     above 0 and finite in float32, at least 0 and below 1.
     """
-    for name, kind in get_type_hints(type(cfg)).items():
+    for name, kind in _kinds(type(cfg)).items():
         value = getattr(cfg, name)
         flag = flags + name.replace("_", "-")
         shown = value if get_origin(kind) is Literal else repr(value)
@@ -88,6 +89,9 @@ def check(
             name not in share.split() or 0 <= value <= FLOATS[2],
             f"{flag}={value}: must be at least 0 and below 1",
         )
+
+
+_kinds = functools.cache(get_type_hints)  # of a class's settings
 
 
 def divisors(n: int) -> list[int]:

@@ -69,7 +69,8 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
     experts, ep = cfg.model.moe.experts, axes.ep
     times = padding(cfg, axes)
     if times > 1.5:
-        folds = [Axes(dp=world // e, ep=e) for e in divisors(math.gcd(experts, world))]
+        both = axes.dp * ep
+        folds = [replace(axes, dp=both // e, ep=e) for e in divisors(math.gcd(experts, both))]
         degrees = [other.ep for other in folds if padding(cfg, other) <= 1.1]
         yield (
             f"--parallel.ep={ep}: FSDP2 cuts a rank's {experts // ep} experts over dp {axes.dp} "

@@ -1,10 +1,14 @@
 """The dry run: what a rank will hold, for any world, before a GPU is rented.
 
-The model is built on the meta device and laid out over a fake process group by the very code that trains, so
-placements and local shapes are the real ones; only activations are a closed form (run/memory.py).
+The model is built on the meta device and laid out over a fake process group by the very code that trains,
+stage by stage, so placements and local shapes are the real ones; only activations are a closed form
+(run/memory.py).
 """
 
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,17 +16,58 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch.distributed.tensor import DTensor
 
+from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
+from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
-from tmoe.parallel.mesh import build_mesh, local_part
-from tmoe.run.memory import memory_per_rank, peak_bytes
+from tmoe.parallel.mesh import Mesh, build_mesh, local_part
+from tmoe.run.cli import planned_world
+from tmoe.run.memory import memory_of_stages, peak_bytes, plan
 from tmoe.stack import TESTED, find
 
 
+class Kind(NamedTuple):
+    """What parameters in one row of the table of placements have in common."""
+
+    name: str
+    """without the block's number"""
+    shape: tuple[int, ...]
+    placement: str
+    mesh: str
+    local: tuple[int, ...]
+
+
 def dry_run(cfg: Config) -> None:
-    """Prints counts of parameters, where each group lies, and bytes on rank 0 of `cfg.world` ranks."""
+    """Prints counts of parameters, where each group lies, and bytes on the fullest of `cfg.world` ranks."""
+    axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
+    found: dict[Kind, list[int]] = {}  # the stage of each parameter
+    for stage in range(axes.pp):
+        with fake_world(axes, stage * axes.stage) as mesh:
+            model = Stages(cfg, mesh) if axes.pp > 1 else whole(cfg, mesh)
+            for kind in kinds(model.state_dict()):
+                found.setdefault(kind, []).append(stage)
+    counts = count_parameters(cfg.model)
+    per_stage = memory_of_stages(cfg, axes)
+    peaks = list(map(peak_bytes, per_stage))
+    fullest = peaks.index(max(peaks))
+    console = Console(width=150)
+    console.print(f"{axes.world} ranks: {axes}")
+    console.print("\n".join(meaning(cfg, axes)))
+    console.print(
+        f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
+        f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
+    )
+    if axes.pp > 1:
+        console.print(stages(cfg, axes, peaks))
+    console.print(placements(found, axes))
+    console.print(memory(per_stage[fullest], fullest * axes.stage))
+
+
+@contextmanager
+def fake_world(axes: Axes, rank: int) -> Iterator[Mesh]:
+    """The mesh of these axes as one rank has it, where no other process is there."""
     # The "fake" backend can be had by this private name alone.
     FakeStore = find("torch.testing._internal.distributed.fake_pg.FakeStore")
     if FakeStore is None:
@@ -30,50 +75,97 @@ def dry_run(cfg: Config) -> None:
             f"--dry-run: torch {torch.__version__} has no fake process group; tmoe was tested with {TESTED}"
         )
         raise SystemExit(f"error: {message}")
-    world = cfg.world or (cfg.parallel.dp or 1) * cfg.parallel.ep
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    mesh = build_mesh(cfg.parallel.dp, cfg.parallel.ep, ep_across_nodes=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=axes.world)
+    try:
+        degrees = {field.name: getattr(axes, field.name) for field in fields(axes)}
+        yield build_mesh(**degrees, ep_across_nodes=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole(cfg: Config, mesh: Mesh) -> torch.nn.Module:
+    """A model that is not cut, laid out."""
     with torch.device("meta"):
         model = Transformer(cfg.model)
-    parallelize(model, mesh, cfg, whole_forwards=True)
-    counts = count_parameters(cfg.model)
-    console = Console(width=150)
-    console.print(f"{world} ranks: {mesh.axes}")
-    console.print(
-        f"parameters: {counts.total:,} total, {counts.active:,} active a token; "
-        f"{flops_per_token(cfg.model, cfg.train.seq) / 1e9:.3f} GFLOP a token, forward and backward"
+    return parallelize(model, mesh, cfg, whole_forwards=True)
+
+
+def meaning(cfg: Config, axes: Axes) -> Iterator[str]:
+    """A line for what each axis divides, and one for the tokens of a step."""
+    p, model, train = cfg.parallel, cfg.model, cfg.train
+    chunks = f"{axes.pp * p.chunks_a_stage} chunks of {model.layers} blocks"
+    says = dict(
+        pp=f"pipeline stages of {axes.stage} ranks, {p.schedule}: {chunks}",
+        replicate=f"copies of the parameters, each over {axes.shard} ranks of a stage",
+        dp="ranks that share the same experts",
+        ep=f"ranks that divide {model.moe.experts} experts: {model.moe.experts // axes.ep} each",
+        etp=f"ranks that divide each expert: {model.moe.ffn_dim // axes.etp} of {model.moe.ffn_dim} channels",
+        cp=f"ranks that divide a sequence, by {p.cp_by}",
+        tp=f"ranks that divide attention's heads: {model.heads // axes.tp} of {model.heads}",
     )
-    console.print(placements(model))
-    console.print(memory(memory_per_rank(cfg, mesh.axes)))
-    dist.destroy_process_group()
+    for name, what in says.items():
+        if getattr(axes, name) > 1:
+            yield f"  {name:<9} {getattr(axes, name):>4} {what}"
+    sequences = axes.readers * train.batch * train.accumulate
+    yield (
+        f"a step: {axes.readers} readers x {train.accumulate} micro-batches x {train.batch} sequences x "
+        f"{train.seq} = {sequences * train.seq:,} tokens; "
+        f"a rank works on {train.batch * train.seq // axes.parts:,} at a time"
+    )
 
 
-def placements(model: Transformer) -> Table:
-    """A row for parameters of the same name (but for the block's number), shape and placement."""
-    groups: dict[tuple, list] = defaultdict(list)
-    for name, p in model.state_dict().items():
+def stages(cfg: Config, axes: Axes, peaks: list[int]) -> Table:
+    """A row for each pipeline stage: its ranks, what it computes, and the most that it holds."""
+    order = plan(cfg, axes)
+    spans = cuts(cfg.model, len(order.home))
+    made = Table("stage", "ranks", "computes", "GiB at most", title="stages", title_justify="left")
+    for stage, most in enumerate(peaks):
+        parts = []
+        for span in (span for span, home in zip(spans, order.home, strict=True) if home == stage):
+            ends = [] if span.start else ["embedding"]
+            ends.append(f"blocks {span.start} to {span.stop - 1}" if len(span) > 1 else f"block {span.start}")
+            parts += [*ends, "norm and head"] if span.stop == cfg.model.layers else ends
+        first = stage * axes.stage
+        ranks = f"{first} to {first + axes.stage - 1}" if axes.stage > 1 else f"{first}"
+        made.add_row(f"{stage}", ranks, ", ".join(parts), f"{most / 2**30:.3f}")
+    return made
+
+
+def kinds(tensors: dict[str, torch.Tensor]) -> Iterator[Kind]:
+    """The kind of each."""
+    for name, p in tensors.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         spread = isinstance(p, DTensor)  # the routers' choice biases are plain tensors
         placed = (str(p.placements), str(p.device_mesh.mesh_dim_names)) if spread else ("replicated", "")
-        groups[kind, tuple(p.shape), *placed].append(local_part(p))
-    table = Table(
-        Column("parameter", no_wrap=True),
-        "copies",
-        "shape",
-        "mesh",
-        "placement",
-        "on rank 0",
-        title="placement",
-        title_justify="left",
-    )
-    for (kind, shape, placed, axes), parts in groups.items():
-        table.add_row(kind, str(len(parts)), str(list(shape)), axes, placed, str(list(parts[0].shape)))
-    return table
+        yield Kind(kind, tuple(p.shape), *placed, tuple(local_part(p).shape))
 
 
-def memory(parts: dict[str, int]) -> Table:
+def placements(found: dict[Kind, list[int]], axes: Axes) -> Table:
+    """A row for parameters of the same name (but for the block's number), shape and placement."""
+    columns = [Column("parameter", no_wrap=True), "copies", "shape", "mesh", "placement"]
+    columns += ["on rank 0"] if axes.pp == 1 else ["stages", "on a stage's first rank"]
+    made = Table(*columns, title="placement", title_justify="left")
+    for kind, where in found.items():
+        row = [kind.name, str(len(where)), str(list(kind.shape)), kind.mesh, kind.placement]
+        made.add_row(*row, *([] if axes.pp == 1 else [runs(sorted(set(where)))]), str(list(kind.local)))
+    return made
+
+
+def runs(numbers: list[int]) -> str:
+    """Rising numbers in words: `0, 2 to 5`."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and n == found[-1][-1] + 1:
+            found[-1].append(n)
+        else:
+            found.append([n])
+    return ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 1 else f"{one[0]}" for one in found)
+
+
+def memory(parts: dict[str, int], rank: int) -> Table:
     """A row for each of `memory_per_rank`'s parts, in GiB, and what is held at most at one time."""
-    table = Table("held by a rank", "GiB", title="memory", title_justify="left")
+    held = f"held by rank {rank}, the fullest" if rank else "held by a rank"
+    table = Table(held, "GiB", title="memory", title_justify="left")
     for name, size in parts.items():
         table.add_row(name, f"{size / 2**30:.3f}")
     table.add_section()

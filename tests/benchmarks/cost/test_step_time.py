@@ -18,6 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import model as command
 from benchmarks.cost import constants, network, page, step_time
+from benchmarks.cost.block_time import (
+    attention_seconds,
+    exchange_of,
+    exchange_seconds,
+    expert_seconds,
+    kernel,
+)
 from benchmarks.moe_layer import ALL
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.model import ModelConfig, MoEConfig
@@ -27,8 +34,9 @@ from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import build_mesh
+from tmoe.run.block_memory import rows_received
 from tmoe.run.cli import parse
-from tmoe.run.memory import memory_per_rank, peak_bytes, rows_received
+from tmoe.run.memory import memory_per_rank, peak_bytes
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow
@@ -74,7 +82,7 @@ def free(**costs: Any) -> SimpleNamespace:
         **dict.fromkeys(
             "kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0
         ),
-        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop".split(), 0.0),
+        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop spread_hidden message".split(), 0.0),
         skew=1.0,
     )
     return SimpleNamespace(**{**vars(constants.values(CONSTANTS)), **nothing, **costs})
@@ -131,7 +139,7 @@ def test_attention_worked_by_hand(preset, layer, isolated, per_pair, seen):
     slow = [[64, 1.0], [128, 2.0], [192, 3.0]]
     fast = [[64, 3.0], [128, 5.0], [192, 7.0]]
     m = free(attention_rate=slow, isolated_attention_rate=fast, window_more=100)
-    assert step_time.attention_seconds(cfg, layer, m) == pytest.approx(3 * per_pair * seen)
+    assert attention_seconds(cfg, ALONE, layer, m) == pytest.approx(3 * per_pair * seen)
 
 
 def matrix_elements(model: ModelConfig) -> int:
@@ -168,14 +176,14 @@ def test_expert_traffic_worked_by_hand():
     dw_down = a + x + w
     dw_up = 2 * a + x + 2 * w
     elements = up + down + both + dh + dx + dw_down + dw_up + both
-    got = step_time.expert_seconds(OLMOE, 1, free(memory_rate=1e12), 1.0)
+    got = expert_seconds(OLMOE, ALONE, free(memory_rate=1e12), 1.0)
     assert sum(got) == pytest.approx(2 * elements / 1e12)
 
 
 def test_a_kernel_takes_the_longer_and_a_share_of_the_shorter():
     m = free(product_rate=2.0, memory_rate=1.0, kernel_overlap=0.5)
-    assert step_time.kernel(8, 2, m) == 4 + 0.5 * 2
-    assert step_time.kernel(2, 8, m) == 8 + 0.5 * 1
+    assert kernel(8, 2, m) == 4 + 0.5 * 2
+    assert kernel(2, 8, m) == 8 + 0.5 * 1
 
 
 def layer(T: int, D: int, F: int, E: int, K: int, ep: int = 1, shared: int = 0) -> Config:
@@ -196,9 +204,9 @@ def test_one_h200_layer_is_within_seven_percent_of_twelve_measured_shapes():
     for record in measured:
         shape = ALL[record["shape"]]
         want = record["results"]["tmoe"]["both"] / 1e3
-        assert sum(step_time.expert_seconds(layer(*shape), 1, m, 1.0)) == pytest.approx(want, rel=0.07), (
-            record["shape"]
-        )
+        assert sum(expert_seconds(layer(*shape), ALONE, m, 1.0)) == pytest.approx(want, rel=0.07), record[
+            "shape"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +229,8 @@ def test_four_h200_layers_are_near_the_measured(file, names, off):
     for name in measured:
         shape = (16384, *ALL[name][1:])
         shared = 2816 * (name == "deepseek" and file.startswith("22"))
-        one, four = (sum(step_time.expert_seconds(layer(*shape, ep=ep), ep, m, 1.0)) for ep in (1, 4))
-        added = four - one + step_time.exchange_seconds(layer(*shape, ep=4, shared=shared), 4, m)
+        one, four = (sum(expert_seconds(layer(*shape, ep=ep), Axes(ep=ep), m, 1.0)) for ep in (1, 4))
+        added = four - one + exchange_seconds(layer(*shape, ep=4, shared=shared), Axes(ep=4), m)
         got = measured[name]["ms_ep1"] / 1e3 + added
         assert got == pytest.approx(measured[name]["ms"][0] / 1e3, rel=off), name
 
@@ -244,7 +252,7 @@ def test_rows_that_travel_beside_a_wide_shared_expert_are_not_counted(shared_dim
     model = replace(OLMOE.model, moe=replace(OLMOE.model.moe, shared_dim=shared_dim))
     m = free(exchange={"auto": "symm", "symm": backend(line(1e9), moves=3.5)})
     want = moves * rows_received(16384, 8, 4) * 3 / 4 * 2048 * 2 / 1e9
-    assert step_time.exchange_seconds(replace(OLMOE, model=model), 4, m) == pytest.approx(want)
+    assert exchange_seconds(replace(OLMOE, model=model), Axes(ep=4), m) == pytest.approx(want)
 
 
 def test_experts_slow_down_beside_an_exchange():
@@ -273,24 +281,22 @@ def test_two_hops_across_nodes():
     assert step_time.predict(OLMOE, Axes(ep=32), m).parts["exchange"] == pytest.approx(want + 16 * 2)
     one = replace(OLMOE, model=replace(OLMOE.model, moe=replace(OLMOE.model.moe, top_k=1)))
     flat = replace(one, parallel=FLAT.parallel)
-    assert step_time.exchange_seconds(one, 32, m) == step_time.exchange_seconds(flat, 32, m)
+    assert exchange_seconds(one, Axes(ep=32), m) == exchange_seconds(flat, Axes(ep=32), m)
 
 
 @pytest.mark.parametrize(("ep", "least"), [(16, 1.4), (32, 1.25), (64, 1.05)])
 def test_two_hops_pay(ep, least):
     m = constants.values(CONSTANTS)
-    assert step_time.exchange_seconds(FLAT, ep, m) > least * step_time.exchange_seconds(OLMOE, ep, m)
+    assert exchange_seconds(FLAT, Axes(ep=ep), m) > least * exchange_seconds(OLMOE, Axes(ep=ep), m)
 
 
 def test_auto_means_the_portable_exchange_across_nodes():
     fast, slow = (backend(line(rate)) for rate in (2e9, 1e9))
     m = free(exchange={"auto": "symm", "symm": fast, "nccl": slow})
-    assert step_time.exchange_seconds(FLAT, 8, m) == pytest.approx(
-        2 * step_time.exchange_seconds(OLMOE, 8, m)
-    )
+    assert exchange_seconds(FLAT, Axes(ep=8), m) == pytest.approx(2 * exchange_seconds(OLMOE, Axes(ep=8), m))
     fast["curve"] = line(1e30)
-    assert step_time.exchange_seconds(FLAT, 16, m) == pytest.approx(
-        step_time.exchange_seconds(OLMOE, 16, m) / 2
+    assert exchange_seconds(FLAT, Axes(ep=16), m) == pytest.approx(
+        exchange_seconds(OLMOE, Axes(ep=16), m) / 2
     )
 
 
@@ -371,7 +377,7 @@ def test_experts_with_biases_take_the_portable_exchange():
     cfg = parse(["gpt-oss-20b"], "", world=1)
     symm, nccl = backend(line(1e9)), backend(line(2e9))
     m = free(exchange={"auto": "symm", "symm": symm, "nccl": nccl})
-    assert step_time.exchange_of(cfg, 8, m) is nccl and step_time.exchange_of(OLMOE, 8, m) is symm
+    assert exchange_of(cfg, Axes(ep=8), m) is nccl and exchange_of(OLMOE, Axes(ep=8), m) is symm
     asked = replace(cfg, parallel=replace(cfg.parallel, dispatch="symm", ep=8))
     assert "--parallel.dispatch=symm: experts have biases" in page.refused(asked, [8], 1e12, m, True)
 
@@ -583,8 +589,8 @@ def test_only_symm_runs_beside_a_shared_expert():
     small_nodes = SimpleNamespace(**{**vars(m), "node": 4})
     no_symm = SimpleNamespace(**{**vars(m), "exchange": {**m.exchange, "auto": "nccl"}})
     for machine, ep, hidden in ((m, 4, True), (small_nodes, 8, False), (no_symm, 4, False)):
-        with_shared = step_time.exchange_seconds(replace(OLMOE, model=shared), ep, machine)
-        assert (with_shared < step_time.exchange_seconds(OLMOE, ep, machine)) == hidden
+        with_shared = exchange_seconds(replace(OLMOE, model=shared), Axes(ep=ep), machine)
+        assert (with_shared < exchange_seconds(OLMOE, Axes(ep=ep), machine)) == hidden
 
 
 def test_the_page(capsys, monkeypatch):

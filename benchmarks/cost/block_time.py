@@ -1,0 +1,282 @@
+"""Predicts the seconds of one block's forward and backward, part by part, without FSDP2.
+
+It is a part of step_time.py; it measures nothing itself.
+
+next: network.py
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from benchmarks.cost.network import all_to_all, ring, times
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.model.count import attention_shapes, block_shapes, qk_width, v_width
+from tmoe.moe.two_level import expected_rows_across
+from tmoe.run.block_memory import (
+    FP32,
+    compute_bytes,
+    key_copies,
+    local_tokens,
+    rows_received,
+    runs_beside,
+    slice_bytes,
+)
+
+# FLOPs that flash attention does over those that MFU counts: five products in the backward, not four.
+FLASH = 7 / 6
+
+Parts = dict[str, float]  # seconds by part
+
+
+def block_seconds(
+    cfg: Config, axes: Axes, layer: int, m: SimpleNamespace, skew: float
+) -> tuple[Parts, Parts]:
+    """(forward, backward) of one micro-batch."""
+    model, width = cfg.model, compute_bytes(cfg)
+    T = local_tokens(cfg, axes)
+    projections = sum(product(*shape, width, m) for shape in products(cfg, axes, layer))
+    attention = attention_seconds(cfg, axes, layer, m)
+    sparse = model.is_moe(layer)
+    experts = expert_seconds(cfg, axes, m, skew) if sparse else (0.0, 0.0)
+    exchange = exchange_seconds(cfg, axes, m) if sparse else 0.0
+    slices = etp_seconds(cfg, axes, m) if sparse else 0.0
+    tp, cp = tp_seconds(cfg, axes, m), cp_seconds(cfg, axes, m)
+    wide = model.moe.shared_dim if sparse else model.ffn_dim
+    # The forward reads gate and up and writes their product. The backward reads these and the product's
+    # gradient, and makes the product again and both gradients.
+    glue = (m.glue_passes * model.dim + 9 * wide) * T * width / m.memory_rate
+    forward = {
+        "projections": projections,
+        "attention": attention * 2 / 7,
+        "experts": experts[0],
+        "exchange": exchange / 2,
+        "tp exchange": tp[0],
+        "cp exchange": cp[0],
+        "etp exchange": slices / 2,
+        "glue": glue / 3,
+    }
+    backward = {
+        "projections": 2 * projections,
+        "attention": attention * 5 / 7,
+        "experts": experts[1],
+        "exchange": exchange / 2,
+        "tp exchange": tp[1],
+        "cp exchange": cp[1],
+        "etp exchange": slices / 2,
+        "glue": glue * 2 / 3,
+    }
+    return forward, backward
+
+
+def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
+    """(rows, inner, columns) of a rank's products in a block's forward, but for the experts'.
+
+    tp gives attention's projections tp times the tokens and 1/tp of the heads, key heads at least one; under
+    cp by keys a rank makes latent attention's keys and values of whole sequences.
+    """
+    model, tp = cfg.model, axes.tp
+    T, D, H = local_tokens(cfg, axes), model.dim, model.heads // tp
+    own = T * tp
+    if model.attention == "mla":
+        mla = model.mla
+        queries, latent = H * qk_width(model), mla.kv_rank + mla.rope_dim
+        seen = own * (axes.cp if cfg.parallel.cp_by == "keys" else 1)
+        if mla.q_rank:
+            found = [(T, D, mla.q_rank + latent), (own, mla.q_rank, queries)]
+        elif tp == 1:
+            found = [(T, D, queries + latent)]
+        else:
+            found = [(own, D, queries), (T, D, latent)]
+        found += [(seen, mla.kv_rank, H * (mla.nope_dim + mla.v_dim)), (own, H * mla.v_dim, D)]
+    else:
+        C, G = model.head_dim, max(1, model.kv_heads // tp)
+        found = [(own, D, (H + 2 * G) * C), (own, H * C, D)]
+    others = list(block_shapes(model, layer)[0])
+    for shape in attention_shapes(model):
+        others.remove(shape)
+    return found + [(T, *shape) for shape in others if len(shape) == 2]
+
+
+def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
+    """(forward, backward) seconds of what attention moves under tp in one layer, in the open.
+
+    Before the projections x, or the latents, of all tokens; behind them the sums over heads. The backward
+    moves the gradients of both, and x once more, which is not kept.
+    """
+    model, tp = cfg.model, axes.tp
+    if tp == 1:
+        return 0.0, 0.0
+    tokens = local_tokens(cfg, axes) * tp * compute_bytes(cfg)
+
+    def moved(channels: int) -> float:
+        return ring(tokens * channels, tp, 1, m)
+
+    x = moved(model.dim)
+    if model.attention == "mla":
+        mla = model.mla
+        latents = moved(mla.q_rank + mla.kv_rank + mla.rope_dim)
+        forward, backward = (x, x) if mla.q_rank else (2 * x, 3 * x)
+        return (1 - m.spread_hidden) * (forward + latents), (1 - m.spread_hidden) * (backward + latents)
+    return (1 - m.spread_hidden) * 2 * x, (1 - m.spread_hidden) * 3 * x
+
+
+def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
+    """(forward, backward) seconds of what attention moves under cp in one layer, in the open.
+
+    By keys one gather of keys and values, or of latents; by heads an all-to-all of q, k, v, and of the
+    result. The backward moves their gradients.
+    """
+    model, tp, cp = cfg.model, axes.tp, axes.cp
+    if cp == 1:
+        return 0.0, 0.0
+    own = local_tokens(cfg, axes) * tp * compute_bytes(cfg)  # bytes of one channel of a rank's tokens
+    H, latent = model.heads // tp, model.attention == "mla"
+    G = H if latent else max(1, model.kv_heads // tp)
+    if cfg.parallel.cp_by == "keys":
+        channels = model.mla.kv_rank + model.mla.rope_dim if latent else 2 * G * model.head_dim
+        seconds = ring(own * cp * channels, cp, tp, m)
+    else:
+        keys, qk, v = G * key_copies(H, G, cp), qk_width(model), v_width(model)
+        seconds = sum(all_to_all(own * n, cp, tp, m) for n in (H * qk, keys * qk, keys * v, H * v))
+    return ((1 - m.spread_hidden) * seconds,) * 2
+
+
+def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """Seconds of what etp moves in one layer, forward and backward, and of the copies that it makes.
+
+    Rows of the group's ranks before the experts and sums of them behind, and the gradients of both; each
+    ranks' own slices of the experts, and their gradients in whole matrices.
+    """
+    etp, width = axes.etp, compute_bytes(cfg)
+    if etp == 1:
+        return 0.0
+    T, D, top_k = local_tokens(cfg, axes), cfg.model.dim, cfg.model.moe.top_k
+    rows = etp * (T if axes.ep == 1 else rows_received(T, top_k, axes.ep))
+    moving = 4 * all_to_all(rows * D * width, etp, axes.ep, m)
+    copied = 4 * 3 * rows * D * width + (2 + 2 + etp) * slice_bytes(cfg, axes)
+    return (1 - m.spread_hidden) * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
+
+
+def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -> float:
+    """Seconds of one layer's attention, forward and backward, of which tp and cp divide heads and queries.
+
+    They are those of cuDNN's plain causal kernel or of flex attention's, each with a curve of rates over the
+    heads' channels. A window costs flex attention as much as some tokens more would.
+    """
+    model = cfg.model
+    S = cfg.train.seq
+    window = model.window_of(layer)
+    windowed = 0 < window < S
+    by_keys = axes.cp > 1 and cfg.parallel.cp_by == "keys"
+    plain = not (cfg.train.isolate_documents or windowed or model.sinks or by_keys)
+    widths = qk_width(model) + v_width(model)
+    seen = min(window + m.window_more, S) if windowed else S
+    curve = m.attention_rate if plain else m.isolated_attention_rate
+    rate = np.interp(widths / 2, *zip(*curve, strict=True))
+    flops = FLASH * 6 * model.heads * widths * (seen - seen**2 / (2 * S)) * cfg.train.batch * S
+    return float(flops / rate) / axes.parts
+
+
+def kernel(flops: float, moved: float, m: SimpleNamespace) -> float:
+    """Seconds of a kernel of so many FLOPs and bytes."""
+    arithmetic = flops / m.product_rate
+    traffic = moved / m.memory_rate
+    return max(arithmetic, traffic) + m.kernel_overlap * min(arithmetic, traffic)
+
+
+def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace) -> float:
+    """Seconds of [rows, inner] times [inner, columns].
+
+    The backward's two products move and multiply as much each.
+    """
+    return kernel(2 * rows * inner * columns, width * (rows * inner + inner * columns + rows * columns), m)
+
+
+def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float]:
+    """(forward, backward) seconds of one layer's experts on the busiest rank.
+
+    They are those of the kernels of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs.
+    """
+    moe = cfg.model.moe
+    ep, etp = axes.ep, axes.etp
+    D = cfg.model.dim
+    F = moe.ffn_dim // etp
+    width = compute_bytes(cfg)
+    T = local_tokens(cfg, axes)
+    rows = etp * (T if ep == 1 else rows_received(T, moe.top_k, ep))
+    N = skew * etp * T * moe.top_k  # routed pairs
+    one = 2 * N * D * F  # FLOPs of a product with F columns
+    # elements: rows, pre-activations, activations, one matrix of all experts that are here
+    x = N * D
+    h = 2 * N * F
+    a = N * F
+    w = moe.experts // ep * D * F
+    sum_rows = kernel(0, width * (x + rows * D), m)
+    up = kernel(2 * one, width * (x + 2 * w + h + a), m)
+    down = kernel(one, width * (a + w + x), m)
+    dh = kernel(one, width * (x + w + h + h + a), m)
+    dx = kernel(2 * one, width * (h + 2 * w + x), m)
+    dw_down = kernel(one, width * (a + x + w), m)
+    dw_up = kernel(2 * one, width * (h + x + 2 * w), m)
+    slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
+    forward = up + down + sum_rows
+    backward = dh + dx + dw_down + dw_up + sum_rows
+    return slower * forward + m.layer_fixed / 3, slower * backward + m.layer_fixed * 2 / 3
+
+
+def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:
+    """The constants of the backend that --parallel.dispatch comes to."""
+    backend = cfg.parallel.dispatch
+    if backend == "auto":
+        far = axes.ep > m.node or axes.etp > 1
+        backend = "nccl" if far or cfg.model.moe.bias else m.exchange["auto"]
+    return m.exchange[backend]
+
+
+def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """Seconds of one layer's movements, forward and backward.
+
+    Each moves a row for each (token, rank) that leaves.
+    """
+    ep = axes.ep
+    if ep == 1:
+        return 0.0
+    if cfg.parallel.dispatch == "auto" and ep > m.node > 1 < cfg.model.moe.top_k:
+        return two_level_seconds(cfg, axes, m)
+    T = local_tokens(cfg, axes)
+    D = cfg.model.dim
+    width = compute_bytes(cfg)
+    local = min(ep, m.node)
+    how = exchange_of(cfg, axes, m)
+    rows = rows_received(T, cfg.model.moe.top_k, ep)
+    wire = times(how["curve"], rows * (local - 1) / ep * D * width)
+    if ep > local:
+        away = rows * (ep - local) / ep * D * width
+        wire = max(wire, away / m.nic_rate + (ep // local - 1) * m.nic_hop)
+    # Rows are read and written before they leave. Where they come home they are read, widened and added to
+    # the token's sum.
+    copied = (2 * width + width + FP32 + 3 * FP32) * rows * D + (2 * FP32 + width) * T * D
+    # beside a shared expert x of the forward and dy of the backward
+    moves = how["moves"] - 2 * (how is m.exchange.get("symm") and runs_beside(cfg, axes))
+    return moves * wire + how["copies"] * 2 * copied / m.memory_rate + how["fixed"]
+
+
+def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """The same across nodes by moe/two_level.py.
+
+    A row for each (token, node) moves, then one for each (token, rank); the hops follow each other. What is
+    done for counts and plan is assumed to take twice the flat one's time.
+    """
+    ep, T, top_k = axes.ep, local_tokens(cfg, axes), cfg.model.moe.top_k
+    D, width = cfg.model.dim, compute_bytes(cfg)
+    nodes, how = ep // m.node, m.exchange["nccl"]
+    away = expected_rows_across(T, top_k, ep, nodes).two_level
+    held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with one's own
+    network = away * D * width / m.nic_rate + (nodes - 1) * m.nic_hop
+    links = times(how["curve"], rows * (m.node - 1) / m.node * D * width)
+    # as for the flat one at either end of both hops, and rows of hop 2 are put into the flat one's order
+    copied = (2 * width + width + FP32 + 3 * FP32) * (held + rows) * D + (2 * FP32 + width) * (T + held) * D
+    copied += 4 * width * rows * D
+    return how["moves"] * (network + links) + how["copies"] * 2 * copied / m.memory_rate + 2 * how["fixed"]

@@ -1,0 +1,294 @@
+"""Finds the fastest layouts of some GPUs among all mixtures of axes, by predicted time and memory.
+
+A layout's compute bounds its time from below and is the same in many worlds; so is, for any tp and cp, what
+moves of its parameters. Layouts are taken in the order of such bounds and predicted in full last, until none
+that is left can be among the best.
+
+next: page.py
+"""
+
+import functools
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from benchmarks.cost.block_time import block_seconds
+from benchmarks.cost.network import moving_seconds
+from benchmarks.cost.step_time import (
+    RECOMPUTED,
+    Prediction,
+    chunk_kind,
+    copy_seconds,
+    passes,
+    predict,
+    steady,
+)
+from tmoe.config import check
+from tmoe.config.axes import Axes
+from tmoe.config.check import ConfigError
+from tmoe.config.run import Config
+from tmoe.model.count import block_shapes, count_parameters, numel
+from tmoe.parallel.schedule import homes
+from tmoe.run.block_memory import FP32
+from tmoe.run.memory import blocks_bytes, chunk_spans, memory_per_rank, peak_bytes
+
+divisors = functools.cache(check.divisors)
+LEAST = 256  # tokens of a sequence that a rank works on at least
+STAGES = 32  # of a pipeline at most
+CLOSE = 0.02  # share of a time by which what is left out may be faster: the model is less exact
+NODES = 8  # that an expert group spans at most
+
+
+class Choice(NamedTuple):
+    """One layout, with the settings that it was predicted for."""
+
+    cfg: Config
+    axes: Axes
+    step: Prediction
+
+    @property
+    def per_token(self) -> float:
+        """Seconds a token and GPU."""
+        return 1 / self.step.tokens_per_s_gpu
+
+
+class Work(NamedTuple):
+    """What a rank's compute depends on: neither the world nor how parameters lie."""
+
+    tp: int
+    cp: int
+    cp_by: str
+    ep: int
+    etp: int
+    batch: int
+
+
+class Flow(NamedTuple):
+    """How micro-batches pass a pipeline's stages."""
+
+    schedule: str
+    pp: int
+    chunks: int  # a stage
+
+
+WHOLE = Flow("1f1b", 1, 1)  # no pipeline
+
+
+class Search:
+    """All layouts of one model, for any number of GPUs; what they share is computed once."""
+
+    def __init__(self, cfg: Config, m: SimpleNamespace, batch_tokens: int):
+        """batch_tokens: of a step at most; as many micro-batches are taken as fit into it.
+
+        Of cfg the axes and the schedule are not read, and of the batch only how many tokens a rank has at
+        most in a micro-batch.
+        """
+        self.cfg, self.m, self.batch_tokens = cfg, m, batch_tokens
+        self.work_seconds = functools.cache(self._work_seconds)
+        self.settings = functools.cache(self._settings)
+        self.counts = functools.cache(self._counts)
+        self.moved = functools.cache(self._moved)
+        self.several = functools.cache(lambda n: replace(cfg, train=replace(cfg.train, accumulate=n)))
+        self.works = functools.cache(lambda shard: list(self._works(shard)))
+        self.parameters = count_parameters(cfg.model).total
+        layers = range(cfg.model.layers)
+        self.experts = sum(numel(block_shapes(cfg.model, layer)[1]) for layer in layers)
+        self.dense = self.parameters - self.experts
+        self.kept = functools.cache(self._kept)
+        self.predicted = 0
+
+    def best(self, gpus: int, count: int = 10) -> list[Choice]:
+        """The fastest layouts that fit into memory, the fastest first; one for each set of axes."""
+        number = itertools.count()
+        waiting = [(bound, next(number), what) for bound, *what in self._begin(gpus)]
+        heapq.heapify(waiting)
+        found: dict[Axes, Choice] = {}
+        limit = float("inf")
+        while waiting and waiting[0][0] < limit * (1 - CLOSE):
+            bound, _, what = heapq.heappop(waiting)
+            if len(what) == 3:
+                for axes, more in self._placed(gpus, bound, *what):
+                    heapq.heappush(waiting, (bound + more, next(number), [*what, axes]))
+                continue
+            work, flow, micros, axes = what
+            cfg = self.settings(work, flow, micros)
+            if cfg is None or (held := self._held(cfg, axes)) > self.m.memory:
+                continue
+            self.predicted += 1
+            choice = Choice(cfg, axes, predict(cfg, axes, self.m, held=held))
+            if axes not in found or choice.per_token < found[axes].per_token:
+                found[axes] = choice
+                times = sorted(choice.per_token for choice in found.values())
+                limit = times[count - 1] if len(times) >= count else limit
+        return sorted(found.values(), key=lambda choice: choice.per_token)[:count]
+
+    def _begin(self, gpus: int) -> Iterator[tuple[float, Work, Flow, int]]:
+        """(least seconds a token and GPU, work, flow, micro-batches) of all ways to compute."""
+        seq, layers = self.cfg.train.seq, self.cfg.model.layers
+        for pp in divisors(gpus):
+            if pp > min(STAGES, layers):
+                break
+            stage = gpus // pp
+            flows = [Flow("1f1b", pp, 1)]
+            if pp > 1:
+                flows += [Flow("interleaved", pp, n) for n in (2, 4)] + [Flow("v", pp, 2)]
+            flows = [flow for flow in flows if pp * flow.chunks <= layers]
+            for work in self.works(stage):
+                parts = work.tp * work.cp
+                sequences = self.batch_tokens // (stage // parts * seq)  # of a reader in a step
+                for batch in self._batches(min(self.cfg.train.batch * parts, sequences // pp)):
+                    for flow in flows:
+                        micros = sequences // batch
+                        micros = micros // pp * pp if flow.schedule == "interleaved" else micros
+                        what = work._replace(batch=batch)
+                        yield self._compute(what, flow, micros), what, flow, micros
+
+    @staticmethod
+    def _batches(most: int) -> list[int]:
+        """Sequences of a micro-batch: `most`, half of it and a quarter."""
+        return sorted({most, most // 2, most // 4} - {0})
+
+    def _compute(self, work: Work, flow: Flow, micros: int) -> float:
+        """Least seconds a token and GPU: what the busiest stage computes, and what it waits at least."""
+        kinds, head = self.work_seconds(work)
+        chunks = [sum(n * kinds[kind] for kind, n in span) for span in self.counts(flow.pp * flow.chunks)]
+        chunks[-1] += head
+        stages = [0.0] * flow.pp
+        for chunk, home in zip(chunks, homes(*flow), strict=True):
+            stages[home] += chunk
+        waits = 0.0 if flow.schedule == "v" else (flow.pp - 1) * min(chunks)
+        seconds = micros * max(stages) + waits
+        tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
+        return seconds / tokens
+
+    def _placed(
+        self, gpus: int, computing: float, work: Work, flow: Flow, micros: int
+    ) -> Iterator[tuple[Axes, float]]:
+        """(axes, least seconds a token and GPU on top) of all ways to hold parameters for this work.
+
+        computing: seconds a token and GPU, which hide what moves at most.
+        """
+        m, stage = self.m, gpus // flow.pp
+        tokens = micros * work.batch * self.cfg.train.seq / (work.tp * work.cp * flow.pp)
+        for replicate in divisors(stage):
+            shard = stage // replicate
+            if shard % (work.ep * work.etp) or shard % (work.tp * work.cp):
+                continue
+            if replicate > 1 and shard % m.node:  # copies of whole nodes
+                continue
+            # what the mean rank surely holds: weights and moments, gradients, what the first stage keeps
+            own = self.parameters / shard / flow.pp
+            held = FP32 * own * (1 if self.cfg.optim.offload else 3)
+            whole = (self.dense + self.experts / work.ep) / flow.pp
+            held += max(FP32 * own, self.kept(work) + FP32 * whole * (micros > 1))
+            if m.memory_factor * held > m.memory:
+                continue
+            degrees = dict(pp=flow.pp, replicate=replicate, ep=work.ep, etp=work.etp)
+            axes = Axes(dp=shard // (work.ep * work.etp), tp=work.tp, cp=work.cp, **degrees)
+            one, two = (self.moved(replace(axes, tp=1, cp=1), flow.chunks, min(micros, n)) for n in (2, 3))
+            moving, near, copying = (a + max(0, micros - 2) * (b - a) for a, b in zip(one, two, strict=True))
+            exposed = max((1 - min(1.0, m.fsdp_overlap)) * moving, moving - computing * tokens)
+            slowed = m.slowed * near * (1 - exposed / moving) if moving else 0.0
+            more = exposed + slowed + copying + m.optimizer_bytes * own / m.memory_rate
+            yield axes, more / tokens
+
+    def _kept(self, work: Work) -> float:
+        """Bytes that autograd surely keeps on the fullest stage, which has a micro-batch of each stage.
+
+        A tenth less than of all blocks, as stages have whole blocks.
+        """
+        cfg = self.settings(work)
+        assert cfg is not None
+        return 0.9 * blocks_bytes(cfg, work_axes(work), range(cfg.model.layers))
+
+    def _moved(self, axes: Axes, chunks: int, micros: int) -> tuple[float, float, float]:
+        """Seconds of a step for moving parameters and gradients, on one node, and for copying them.
+
+        They are those of the mean stage.
+
+        From two micro-batches on each further one takes as long.
+        """
+        cfg = self.several(micros)
+        machines = [self.m, SimpleNamespace(**{**vars(self.m), "node": axes.world})]
+        same: dict[tuple, tuple[float, ...]] = {}
+        found = []
+        for span in chunk_spans(cfg.model, axes.pp * chunks):
+            if (kind := chunk_kind(cfg.model, span)) not in same:
+                each = [moving_seconds(cfg, axes, span, m) for m in machines]
+                moving = [first + (micros - 1) * (later + back) + last for first, later, back, last in each]
+                same[kind] = *moving, copy_seconds(cfg, axes, span, self.m)
+            found.append(same[kind])
+        moving, near, copying = (sum(seconds) / axes.pp for seconds in zip(*found, strict=True))
+        return moving, near, copying
+
+    def _works(self, stage: int) -> Iterator[Work]:
+        """Ways to divide a block's work over the ranks of a stage."""
+        seq, node, model = self.cfg.train.seq, self.m.node, self.cfg.model
+        sparse = any(map(model.is_moe, range(model.layers)))
+        degrees = divisors(stage)
+        for tp, cp in itertools.product(degrees, degrees):
+            parts = tp * cp
+            if parts > max(1, seq // LEAST) or stage % parts or tp > node or (node % tp and stage > node):
+                continue
+            for ep, etp in itertools.product(degrees, degrees):
+                group = ep * etp
+                if stage % group or model.moe.experts % ep or ep > NODES * node or not (sparse or group == 1):
+                    continue
+                inside = node % group == 0 or stage <= node
+                if not inside and (etp > 1 or ep % node):
+                    continue
+                for by in ("keys", "heads") if cp > 1 and parts <= node else ("keys",):
+                    work = Work(tp, cp, by, ep, etp, 1)
+                    if self.settings(work):
+                        yield work
+
+    def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
+        """The settings of a run; None where train.py would refuse them."""
+        parallel = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp, cp_by=work.cp_by)
+        parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
+        train = dict(batch=work.batch, accumulate=micros)
+        try:
+            return replace(
+                self.cfg,
+                parallel=replace(self.cfg.parallel, **parallel),
+                train=replace(self.cfg.train, **train),
+            )
+        except ConfigError:
+            return None
+
+    def _counts(self, chunks: int) -> list[list[tuple[tuple[bool, int], int]]]:
+        """How many blocks of each kind every chunk has."""
+        model = self.cfg.model
+        found = []
+        for span in chunk_spans(model, chunks):
+            kinds = [(model.is_moe(layer), model.window_of(layer)) for layer in span]
+            found.append([(kind, kinds.count(kind)) for kind in set(kinds)])
+        return found
+
+    def _work_seconds(self, work: Work) -> tuple[dict[tuple[bool, int], float], float]:
+        """Seconds of a micro-batch in a block of each kind, and in the head."""
+        cfg, model = self.settings(work), self.cfg.model
+        assert cfg is not None
+        axes = work_axes(work)
+        busiest = 1.0 if work.ep == 1 else self.m.skew
+        kinds: dict[tuple[bool, int], float] = {}
+        for layer in range(model.layers):
+            kind = model.is_moe(layer), model.window_of(layer)
+            if kind not in kinds:
+                forward, backward = block_seconds(cfg, axes, layer, self.m, busiest)
+                again = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
+                kinds[kind] = sum(forward.values()) + sum(backward.values()) + again
+        last = range(model.layers - 1, model.layers)
+        return kinds, passes(cfg, axes, last, self.m, busiest)[0]["loss"]
+
+    def _held(self, cfg: Config, axes: Axes) -> float:
+        """Bytes of the fullest rank."""
+        return self.m.memory_factor * peak_bytes(memory_per_rank(steady(cfg, axes), axes))
+
+
+def work_axes(work: Work) -> Axes:
+    """The axes of some world in which a rank has this work."""
+    return Axes(dp=work.tp * work.cp, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)

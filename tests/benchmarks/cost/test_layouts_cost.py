@@ -1,0 +1,173 @@
+"""Every axis of the cost model against hand-worked numbers, and the search among all layouts."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from test_step_time import INFINITE, backend, free, line
+
+from benchmarks import model as command
+from benchmarks.cost import block_time, constants, network, search, step_time
+from tmoe.config.axes import Axes
+from tmoe.config.presets import presets
+from tmoe.config.run import Config
+from tmoe.parallel.schedule import Cost, simulate, table
+
+# Slow: the model is frozen, so its tests need not run with every change of the trainer.
+pytestmark = pytest.mark.slow
+
+M = constants.values(json.loads(constants.CONSTANTS.read_text()))
+OLMOE, QWEN3, DEEPSEEK, TINY = (
+    presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v3", "tiny")
+)
+
+
+def laid(cfg: Config, axes: Axes, batch: int = 4, micros: int = 1, **parallel) -> Config:
+    degrees = {name: n for name, n in vars(axes).items() if name != "dp"}
+    train = replace(cfg.train, batch=batch, accumulate=micros, isolate_documents=False)
+    return replace(cfg, train=train, parallel=replace(cfg.parallel, **degrees, **parallel))
+
+
+@pytest.mark.parametrize("axes", [Axes(ep=8, tp=4), Axes(ep=8, cp=4), Axes(ep=8, cp=2, tp=2)])
+@pytest.mark.parametrize("by", ["keys", "heads"])
+def test_arithmetic_is_divided_not_changed(axes, by):
+    """With as many tokens a rank, a rank does as many FLOPs: olmoe's key heads divide by tp."""
+    m = free(product_rate=1e12)
+    one = step_time.predict(laid(OLMOE, Axes(ep=8)), Axes(ep=8), m).parts
+    parts = step_time.predict(laid(OLMOE, axes, batch=16, cp_by=by), axes, m).parts
+    for name in ("projections", "experts", "loss"):
+        assert parts[name] == pytest.approx(one[name])
+
+
+def test_tp_exchange_worked_by_hand():
+    """qwen3, 16,384 tokens a rank: x there and the sum back; in the backward both, and x again."""
+    m = free(collective=line(1e9))
+    for tp in (2, 4, 8):
+        axes = Axes(ep=8, tp=tp)
+        parts = step_time.predict(laid(QWEN3, axes, batch=4 * tp), axes, m).parts
+        a_pass = (tp - 1) * 16384 * 2048 * 2 / 1e9
+        # the curve holds all of FSDP2's gathers as well, which are another part
+        assert parts["tp exchange"] == pytest.approx(48 * 5 * a_pass)
+    hidden = free(collective=line(1e9), spread_hidden=0.25)
+    assert step_time.predict(laid(QWEN3, axes, 32), axes, hidden).parts["tp exchange"] == pytest.approx(
+        48 * 5 * a_pass * 0.75
+    )
+
+
+def test_cp_exchange_worked_by_hand():
+    """By keys 4 key heads of two times 128 channels; by heads queries and results travel too."""
+    m = free(collective=line(1e9))
+    axes = Axes(ep=8, cp=4)
+    tokens = 16384 * 2 / 1e9
+    keys = step_time.predict(laid(QWEN3, axes, 16), axes, m).parts["cp exchange"]
+    assert keys == pytest.approx(48 * 2 * 3 * tokens * 2 * 4 * 128)
+    heads = step_time.predict(laid(QWEN3, axes, 16, cp_by="heads"), axes, m).parts["cp exchange"]
+    assert heads == pytest.approx(48 * 2 * 3 / 4 * tokens * (2 * 32 + 2 * 4) * 128)
+    latents = step_time.predict(laid(DEEPSEEK, axes, 16), axes, m).parts["cp exchange"]
+    assert latents == pytest.approx(61 * 2 * 3 * tokens * 576)
+
+
+def test_latent_keys_are_made_of_whole_sequences():
+    """kv_b runs on cp times the tokens under cp by keys."""
+    axes = Axes(ep=8, cp=4)
+    one, four = (
+        block_time.products(laid(DEEPSEEK, a, 4 * a.cp), a, 5) for a in (Axes(ep=8), Axes(ep=8, cp=4))
+    )
+    assert [b for a, b in zip(one, four, strict=True) if a != b] == [(4 * 16384, 512, 128 * 256)]
+    by_heads = block_time.products(laid(DEEPSEEK, axes, 16, cp_by="heads"), axes, 5)
+    assert by_heads == one
+
+
+def test_a_key_head_that_ranks_share_is_made_on_each():
+    qwen = laid(QWEN3, Axes(ep=8, tp=8), 32)
+    assert block_time.products(qwen, Axes(ep=8, tp=8), 0)[0] == (8 * 16384, 2048, (4 + 2) * 128)
+
+
+def test_etp_worked_by_hand():
+    """Rows of both ranks there and back, forward and backward, half of them over the link."""
+    m = free(collective=line(1e9), exchange={"auto": "nccl", "nccl": backend(line(INFINITE))})
+    axes = Axes(etp=2)
+    parts = step_time.predict(laid(OLMOE, axes), axes, m).parts
+    assert parts["etp exchange"] == pytest.approx(16 * 4 * 16384 * 2048 * 2 / 1e9)
+    flops = [
+        step_time.predict(laid(OLMOE, a), a, free(product_rate=1e12)).parts["experts"]
+        for a in (Axes(dp=2), axes)
+    ]
+    assert flops[0] == pytest.approx(flops[1])
+
+
+def test_replicas_add_up_their_shards():
+    """fp32 of 1/8 of the parameters, there and back over one card each."""
+    m = free(nic_rate=1e9)
+    axes = Axes(replicate=4, ep=8)
+    cfg = laid(OLMOE, axes)
+    span = range(16)
+    got = network.replica_seconds(cfg, axes, m, span)
+    (dense, _), (experts, _) = network.padded_groups(cfg, axes, span)
+    assert got == pytest.approx(2 * 3 / 4 * 4 * (dense / 8 + experts) / 1e9)
+    assert network.replica_seconds(laid(OLMOE, Axes(dp=4, ep=8)), Axes(dp=4, ep=8), m, span) == 0
+    assert step_time.predict(cfg, axes, m).parts["exposed all-gathers"] == pytest.approx(got)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", None), ("interleaved", 2), ("v", None)])
+def test_a_pipelines_time_is_its_tables(schedule, chunks):
+    """Each chunk's own seconds, run in the table's order; further micro-batches take the busiest stage's."""
+    m = free(product_rate=1e12)
+    axes = Axes(pp=4)
+    cfg = laid(OLMOE, axes, micros=8, schedule=schedule, chunks=chunks)
+    got = step_time.predict(cfg, axes, m)
+    spans = step_time.chunk_spans(cfg.model, 4 * cfg.parallel.chunks_a_stage)
+    costs = []
+    for span in spans:
+        forward, backward = step_time.passes(cfg, axes, span, m, 1.0)
+        costs.append(Cost(sum(forward.values()), sum(backward.values()), 0.0))
+    order = table(schedule, 4, 8, cfg.parallel.chunks_a_stage)
+    assert got.seconds == pytest.approx(simulate(order, costs).time)
+    assert got.tokens == 8 * 4 * 4096 and got.parts["pipeline bubble"] > 0
+    more = step_time.predict(replace(cfg, train=replace(cfg.train, accumulate=20)), axes, m)
+    whole = simulate(table(schedule, 4, 20, cfg.parallel.chunks_a_stage), costs).time
+    assert more.seconds == pytest.approx(whole, rel=0.02)
+
+
+def test_the_search_finds_what_trying_all_finds():
+    """Every axis of a tiny model on 8 GPUs of two nodes of four, predicted one by one."""
+    m = free(**{**vars(M), "node": 4})
+    cfg = replace(TINY, train=replace(TINY.train, batch=2, seq=512, dtype="bf16"))
+    made = search.Search(cfg, m, 2**15)
+    best = made.best(8, 5)
+    every: dict[Axes, float] = {}
+    for _, work, flow, micros in made._begin(8):
+        for axes, _ in made._placed(8, 0.0, work, flow, micros):
+            if settings := made.settings(work, flow, micros):
+                seconds = 1 / step_time.predict(settings, axes, m).tokens_per_s_gpu
+                every[axes] = min(seconds, every.get(axes, seconds))
+    assert len(every) > 50
+    for name in ("pp", "dp", "ep", "etp", "cp", "tp", "replicate"):
+        assert any(getattr(axes, name) > 1 for axes in every), name
+    assert [c.per_token for c in best] == pytest.approx(sorted(every.values())[:5], rel=0.025)
+    assert all(c.axes.world == 8 and c.step.tokens <= 2**15 for c in best)
+
+
+def test_the_search_keeps_to_tokens_and_memory():
+    found = search.Search(QWEN3, M, 2**22)
+    for gpus in (8, 256):
+        best = found.best(gpus)
+        assert len(best) == 10 and len({c.axes for c in best}) == 10
+        for cfg, axes, step in best:
+            assert axes.world == gpus and step.tokens <= 2**22 and step.peak_bytes <= M.memory
+            assert step == step_time.predict(cfg, axes, M)
+    roomy = search.Search(QWEN3, free(**{**vars(M), "memory": 1e9}), 2**22)
+    assert roomy.best(8) == []
+
+
+def test_the_command_names_the_best(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", "model --batch-tokens 4e6 --gpus 16 olmoe-1b-7b".split())
+    command.main()
+    said = capsys.readouterr().out
+    assert "the fastest on 16 GPUs, all axes, at most 4.00 M tokens a step" in said
+    assert "experts" in said.split("where the time goes")[1]
+    monkeypatch.setattr(sys, "argv", "model --gpus 16 -- olmoe-1b-7b --parallel.pp 2".split())
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--parallel.pp: the page compares every layout" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""Bytes that one block, the loss and the exchange of tokens hold on a rank, in closed form.
+
+T, here, are the tokens of one rank: under tp and cp a part of each of its sequences. Inside attention a rank
+has more tokens and fewer heads: tp gathers the tokens of its group, cp by keys the keys of whole sequences.
+
+next: tmoe/run/metrics.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.model.count import qk_width, v_width
+from tmoe.model.loss import chunk_rows
+from tmoe.moe.dispatch import pairs_bound
+from tmoe.moe.symm import hides
+from tmoe.ops.cross_entropy import aligned
+
+FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
+INT32 = 4
+NODE = 8  # GPUs of a host that reach each other's memory
+
+
+def compute_bytes(cfg: Config) -> int:
+    return {"bf16": 2, "fp32": 4}[cfg.train.dtype]
+
+
+def local_tokens(cfg: Config, axes: Axes) -> int:
+    """Tokens T of a rank in a micro-batch."""
+    return cfg.train.batch * cfg.train.seq // axes.parts
+
+
+def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -> int:
+    """Bytes that autograd keeps of one block: of attention, then of the feed-forward of its kind.
+
+    checkpoint: the part that is recomputed in the backward, of which only the input is kept.
+
+    This is for a compiled block: inductor recomputes pointwise results in the backward, but keeps operands of
+    matrix products. Within 2% of the saved tensors of such blocks (tests/run/test_memory.py,
+    test_block_memory.py); eager blocks keep 1.3 to 2 times as much.
+    """
+    model, width = cfg.model, compute_bytes(cfg)
+    T, D = local_tokens(cfg, axes), model.dim
+
+    # its norm: the input (the residual stream) and the output, operand of qkv; its root mean square
+    attention = T * (2 * D * width + FP32)
+    attention += (latent_elements if model.attention == "mla" else grouped_elements)(cfg, axes) * width
+    attention += statistics(cfg, axes) * FP32
+
+    feed_forward = T * (2 * D * width + FP32)  # its norm: input, output and root mean square
+    feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
+
+    stream = T * D * width
+    # given to the block from outside, so that no policy frees them
+    slices = slice_bytes(cfg, axes) if model.is_moe(layer) else 0
+    if checkpoint == "block":
+        return stream + slices
+    if checkpoint == "attention":
+        return stream + feed_forward + slices
+    if checkpoint == "moe":
+        return attention + stream + slices
+    return attention + feed_forward + slices
+
+
+def statistics(cfg: Config, axes: Axes) -> int:
+    """Elements in fp32 that attention keeps: logsumexp, and root mean squares of the norms inside it."""
+    model, tp = cfg.model, axes.tp
+    T = local_tokens(cfg, axes)
+    kept = T * model.heads  # 1/tp of the heads for tp times the tokens
+    if model.attention == "mla":
+        return kept + T * (1 + (model.mla.q_rank > 0))
+    H, G = model.heads // tp, max(1, model.kv_heads // tp)
+    if model.qk_norm == "head":
+        kept += T * tp * (H + G)
+    if model.qk_norm == "full":  # under tp q and k themselves in fp32: mean squares come of all ranks
+        kept += T * tp * (2 + ((H + G) * model.head_dim if tp > 1 else 0))
+    return kept
+
+
+def grouped_elements(cfg: Config, axes: Axes) -> int:
+    """Elements in the compute type that grouped-query attention keeps between its norm and its result.
+
+    The result, operand of the output projection, is among them.
+    """
+    model, C = cfg.model, cfg.model.head_dim
+    own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
+    H, G = model.heads // axes.tp, max(1, model.kv_heads // axes.tp)  # of this rank
+    kept = own * H * C  # the result
+    if axes.tp > 1:
+        kept += (H + 2 * G) * C * model.dim  # the rows of qkv's weight, copied together
+    # q, k, v as one product gives them: v is a view into it, unless it travels; QK-norm reads q and k there
+    if cp == 1 or model.qk_norm != "none":
+        kept += own * (H + 2 * G) * C
+    if cp == 1:
+        return kept + own * (H + G) * C  # q and k after RoPE
+    if cfg.parallel.cp_by == "keys":
+        return kept + own * H * C + own * cp * 2 * G * C  # keys and values of all tokens
+    # all tokens of 1/cp of the heads: q, k, v, and the result before it travels home
+    return kept + own * (2 * H + 2 * key_copies(H, G, cp) * G) * C
+
+
+def key_copies(H: int, G: int, cp: int) -> int:
+    """How often cp by heads repeats G key heads so that each rank has those of its query heads."""
+    if G % cp == 0:
+        return 1
+    return cp // G if cp % G == 0 else H // G
+
+
+def latent_elements(cfg: Config, axes: Axes) -> int:
+    """Elements in the compute type that latent attention keeps between its norm and its result.
+
+    The result, operand of the output projection, is among them.
+    """
+    mla, tp, cp = cfg.model.mla, axes.tp, axes.cp
+    T = local_tokens(cfg, axes)
+    own = T * tp  # tokens that tp gathers
+    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    by_heads = cp > 1 and not by_keys
+    H = cfg.model.heads // tp
+    latent = mla.kv_rank + mla.rope_dim  # what keys and values are made of
+    queries, values = H * qk_width(cfg.model), H * v_width(cfg.model)
+
+    # the output of one product, which the latents' norms read; under tp queries are a product of their own
+    kept = T * ((mla.q_rank or (queries if tp == 1 else 0)) + latent)
+    # latents after their norms, operands of the next products: under tp as they came
+    if tp == 1:
+        kept += T * (mla.q_rank + (0 if by_keys else mla.kv_rank))
+    elif mla.q_rank or not by_keys:
+        kept += own * (mla.q_rank + latent)
+    if tp > 1 and not mla.q_rank:
+        kept += queries * cfg.model.dim  # the rows of their weight, copied
+    if by_keys:
+        kept += own * cp * latent
+    seen = own * cp if by_keys else own  # tokens whose keys and values are here
+    kept += own * queries + seen * queries  # q and k, joined of their parts with and without position
+    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    narrow = mla.v_dim < qk_width(cfg.model)
+    if narrow and not by_keys and not cfg.train.isolate_documents:
+        kept += own * 2 * queries
+    elif by_heads:  # v, and the result before it travels home
+        kept += own * 2 * values
+    else:
+        # the product of keys and values: v is a view into it
+        kept += seen * H * (mla.nope_dim + mla.v_dim)
+    return kept + own * values
+
+
+def moe_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
+    moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
+    ep, etp = axes.ep, axes.etp
+    T, K = local_tokens(cfg, axes), moe.top_k
+    kept = T * moe.experts * FP32  # the router's logits
+    if moe.jitter:
+        kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
+    # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
+    # experts
+    kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
+    # H: under etp 1/etp of the width, of etp times the pairs
+    kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width
+    if uses_symm(cfg, axes):
+        # weights and ids; the backward pushes x again, and sorts the slots again
+        return kept + T * K * (FP32 + INT32)
+    R = etp * rows_received(T, K, ep)
+    kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
+    return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def slice_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
+    moe = cfg.model.moe
+    elements = 3 * moe.experts // axes.ep * (moe.ffn_dim // axes.etp) * cfg.model.dim
+    return elements * compute_bytes(cfg) if axes.etp > 1 else 0
+
+
+def uses_symm(cfg: Config, axes: Axes) -> bool:
+    """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
+    near = 1 < axes.ep <= NODE and axes.etp == 1
+    return near and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+
+
+def runs_beside(cfg: Config, axes: Axes) -> bool:
+    """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
+    hidden = hides(axes.ep, compute_bytes(cfg), cfg.model.moe.shared_dim)
+    return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
+
+
+def exchange_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that `reserve` of moe/symm.py takes, once for all layers.
+
+    Of T*ep rows: x, dy, y and sums, and the ids, weights and gradients of the weights of their K slots.
+    """
+    if not uses_symm(cfg, axes):
+        return 0
+    rows = axes.ep * local_tokens(cfg, axes)
+    D, width = cfg.model.dim, compute_bytes(cfg)
+    packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.top_k * FP32)
+
+
+def rows_received(T: int, top_k: int, ep: int) -> int:
+    """Rows R that arrive when every rank sends T tokens with uniform routing, one row per (token, rank).
+
+    A given rank holds none of a token's K experts with probability (1 - 1/ep)^K, where experts are many more
+    than K.
+    """
+    return round(T * ep * (1.0 - (1.0 - 1.0 / ep) ** top_k))
+
+
+def loss_bytes(cfg: Config, axes: Axes) -> int:
+    """Most bytes that the loss holds at one time, in its forward or in its backward.
+
+    Forward: a chunk of logits, which become their gradient; the head's gradient in fp32; a copy of the head
+        where rows are added to it for alignment.
+    Backward: that gradient, and its scaled copy in the compute type.
+    Always: hidden states before and after the final norm, and their gradient.
+    """
+    T, V, width = local_tokens(cfg, axes), cfg.model.vocab, compute_bytes(cfg)
+    columns = aligned(V, width)
+    table = columns * cfg.model.dim
+    copy = table if columns > V else 0
+    head = FP32 * table + width * max(min(chunk_rows(V, gpu=True), T) * columns + copy, table)
+    return 3 * T * cfg.model.dim * width + head
+
+
+def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Temporaries of one block's backward: gradients of saved tensors, what is recomputed, later windows.
+
+    Under tp the gathered input of the projections and its gradient, of all the group's tokens.
+    """
+    whole = layer_bytes(cfg, axes, layer)
+    again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
+    gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
+    return again + gathered + window_bytes(cfg, axes, layer)
+
+
+def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
+    """Bytes that the windows after the first add to a block's backward, empty or not.
+
+    They are H, and with symm dH and the activations too, beside those of the first window.
+    """
+    moe, ep = cfg.model.moe, axes.ep
+    T = local_tokens(cfg, axes)
+    if ep == 1 or not cfg.model.is_moe(layer):
+        return 0
+    symm = uses_symm(cfg, axes)
+    L = moe.experts // ep
+    slots = T * ep * min(moe.top_k, L) if symm else rows_received(T, moe.top_k, ep) * moe.top_k
+    pairs = pairs_bound(T, moe.top_k, ep, L) or slots
+    if pairs >= slots:  # one window
+        return 0
+    # under etp 1/etp of the width, of etp times the pairs
+    return (5 if symm else 2) * pairs * moe.ffn_dim * compute_bytes(cfg)
