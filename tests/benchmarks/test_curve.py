@@ -25,9 +25,9 @@ def two_steps(rank: int, world: int, words: list[str], plain: bool) -> tuple[set
         curve.become_plain()
         for part in curve.plain_parts():
 
-            def counted(*args, part=part):
+            def counted(*args, part=part, **settings):
                 calls[part.name] += 1
-                return part.plain(*args)
+                return part.plain(*args, **settings)
 
             setattr(part.owner, part.name, counted)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:

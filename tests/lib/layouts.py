@@ -1,6 +1,6 @@
 """One tiny model trained on the same global batches in any layout: what tests of the axes compare.
 
-next: tests/end_to_end/test_axes.py
+next: tests/end_to_end/test_axes_layouts.py
 """
 
 from __future__ import annotations

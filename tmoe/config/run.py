@@ -353,13 +353,14 @@ def require_layout(cfg: Config) -> None:
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
     heads = model.heads
-    of = f"--model.heads={heads}"
     degrees = divisors(heads)
     if model.attention == "gqa":
         groups = model.kv_heads
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
-        of = f"{of} and fit {groups} key heads"
-    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide {of}; valid: {degrees}")
+        ok = p.tp in degrees
+        fit = f"must divide --model.heads={heads} and fit {groups} key heads; valid: {degrees}"
+        require(ok, f"--parallel.tp={p.tp}: {fit}")
+    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide --model.heads={heads}; valid: {degrees}")
     if p.cp_by == "heads":
         own = heads // p.tp
         valid = f"must divide the {own} heads that tp leaves a rank; valid: {divisors(own)}"

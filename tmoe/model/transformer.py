@@ -104,7 +104,7 @@ class Blocks(nn.ModuleList):
 
     def __getitem__(self, place: int | slice) -> Any:
         """By place, counted from 0, whatever the names are."""
-        found = list(self)[place]
+        found: Any = list(self)[place]
         return nn.ModuleList(found) if isinstance(place, slice) else found
 
 

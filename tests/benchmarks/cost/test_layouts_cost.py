@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from test_step_time import INFINITE, backend, free, line
+from machines import INFINITE, backend, free, line
 
 from benchmarks import model as command
 from benchmarks.cost import block_time, constants, network, search, step_time

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from machines import backend, free, line
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 CONSTANTS = json.loads(constants.CONSTANTS.read_text())
-INFINITE = 1e60
 OLMOE, QWEN3, MIXTRAL = (presets()[name] for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "mixtral-8x7b"))
 FLAT = replace(OLMOE, parallel=replace(OLMOE.parallel, dispatch="nccl"))
 ODD = Config(
@@ -61,35 +60,6 @@ ODD = Config(
     ),
     train=TrainConfig(batch=3, seq=64, isolate_documents=False),
 )
-
-
-def backend(curve: list[list[float]], **costs: float) -> dict:
-    return {"curve": curve, "moves": 4, "experts": 1.0, "copies": 0.0, "fixed": 0.0, **costs}
-
-
-def free(**costs: Any) -> SimpleNamespace:
-    """A machine on which everything is free except what is named."""
-    curve = [[0, 0.0], [1, 0.0], [2, 0.0]]
-    nothing = dict(
-        product_rate=INFINITE,
-        memory_rate=INFINITE,
-        attention_rate=[[1, INFINITE]],
-        isolated_attention_rate=[[1, INFINITE]],
-        window_more=0,
-        nic_rate=INFINITE,
-        collective=curve,
-        exchange={"auto": "nccl", "nccl": backend(curve)},
-        **dict.fromkeys(
-            "kernel_overlap layer_fixed glue_passes logit_bytes optimizer_bytes copy_factor".split(), 0.0
-        ),
-        **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop spread_hidden message".split(), 0.0),
-        skew=1.0,
-    )
-    return SimpleNamespace(**{**vars(constants.values(CONSTANTS)), **nothing, **costs})
-
-
-def line(rate: float) -> list[list[float]]:
-    return [[0, 0.0], [1e6, 1e6 / rate], [2e6, 2e6 / rate]]
 
 
 @pytest.mark.parametrize("cfg", [OLMOE, QWEN3, MIXTRAL, ODD], ids=["olmoe", "qwen3", "mixtral", "odd"])
