@@ -66,12 +66,11 @@ def parallelize(
         `.whole_gib`, `.shard` and `.cp_by` and `compile` are read. None: fp32, auto, same, none, 16, 3, keys,
         eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
-    its
-        end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers small
-        neighbours together, with one hook in front of the first and one behind the last. Experts that dp
-        ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py). If
-        the promise were broken, blocks would be found gathered or not against what was asked, and gradients
-        unreduced.
+        its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
+        small neighbours together, with one hook in front of the first and one behind the last. Experts that
+        dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py).
+        If the promise were broken, blocks would be found gathered or not against what was asked, and
+        gradients unreduced.
 
     Of somebody's own model FSDP2 finds what the forward returns in tuples, lists, dicts and dataclasses. A
     backward that begins at anything else leaves gradients unreduced.
