@@ -28,13 +28,15 @@ from tmoe.data.dataset import Batch, Dataset, Loader, Split, open_data, unigram_
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
+from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.schedule import lr_factor, set_lr
-from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize
+from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
+from tmoe.parallel.collectives import sum_over_all
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import require_room
@@ -80,6 +82,7 @@ class Trainer:
         p = cfg.parallel
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
+        run.watch.kinds = [self.mesh.axes.place(rank).pp for rank in range(run.world)]
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
@@ -158,7 +161,7 @@ class Trainer:
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
                 loss = self.forward_backward(batch, totals)
-                norm = clip_grad_norm_(model.parameters(), inf)
+                norm = clip_grad_norm_(model.counted(), inf)
                 run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
                 finite = all_finite(loss, norm)
                 optimizer.decide(finite, norm, cfg.optim.clip)  # whether to clip, whether to skip the step
@@ -196,7 +199,7 @@ class Trainer:
         # Log the step before, then start this one's numbers on their way.
         if self.unread is not None:
             self.log(*self.unread)
-        router = self.model.balancer.read_log() if self.metrics.due(step) else None
+        router = self.model.read_log() if self.metrics.due(step) else None
         self.unread = step, OnItsWay((*numbers, self.mean, router)), lr, self.tokens
         if save or validate or run.device.type == "cpu":
             # Before the checkpoint: a run that resumes from it does not log this step again.
@@ -226,16 +229,23 @@ class Trainer:
         Gradients are left in the parameters, summed over ranks with the last micro-batch.
         """
         model, device = self.model, self.run.device
+        micros = batch.micros(device, self.cfg.train.isolate_documents)
+        if isinstance(model, Stages):
+            loss = model.forward_backward(list(micros), totals)
+            return sum_over_all(self.noted(loss, batch, totals))
         loss = torch.zeros((), device=device)
         model.balancer.start_step()
-        micros = batch.micros(device, self.cfg.train.isolate_documents)
         for i, (tokens_BS, targets_BS, documents_BS) in enumerate(micros):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
             model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
             loss += model.cross_entropy
-        own_targets = (model.own(batch.targets_ABS.flatten(0, 1)) != IGNORE).sum().item()
-        self.mean = loss * totals.targets / max(own_targets, 1)  # over this rank's own targets
-        return model.balancer.all_reduce(loss)
+        return sum_over_all(self.noted(loss, batch, totals))
+
+    def noted(self, loss: Tensor, batch: Batch, totals: Totals) -> Tensor:
+        """The loss, this rank's share; its mean over the rank's own targets is kept for the log."""
+        own_targets = (self.model.own(batch.targets_ABS.flatten(0, 1)) != IGNORE).sum().item()
+        self.mean = loss * totals.targets / max(own_targets, 1)
+        return loss
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
@@ -262,6 +272,9 @@ class Trainer:
                 batch = self.val_data.batch(i, **self.shape())
                 targets += (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
                 micros = batch.micros(device, cfg.train.isolate_documents)
+                if isinstance(model, Stages):
+                    total += model.evaluate(list(micros), Totals(one, one, one))
+                    continue
                 for tokens_BS, targets_BS, documents_BS in micros:
                     model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
                     total += model.cross_entropy
@@ -270,7 +283,7 @@ class Trainer:
         self.graphs.passed("validate")
         if stopped:
             return None
-        return model.balancer.all_reduce(total).item() / max(self.run.sums(targets)[0], 1)
+        return sum_over_all(total).item() / max(self.run.sums(targets)[0], 1)
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards a step and writes it down. Waits until its numbers are on the host."""
@@ -301,7 +314,8 @@ class Trainer:
         self.checkpoints.finish()
         self.run.together(lambda: require_finite(self.tensors(("model",))))
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
-        self.checkpoints.save(self.step, self.tensors(), state, runtime.rng_states(self.run.device))
+        tensors = {name: t for name, t in self.tensors().items() if not self.model.is_copy(name)}
+        self.checkpoints.save(self.step, tensors, state, runtime.rng_states(self.run.device))
 
     def restore(self) -> None:
         """Goes on from the checkpoint that --resume finds, or else starts from the weights of --init.
@@ -326,7 +340,9 @@ class Trainer:
     def go_on_from(self, path: Path) -> None:
         """Loads a step folder: all that the next step depends on, or only weights for --eval-only."""
         cfg, run = self.cfg, self.run
-        self.changes = run.together(lambda: resume.require_same_run(path, cfg, self.data.facts(), run.world))
+        self.changes = run.together(
+            lambda: resume.require_same_run(path, cfg, self.data.facts(), self.mesh.axes.readers)
+        )
         wanted = ("model.", "ema.") if cfg.eval_only else None
         state, rng = self.checkpoints.load(path, self.tensors(), wanted)
         self.step = state["step"]
@@ -378,14 +394,17 @@ class Trainer:
         return place.cp == place.tp == place.pp == 0
 
 
-def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer:
-    """The model laid out over the mesh, its weights drawn from the seed.
+def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | Stages:
+    """The model, or this rank's stages of it, laid out over the mesh, its weights drawn from the seed.
 
     It is made on the meta device, so no rank ever holds the whole model. Then each rank fills its shards.
     """
-    with torch.device("meta"):
-        model = Transformer(cfg.model)
-    parallelize(model, mesh, cfg, whole_forwards=True)
+    if mesh.axes.pp > 1:
+        model = pipeline(cfg, mesh)
+    else:
+        with torch.device("meta"):
+            model = Transformer(cfg.model)
+        parallelize(model, mesh, cfg, whole_forwards=True)
     model.to_empty(device=device)
     model.init_weights(cfg.seed)
     return model

@@ -140,7 +140,13 @@ def plain_mlp(*args: Any) -> Tensor:
 
 
 def dense_mask(
-    documents_BS: Tensor | None, window: int, S: int, device: torch.device, width: int, sinks: bool = False
+    documents_BS: Tensor | None,
+    window: int,
+    S: int,
+    device: torch.device,
+    width: int,
+    sinks: bool = False,
+    queries_Q: Tensor | None = None,
 ) -> Tensor | None:
     """Every pair of positions, whatever the device; a window is the attention's own affair."""
     return None if documents_BS is None else document_mask(documents_BS)

@@ -65,7 +65,7 @@ def traces() -> list[tuple]:
 
     Variants that few tests ask for are compiled by those tests.
     """
-    sys.path[:0] = [str(folder) for folder in sorted((ROOT / "tests").glob("*/"))]  # as pytest does
+    sys.path[:0] = [str(folder) for folder in sorted((ROOT / "tests").rglob("*/"))]  # as pytest does
     import test_moe_gpu
     import test_ops_gpu
     import test_router_gpu

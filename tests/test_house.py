@@ -29,8 +29,8 @@ FLOORS = [
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}
-# tmoe.parallel.parallelize, a public name, looked up late
-ALIASES = {("tmoe.parallel", "tmoe.model.parallelize")}
+# tmoe.parallel.parallelize and .pipeline, public names, looked up late
+ALIASES = {("tmoe.parallel", name) for name in ("tmoe.model.parallelize", "tmoe.model.stages")}
 
 FILES = [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]
 
@@ -116,8 +116,14 @@ MANY = {
     "tmoe.moe.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
     "tmoe.moe.received": {"__init__"},
     "tmoe.ops.exchange": {"push", "pull"},
-    "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward"},
-    "tmoe.ops.experts.gpu": {"forward", "backward", "specialised"},
+    "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},
+    "tmoe.ops.experts.gpu": {
+        "forward",
+        "backward",
+        "backward_of_x",
+        "backward_of_matrices",
+        "specialised",
+    },
     "tmoe.ops.experts.op": {
         "forward",
         "_forward_cpu",
@@ -126,6 +132,7 @@ MANY = {
         "_backward_cpu",
         "_backward_gpu",
         "_backward_fake",
+        "_backward_of_x_cpu",
     },
     "tmoe.ops.launch.precompile": {"trace"},
     "tmoe.run.metrics": {"__init__", "log"},

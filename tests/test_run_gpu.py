@@ -174,7 +174,7 @@ from pathlib import Path
 
 import pytest, torch, transformers, tmoe, tmoe.hf  # what these open and start is theirs
 
-sys.path[:0] = ["tests", *map(str, Path("tests").glob("*/"))]
+sys.path[:0] = ["tests", *map(str, Path("tests").rglob("*/"))]
 results = str(Path("benchmarks/results").absolute())
 here, found = None, set()
 STARTS = "subprocess.Popen", "os.system", "os.fork", "os.posix_spawn", "os.exec"

@@ -39,6 +39,8 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
         return f"--train.dtype={cfg.train.dtype}: the constants were measured in bf16; add --train.dtype bf16"
     if p.wire != "same":
         return f"--parallel.wire={p.wire}: not in this model; valid: same"
+    if p.shard != 3:
+        return f"--parallel.shard={p.shard}: its gathers are not in this model; valid: 3"
     if not parts:
         known = p.dispatch in ("auto", "nccl")
         return "" if known else f"--parallel.dispatch={p.dispatch}: the page takes auto or nccl"

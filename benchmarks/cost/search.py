@@ -103,8 +103,10 @@ class Search:
     def best(self, gpus: int, count: int = 10) -> list[Choice]:
         """The fastest layouts that fit into memory, the fastest first; one for each set of axes."""
         number = itertools.count()
-        waiting: list[tuple[float, int, list[Any]]]
-        waiting = [(bound, next(number), what) for bound, *what in self._begin(gpus)]
+        # what: a work, a flow and micro-batches, and at last the axes
+        waiting: list[tuple[float, int, list[Any]]] = [
+            (bound, next(number), what) for bound, *what in self._begin(gpus)
+        ]
         heapq.heapify(waiting)
         found: dict[Axes, Choice] = {}
         limit = float("inf")
@@ -248,9 +250,8 @@ class Search:
 
     def _settings(self, work: Work, flow: Flow = WHOLE, micros: int = 1) -> Config | None:
         """The settings of a run; None where train.py would refuse them."""
-        parallel: dict[str, Any] = dict(
-            dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp, cp_by=work.cp_by
-        )
+        parallel: dict[str, Any] = dict(dp=None, ep=work.ep, etp=work.etp, tp=work.tp, cp=work.cp)
+        parallel |= dict(cp_by=work.cp_by)
         parallel |= dict(pp=flow.pp, schedule=flow.schedule, chunks=None if flow.pp == 1 else flow.chunks)
         train = dict(batch=work.batch, accumulate=micros)
         try:

@@ -140,7 +140,7 @@ def test_25_a_step_that_stands_still_ends(tmp_path, how):
         moved = re.search(r"error: nothing has moved for (\d+\.\d) s \(--train.timeout\)", ends[0].said)
         assert moved and float(still) <= float(moved[1]) < 2 * float(still), ends
     if how != "stopped":
-        says = "Timeout (0:00:0" if how == "locked" else "time.sleep(60)"
+        says = "Timeout (0:00:" if how == "locked" else "time.sleep(60)"
         assert says in ends[1].said and "test_faults_ranks.py" in ends[1].said, ends
 
 

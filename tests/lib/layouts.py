@@ -1,6 +1,6 @@
 """One tiny model trained on the same global batches in any layout: what tests of the axes compare.
 
-next: tests/end_to_end/test_axes.py
+next: tests/end_to_end/test_axes_layouts.py
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ LATENT = replace(
     mla=MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
 )
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
-MODELS = dict(gqa=GQA, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
+DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
+MODELS = dict(gqa=GQA, deep=DEEP, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
 
 
 class Curve(NamedTuple):
@@ -141,12 +142,8 @@ def train(
         parts = [(tokens[r], targets[r], None if marks is None else marks[r]) for r in rows]
         loss = net.forward_backward(parts, totals) if mesh.axes.pp > 1 else accumulate(net, parts, totals)
         dist.all_reduce(loss)
-        counted = net.counted() if mesh.axes.pp > 1 else net.parameters()
-        norms.append(clip_grad_norm_(counted, float("inf")).item())
-        factor = min(1.0, 0.5 / (norms[-1] + 1e-6))
-        for p in net.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        norm = net.clip_grad_norm_(0.5) if mesh.axes.pp > 1 else clip_grad_norm_(net.parameters(), 0.5)
+        norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

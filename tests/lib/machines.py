@@ -1,4 +1,4 @@
-"""Machines for the cost model on which everything is free but what a test names.
+"""Machines on which everything is free but what a test names, for the cost model.
 
 next: tests/benchmarks/cost/test_step_time.py
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.cost import constants
 
-CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 INFINITE = 1e60
+CONSTANTS = json.loads(constants.CONSTANTS.read_text())
 
 
 def backend(curve: list[list[float]], **costs: float) -> dict:

@@ -15,6 +15,8 @@ from tmoe import ops
 from tmoe.activations import ACTIVATIONS
 from tmoe.ops import reference
 from tmoe.ops.experts import gpu, table
+from tmoe.ops.experts.deferred import collecting
+from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.ops.experts.routing import route
 from tmoe.ops.launch import replay
 
@@ -389,6 +391,38 @@ def test_windows_of_pairs_change_nothing(mode, dtype, D, F):
     cut = errors(run(lambda *a: ops.moe_mlp(*a, pairs=700), args), want)
     for name, ours, theirs in zip(NAMES, cut, whole, strict=True):
         assert ours <= max(1.5 * theirs, 3e-6), (name, ours, theirs)
+
+
+@pytest.mark.parametrize("pairs", [None, 700])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("D, F", [(512, 256), (200, 72)])
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_backward_in_two_parts_is_the_whole_one(compile, D, F, dtype, biased, pairs):
+    """Three calls each: decided, recorded, repeated."""
+    x, gate_up, down, weights, ids, dy = layer(1000, D, F, 16, 4, "zipf", dtype)
+    bias = torch.randn(16, 2 * F, device="cuda", dtype=dtype) if biased else None
+
+    def call(op, leaves):
+        y = op(x_ := leaves[0] * 1, *leaves[1:4], ids, bias, "swiglu", pairs)
+        return y + x_
+
+    def gradients(op, which):
+        leaves = [t.detach().clone() for t in (x, gate_up, down, weights)]
+        for i in which:
+            leaves[i].requires_grad_()
+        run = torch.compile(call, fullgraph=True) if compile else call
+        run(op, leaves).backward(dy)
+        return [leaves[i].grad for i in which]
+
+    for _ in range(3):
+        dx, d_gate_up, d_down, d_weights = gradients(ops.moe_mlp, [0, 1, 2, 3])
+        with collecting() as left:
+            got = gradients(moe_mlp_deferred, [0, 3])
+        for ours, theirs in zip(
+            [*got, *left[0].gradients()], [dx, d_weights, d_gate_up, d_down], strict=True
+        ):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

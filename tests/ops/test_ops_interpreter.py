@@ -109,6 +109,10 @@ def check_layer(
     how = bias, activation, T * K if pairs is None else pairs
     y, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
     got = y, *gpu.backward(dy, x, gate_up, down, weights, h, packed, *how)
+    dx, d_weights, d_bias, *kept = gpu.backward_of_x(dy, x, gate_up, down, weights, h, packed, *how)
+    of_matrices = gpu.backward_of_matrices(gate_up, down, dy, x, weights, packed, *kept, *how)
+    for whole, part in zip(got[1:], (dx, *of_matrices, d_weights, d_bias), strict=True):
+        assert part is None if whole is None else torch.equal(part, whole)
     leaves = [t.double().requires_grad_() for t in (x, gate_up, down, weights)]
     leaves += [bias.double().requires_grad_()] if biased else []
     want = reference.moe_mlp(*leaves[:4], ids, *leaves[4:], activation=activation)

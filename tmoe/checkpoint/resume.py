@@ -33,10 +33,10 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
         )
 
 
-def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: int) -> list[str]:
+def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers: int) -> list[str]:
     """require_same_model, and ConfigError where this run keeps another kind of state than the step holds.
 
-    data: `Dataset.facts()` of this run. world: the processes of this run.
+    data: `Dataset.facts()` of this run. readers: `Axes.readers` of this run.
     Returns, a line each, what the run may change but seldom wants to (the data, the seed, the types and
     lengths of numbers, the size of a step, the optimizer), and that no step is left to do.
     """
@@ -89,10 +89,10 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
     # Tokens a step: of the step's own run, by its settings or else by its counts, and of this one.
     sizes = [_setting(was, f"train.{name}") for name in ("batch", "accumulate", "seq")]
     if all(fits(n, int) for n in sizes):
-        of_one = math.prod([*sizes, manifest.world])
+        of_one = math.prod([*sizes, _readers(was, manifest.world)])
     else:
         of_one = tokens / max(step, 1)
-    a_step = cfg.train.batch * cfg.train.accumulate * world * cfg.train.seq
+    a_step = cfg.train.batch * cfg.train.accumulate * readers * cfg.train.seq
     if goes_on and step and a_step != of_one:
         noted.append(f"{a_step:,} tokens a step (were {of_one:,.0f})")
 
@@ -106,6 +106,12 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], world: i
             f"nothing to do: --steps={cfg.steps}, and {step_dir} has {step} of them; name more to go on"
         )
     return noted
+
+
+def _readers(config: Any, world: int) -> int:
+    """How many ranks, or groups of them, read sequences of their own in a run of these settings."""
+    parts = [_setting(config, f"parallel.{name}") for name in ("tp", "cp", "pp")]
+    return world // math.prod(n for n in parts if fits(n, int) and n > 0)
 
 
 def _setting(config: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ next: tmoe/parallel/mesh.py
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,46 +120,36 @@ class Axes:
         return cls.over(world, dp=p.dp, ep=p.ep, tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
 
     @classmethod
-    def over(
-        cls,
-        world: int,
-        *,
-        dp: int | None = None,
-        ep: int = 1,
-        tp: int = 1,
-        cp: int = 1,
-        pp: int = 1,
-        replicate: int = 1,
-        etp: int = 1,
-    ) -> Axes:
+    def over(cls, world: int, *, dp: int | None = None, **others: int) -> Axes:
         """Those of a world of so many ranks; dp None takes what the other axes leave of it.
 
+        others: degrees by the names of the fields; 1 where they are left out.
         Raises ValueError, which names the flags and the valid values, where a degree is no whole number from
         1 on, where the axes do not multiply to the world, or where tp and cp do not fit into a stage.
         """
-        degrees = dict(pp=pp, replicate=replicate, ep=ep, etp=etp)
-        for name, size in dict(dp=1 if dp is None else dp, tp=tp, cp=cp, **degrees).items():
+        for name, size in dict(dp=1 if dp is None else dp, **others).items():
             _require_degree(name, size)
-        used = {name: size for name, size in degrees.items() if size > 1 or name == "ep"}
+        factors = {name: others.get(name, 1) for name in ("pp", "replicate", "ep", "etp")}
+        used = {name: size for name, size in factors.items() if size > 1 or name == "ep"}
         flags = " x ".join(f"--parallel.{name}={size}" for name, size in used.items())
-        others = pp * replicate * ep * etp
+        product = math.prod(factors.values())
         if dp is None:
-            if world % others:
+            if world % product:
                 valid = [d for d in range(1, world + 1) if world % d == 0]
-                product = "" if len(used) == 1 else f" = {others}"
+                equals = "" if len(used) == 1 else f" = {product}"
                 raise ValueError(
-                    f"{flags}{product}: must divide the world of {world} processes; valid: {valid}"
+                    f"{flags}{equals}: must divide the world of {world} processes; valid: {valid}"
                 )
-            dp = world // others
-        if dp * others != world:
-            hint = f"torchrun with {dp * others} processes"
-            if world % others == 0:
-                hint = f"--parallel.dp {world // others}"
+            dp = world // product
+        if dp * product != world:
+            hint = f"torchrun with {dp * product} processes"
+            if world % product == 0:
+                hint = f"--parallel.dp {world // product}"
             raise ValueError(
-                f"--parallel.dp={dp} x {flags} = {dp * others} is not the world of {world} processes; "
+                f"--parallel.dp={dp} x {flags} = {dp * product} is not the world of {world} processes; "
                 f"use {hint}"
             )
-        return cls(dp=dp, tp=tp, cp=cp, **degrees)
+        return cls(dp=dp, **others)
 
 
 def _require_degree(name: str, size: object) -> None:

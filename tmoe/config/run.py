@@ -82,7 +82,8 @@ class ParallelConfig:
     """pipeline stages"""
     schedule: Literal["1f1b", "interleaved", "v"] = "1f1b"
     """order of a pipeline's micro-batches;
-    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments"""
+    v: two chunks a stage, down and up again, with the experts' weight gradients in the idle moments
+    (where each rank holds its experts whole, without symm and etp)"""
     chunks: int | None = None
     """parts of the model on each pipeline stage; None: 1 for 1f1b, 2 for the others"""
     replicate: int = 1
@@ -98,6 +99,11 @@ class ParallelConfig:
     wire: Literal["same", "fp8"] = "same"
     """what rows travel as, with symm: their own type,
     or float8 e4m3 with a scale a row (half the bytes, 2.6% of rounding each way)"""
+    shard: Literal[1, 2, 3] = 3
+    """what ranks divide beside masters and the optimizer's state, of all but experts:
+    3: weights and gradients (a gather in front of every forward and backward);
+    2: gradients, summed in every micro-batch (ZeRO-2); 1: nothing, gradients are summed once (ZeRO-1);
+    with 2 and 1 weights are gathered once a step and kept"""
     checkpoint: Literal["none", "moe", "attention", "block"] = "none"
     """part of each block whose activations are computed again in the backward:
     MoE (or dense feed-forward) with its norm, attention with its norm, or the whole block"""
@@ -347,13 +353,14 @@ def require_layout(cfg: Config) -> None:
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
     heads = model.heads
-    of = f"--model.heads={heads}"
     degrees = divisors(heads)
     if model.attention == "gqa":
         groups = model.kv_heads
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
-        of = f"{of} and fit {groups} key heads"
-    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide {of}; valid: {degrees}")
+        ok = p.tp in degrees
+        fit = f"must divide --model.heads={heads} and fit {groups} key heads; valid: {degrees}"
+        require(ok, f"--parallel.tp={p.tp}: {fit}")
+    require(p.tp in degrees, f"--parallel.tp={p.tp}: must divide --model.heads={heads}; valid: {degrees}")
     if p.cp_by == "heads":
         own = heads // p.tp
         valid = f"must divide the {own} heads that tp leaves a rank; valid: {divisors(own)}"

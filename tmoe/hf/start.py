@@ -26,7 +26,7 @@ from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece
 from tmoe.model.shapes import model_shapes
 from tmoe.moe.layer import warn_if_untrained
-from tmoe.parallel.agree import attempt
+from tmoe.parallel.agree import attempt, gathered
 from tmoe.parallel.mesh import local_part, local_slices
 
 T = TypeVar("T")
@@ -55,7 +55,9 @@ def load_hf(
 
 @torch.no_grad()
 def _load_hf(hf_dir: Path, parameters: dict[str, Tensor], model_cfg: ModelConfig) -> None:
-    plan = _together(lambda: _plan_load(hf_dir, parameters, model_cfg))
+    # The names of all ranks: pipeline stages hold different tensors.
+    held = set().union(*gathered(list(parameters), dist.group.WORLD))
+    plan = _together(lambda: _plan_load(hf_dir, parameters, held, model_cfg))
 
     def read() -> None:
         folder, found = plan
@@ -97,9 +99,12 @@ def load_weights(
 
 
 def _plan_load(
-    hf_dir: Path, parameters: dict[str, Tensor], cfg: ModelConfig
+    hf_dir: Path, parameters: dict[str, Tensor], held: set[str], cfg: ModelConfig
 ) -> tuple[Folder, dict[str, list[Piece]]]:
-    """The folder and the pieces of our tensors. MismatchError where it does not fit model or parameters."""
+    """The folder and the pieces of our tensors. MismatchError where it does not fit model or parameters.
+
+    held: names of the tensors that any rank fills.
+    """
     folder = Folder(hf_dir)
     plan = plan_folder(folder)
     why = f" ({untied(hf_dir)})" if folder.own_head else ""
@@ -110,7 +115,7 @@ def _plan_load(
         for name, p in parameters.items()
         if shapes.get(name) != tuple(p.shape)
     ]
-    unfilled = sorted(shapes.keys() - parameters.keys())
+    unfilled = sorted(shapes.keys() - held)
     problems += [f"{name}: not among the tensors to fill; give the model's state_dict()" for name in unfilled]
     refuse(f"{hf_dir} does not fit", problems)
     return folder, plan.pieces

@@ -98,8 +98,7 @@ def flops_per_token(model: ModelConfig, seq: int) -> float:
     Without windows: 6*active_flops + 6*layers*H*C*S.
 
     Parameters: one that multiplies costs one multiply-add, 2 FLOPs, in the forward, and twice that in the
-    backward
-        (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
+        backward (the gradients of its input and of itself): 6 (Kaplan et al. 2020, section 2.1).
     Attention: it has no parameters. q.k and the sum over v are 2*C FLOPs a head and visible position each, so
         4*H*C*S over a whole sequence. A causal token sees S/2 positions on average: 2*H*C*S forward, times 3
         with the backward: 6*H*C*S a layer. A window of W < S lets it see W - W^2/(2S): the first W tokens

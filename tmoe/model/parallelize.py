@@ -1,6 +1,4 @@
-"""Lays a model out over a mesh, in one visible order: expert parallelism, recomputation, compile, FSDP2.
-
-(float8 and tensor parallelism come before these, context parallelism after the first.)
+"""Lays a model out over a mesh, in one order: tp and cp, expert parallelism, recomputation, compile, FSDP2.
 
 Where the hooks stand, for one MoE block:
 
@@ -9,7 +7,7 @@ Where the hooks stand, for one MoE block:
                               are many, by FSDP2
         Block.compute         one compiled graph, fullgraph: no hook inside
 
-next: parallel/grad_norm.py
+next: parallel/zero.py
 """
 
 import logging
@@ -40,6 +38,7 @@ from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
+from tmoe.parallel.zero import keep_gathered
 from tmoe.stack import find
 
 # build_mesh refuses a torch without it
@@ -63,15 +62,15 @@ def parallelize(
     values (every rank must hold the same ones). Meta tensors stay meta, to be filled by `to_empty` and
     `init_weights`.
 
-    cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint` and
-        `.whole_gib` and `compile` are read. None: fp32, auto, same, none, 16, eager.
+    cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
+        `.whole_gib`, `.shard` and `.cp_by` and `compile` are read. None: fp32, auto, same, none, 16, 3, keys,
+        eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
-    its
-        end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers small
-        neighbours together, with one hook in front of the first and one behind the last. Experts that dp
-        ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py). If
-        the promise were broken, blocks would be found gathered or not against what was asked, and gradients
-        unreduced.
+        its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
+        small neighbours together, with one hook in front of the first and one behind the last. Experts that
+        dp ranks share stay whole, up to `parallel.whole_gib`, past FSDP2's bookkeeping (gathered_copies.py).
+        If the promise were broken, blocks would be found gathered or not against what was asked, and
+        gradients unreduced.
 
     Of somebody's own model FSDP2 finds what the forward returns in tuples, lists, dicts and dataclasses. A
     backward that begins at anything else leaves gradients unreduced.
@@ -278,7 +277,8 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     """Shards parameters in fp32, to be gathered in bf16 or fp32; gradients are reduced in fp32.
 
     Gradients are summed, never averaged: the loss is already divided by the counts of the global batch, and
-    experts and dense parameters live on groups of different size.
+    experts and dense parameters live on groups of different size. `parallel.shard` says how long dense
+    weights stay gathered and when their gradients are reduced (parallel/zero.py).
 
     What a rank holds whole (experts where dp is 1, all of a Transformer in a world of 1) is left out, see
     parallel/copies.py. So are experts that it shares but keeps whole (whole_forwards), see
@@ -340,6 +340,9 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo lacks
+    if cfg.parallel.shard < 3:
+        dense = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, Experts)]
+        keep_gathered(root, dense, cfg.parallel.shard)
     if sharers:
         sharers.follow(root)
 

@@ -12,6 +12,8 @@ next: parallel/pipelining.py
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,10 +28,19 @@ from tmoe.model.count import block_shapes, numel
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
 from tmoe.moe.balance import RouterStats, Totals, stats_of
+from tmoe.moe.dispatch import SymmDispatcher
+from tmoe.moe.experts import Experts
+from tmoe.moe.layer import MoE
+from tmoe.ops.experts.deferred import Left
+from tmoe.parallel.agree import gathered
+from tmoe.parallel.copies import WorkingCopy, working_copy
+from tmoe.parallel.gathered_copies import GatheredCopy
+from tmoe.parallel.grad_norm import clip_grad_norm_
 from tmoe.parallel.mesh import Mesh, local_part, patience, set_timeout
 from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
 from tmoe.parallel.schedule import cut, table
 
+log = logging.getLogger(__name__)
 Micro = tuple[Tensor, Tensor, Tensor | None]  # tokens_BS, targets_BS, documents_BS
 
 
@@ -58,6 +69,7 @@ class _Chunk:
     def __init__(self, stages: Stages, part: Part):
         self.stages = stages
         self.part = part
+        self.experts = scopes(part)
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         tokens_BS, targets_BS, _ = self.stages.micros[micro]
@@ -70,8 +82,34 @@ class _Chunk:
         return None, [y if extra is None else y + extra]
 
     def begin_backward(self, last: bool) -> None:
+        # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
+        # backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
         self.part.set_is_last_backward(last)
+
+    def finish_experts(self, left: list[Left], last: bool) -> None:
+        """Gives each layer's working copies what a backward has left; they are found by their address.
+
+        (A number for each layer in the op would have to be in its graph, which all layers share.)
+        """
+        found = {copies[0].tensor.data_ptr(): copies for copies in self.copies()}
+        for layer in left:
+            copies = found[layer.gate_up.data_ptr()]
+            if any(copy.master.requires_grad for copy in copies):
+                for copy, grad in zip(copies, layer.gradients(), strict=True):
+                    if copy.master.requires_grad:
+                        copy.deliver_later(grad, last)
+
+    def copies(self) -> list[tuple[WorkingCopy, WorkingCopy]]:
+        """Of gate_up and down of each layer's experts, where there are copies already."""
+        pairs = [[working_copy(p) for p in (e.gate_up, e.down)] for e in self.experts]
+        return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+    def end_step(self) -> None:
+        """Waits for what has been sent after backwards."""
+        copies = [copy for pair in self.copies() for copy in pair]
+        for sharers in {copy.sharers for copy in copies if isinstance(copy, GatheredCopy)}:
+            sharers.finish()
 
 
 class Stages(nn.Module):
@@ -89,16 +127,22 @@ class Stages(nn.Module):
         p = cfg.parallel
         self.cfg = cfg.model
         self.mesh = mesh
-        self.table = table(p.schedule, mesh.axes.pp, cfg.train.accumulate, p.chunks_a_stage)
+        how = p.schedule, mesh.axes.pp, cfg.train.accumulate, p.chunks_a_stage
+        self.table = table(*how)
         spans = cuts(cfg.model, len(self.table.home))
         self.parts = nn.ModuleDict()
         for chunk in own_chunks(self.table, mesh.place.pp):
             with torch.device("meta"):
                 part = Part(cfg.model, spans[chunk])
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
+        if p.schedule == "v" and can_defer(self):
+            self.table = table(*how, deferred=True)
+            for part in self:
+                for experts in scopes(part):
+                    experts.deferred = True
         self.dtype = torch.bfloat16 if cfg.train.dtype == "bf16" else torch.float32
-        chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
-        self.pipeline = Pipeline(chunks, self.table, mesh)
+        self.chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
+        self.pipeline = Pipeline(self.chunks, self.table, mesh)
         self.copies = self._group_of_copies()
 
     def __iter__(self) -> Iterator[Part]:
@@ -123,9 +167,23 @@ class Stages(nn.Module):
         """Of all parts, by their names in the whole model."""
         return {name: t for part in self for name, t in part.state_dict().items()}
 
-    def counted(self) -> Iterable[nn.Parameter]:
+    def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
         return (p for name, p in self.named_parameters() if not self.is_copy(name))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """tmoe.parallel.clip_grad_norm_ over all stages.
+
+        A tied table counts once, and both copies are scaled. Returns the norm before clipping, 0-dim, equal
+        on all ranks. A collective of all ranks.
+        """
+        norm = clip_grad_norm_(self.counted(), math.inf)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                local_part(p.grad).mul_(factor)
+        return norm
 
     def is_copy(self, name: str) -> bool:
         """Whether a tensor of this name is here the second copy of what another stage holds."""
@@ -157,6 +215,8 @@ class Stages(nn.Module):
             part.balancer.start_step()
         self._begin(micros, totals)
         self.pipeline.step(self._shape())
+        for chunk in self.chunks.values():
+            chunk.end_step()
         self._add_copies()
         return self.loss
 
@@ -223,6 +283,46 @@ class Stages(nn.Module):
                 part.reshard()
 
 
+def scopes(part: Part) -> list[Experts]:
+    """The experts of each of a part's MoE layers."""
+    return [module for module in part.modules() if isinstance(module, Experts)]
+
+
+def can_defer(parts: Iterable[Part]) -> bool:
+    """Whether the experts of all ranks can put their weights' gradients off; rank 0 notes why not.
+
+    A collective of all ranks, whose tables must be equal.
+    """
+    layers = [module for part in parts for module in part.modules() if isinstance(module, MoE)]
+    here = next(filter(None, map(obstacle, layers)), "")
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    fake = dist.get_backend() == "fake"  # a dry run asks nobody
+    told = [(bool(layers), here)] if fake else gathered((bool(layers), here), world)
+    why = next((why for _, why in told if why), "")
+    if why and dist.get_rank() == 0:
+        log.warning(
+            "note: --parallel.schedule=v cannot fill idle moments with the experts' weight gradients (then "
+            "interleaved idles less): %s",
+            why,
+        )
+    return not why and any(has_experts for has_experts, _ in told)
+
+
+def obstacle(moe: MoE) -> str:
+    """Why the weights' gradients of a layer's experts cannot be put off, "" if they can."""
+    if moe.experts.slice is not None:
+        return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
+    if isinstance(moe.experts, FSDPModule):
+        return (
+            "FSDP2 holds the experts, and sums gradients at the end of the backward "
+            "(--parallel.replicate above 1, or experts above --parallel.whole-gib)"
+        )
+    if isinstance(moe.dispatcher, SymmDispatcher):
+        return "symm stores each layer's tokens over the last one's (--parallel.dispatch nccl does not)"
+    return ""
+
+
 def cuts(cfg: ModelConfig, chunks: int) -> list[range]:
     """The blocks of each chunk, by the parameters that a token passes through; the head counts as well."""
     costs = []
@@ -236,8 +336,10 @@ def pipeline(cfg: Config, mesh: Mesh) -> Stages:
     """This rank's parts of the Transformer of cfg.model, laid out over the mesh, on the meta device.
 
     Fill them with `to_empty` and `init_weights`, or load a step folder into `named_parameters()`. A step is
-    `forward_backward`, then `clip_grad_norm_` of `counted()`, then the optimizer over `parameters()`. Of cfg,
-    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads.
+    `forward_backward`, then `clip_grad_norm_`, then the optimizer over `parameters()`. Of cfg,
+    `parallel.schedule`, `.chunks` and `train.accumulate` are read beside what `parallelize` reads. With
+    `parallel.shard` 1 or 2 a chunk's weights stay gathered until its last backward: one gather a step, where
+    3 gathers twice a micro-batch.
 
     Raises ValueError where the model cannot be cut into as many chunks, naming the flags.
     """

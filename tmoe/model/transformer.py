@@ -3,7 +3,7 @@
 next: model/attention.py, then moe/layer.py
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
 from tmoe.model.rope import rope_table
 from tmoe.model.spread import ALONE
-from tmoe.moe.balance import Balancer, Load, Totals, stack
+from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
 
@@ -102,6 +102,11 @@ class Blocks(nn.ModuleList):
         for i in numbers:
             self.add_module(str(i), Block(cfg, i))
 
+    def __getitem__(self, place: int | slice) -> Any:
+        """By place, counted from 0, whatever the names are."""
+        found: Any = list(self)[place]
+        return nn.ModuleList(found) if isinstance(place, slice) else found
+
 
 class Context(NamedTuple):
     """What all blocks of a forward share."""
@@ -146,6 +151,21 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int | None = None) -> None:
         """Draws all weights anew; see init.py."""
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
+
+    def counted(self) -> Iterator[nn.Parameter]:
+        """Parameters that the gradient norm counts: all of them, each once (see model/stages.py)."""
+        return self.parameters()
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a tensor of this name is a second copy of another rank's: in a whole model none is."""
+        return False
+
+    def read_log(self) -> RouterStats | None:
+        """What the routers recorded since the last call, over all ranks; None if nothing was.
+
+        A collective.
+        """
+        return self.balancer.read_log()
 
     def update_bias(self, taken: Tensor | None = None) -> None:
         """Lets the routers' choice bias follow the step's loads (MoEConfig.choice_bias).

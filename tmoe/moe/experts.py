@@ -13,6 +13,8 @@ from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice
 from tmoe.ops import moe_mlp
+from tmoe.ops.check import require
+from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.parallel.mesh import local_part
 
 
@@ -28,11 +30,18 @@ class LocalExperts(NamedTuple):
     gate_up_bias: Tensor | None = None  # [L, 2F]
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
+    deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype; gradients reach the original weights in their own."""
-        biases = [t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)]
-        return LocalExperts(self.gate_up.to(dtype), self.down.to(dtype), *biases, activation=self.activation)
+        if self.deferred and dtype != self.gate_up.dtype:
+            valid = f"{self.gate_up.dtype}, that of experts whose weights' gradients are put off"
+            require(False, "autocast", dtype, valid)
+        gate_up_bias, down_bias = (
+            t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
+        )
+        matrices = self.gate_up.to(dtype), self.down.to(dtype)
+        return LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, self.deferred)
 
     def part(self, own: Slice) -> "LocalExperts":
         """Of each expert, this rank's slice of its width."""
@@ -46,7 +55,8 @@ class LocalExperts(NamedTuple):
         )
 
     def __call__(self, rows: Rows) -> Tensor:
-        y_RD = moe_mlp(
+        op = moe_mlp_deferred if self.deferred else moe_mlp
+        y_RD = op(
             rows.x_RD,
             self.gate_up,
             self.down,
@@ -83,12 +93,17 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
         self.slice: Slice | None = None  # model/parallelize.py: where ranks divide each expert's width
+        self.deferred = False  # model/stages.py: a pipeline makes the matrices' gradients after the backward
 
     def forward(self, fn: Callable, *args: Any) -> Any:
         gate_up_bias, down_bias = (
             None if bias is None else local_part(bias) for bias in (self.gate_up_bias, self.down_bias)
         )
-        local = LocalExperts(
-            local_part(self.gate_up), local_part(self.down), gate_up_bias, down_bias, self.activation
-        )
+        matrices = local_part(self.gate_up), local_part(self.down)
+        # Detached here: an input of a compiled graph that wants a gradient and gets none calls its hooks with
+        # None. Without a gradient for x the op would have no backward that could leave anything.
+        deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
+        if deferred:
+            matrices = matrices[0].detach(), matrices[1].detach()
+        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred)
         return fn(*args, local if self.slice is None else local.part(self.slice))

@@ -54,6 +54,13 @@ def add_up(rows_SD: Tensor, order_S: Tensor, parts: list[int], tokens: int) -> T
     return out_TD.to(rows_SD.dtype)
 
 
+def sum_over_all(t: Tensor) -> Tensor:
+    """Sum over all ranks of the default group; no gradient flows through it."""
+    t = t.detach().clone()
+    dist.all_reduce(t)
+    return t
+
+
 @torch.library.custom_op("tmoe::plan", mutates_args=())
 def plan(ids_TK: Tensor, local_experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """Which rank sends which token where: a token goes once to each rank that holds one of its experts.

@@ -92,6 +92,15 @@ class WorkingCopy:
         """Hands on a gradient of the copy that autograd has finished."""
         self.give(self.take(tensor))
 
+    @torch.no_grad()
+    def deliver_later(self, grad: Tensor, last: bool) -> None:
+        """Hands on a gradient that was made after its backward; last: the step's last one of this copy.
+
+        RuntimeError if the parameter was written since the forward.
+        """
+        self.require_unwritten()
+        self.give(grad)
+
     def take(self, tensor: Tensor) -> Tensor:
         """The copy's gradient, which the copy then lacks.
 
@@ -100,12 +109,16 @@ class WorkingCopy:
         grad = tensor.grad
         tensor.grad = None
         assert grad is not None
+        self.require_unwritten()
+        return grad
+
+    def require_unwritten(self) -> None:
+        """RuntimeError if the parameter was written since the forward."""
         if version(self.master) != self.seen:
             raise RuntimeError(
                 f"a weight of shape {tuple(self.master.shape)} was written between a forward and its "
                 "backward (an optimizer's step?): call backward before"
             )
-        return grad
 
     def give(self, grad: Tensor) -> None:
         """Adds `grad` to the parameter's gradient.

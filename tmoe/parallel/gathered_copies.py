@@ -79,7 +79,7 @@ class Sharers:
 
         def end(module: nn.Module, args: Any, output: Any = None) -> None:
             self.begun = None
-            left = self.sync and any(copy.unsent is not None for copy in self.copies)
+            left = self.sync and any(copy.unsent is not None and not copy.held for copy in self.copies)
             # The backward of this output may reach no expert.
             if left and isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda _: at_the_end(self.finish))
@@ -142,7 +142,7 @@ class Sharers:
         What is left is of experts that this backward did not reach.
         """
         for copy in sorted(self.copies, key=lambda copy: copy.number):
-            if copy.unsent is not None:
+            if copy.unsent is not None and not copy.held:
                 copy.send(copy.unsent)
         if self.travelling:
             torch.cuda.current_stream().wait_stream(self.stream("send"))
@@ -165,6 +165,7 @@ class GatheredCopy(WorkingCopy):
     spread: the other ranks' parts are here as well.
     number: the same on all sharers.
     unsent: the gradient of micro-batches that did not sync.
+    held: more of `unsent` is to come after its backward (`deliver_later`), so no backward's end sends it.
     """
 
     def __init__(self, master: nn.Parameter, dtype: torch.dtype, sharers: Sharers):
@@ -172,6 +173,7 @@ class GatheredCopy(WorkingCopy):
         self.spread = False
         self.number = next(sharers.numbers)
         self.unsent: Tensor | None = None
+        self.held = False
         sharers.copies.add(self)
         super().__init__(master, dtype)
 
@@ -215,6 +217,18 @@ class GatheredCopy(WorkingCopy):
             return
         at_the_end(self.sharers.finish)
         self.send(grad)
+
+    @torch.no_grad()
+    def deliver_later(self, grad: Tensor, last: bool) -> None:
+        """Adds up what was made after its backward, in fp32, and sends the sum with the last.
+
+        All sharers call it in one order, and `Sharers.finish` afterwards.
+        """
+        self.require_unwritten()
+        self.unsent = grad if self.unsent is None else self.unsent.float().add_(grad)
+        self.held = not last
+        if last:
+            self.send(self.unsent)
 
     @torch.no_grad()
     def send(self, grad: Tensor) -> None:

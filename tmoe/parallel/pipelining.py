@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.ops.experts.deferred import Left, collecting
 from tmoe.parallel.mesh import Mesh, patience, set_timeout
 from tmoe.parallel.schedule import Action, Message, Table, messages
 
@@ -36,6 +38,10 @@ class Chunk(Protocol):
         """A backward is next; last: of this step, so that gradients travel with it."""
         ...
 
+    def finish_experts(self, left: list[Left], last: bool) -> None:
+        """Makes the gradients that a backward has left; last: of this step, so that they travel."""
+        ...
+
 
 class Shape(NamedTuple):
     """What travels between stages."""
@@ -43,6 +49,16 @@ class Shape(NamedTuple):
     shape: tuple[int, ...]  # [B, s, D]: a micro-batch's tokens of this rank
     dtype: torch.dtype
     device: torch.device
+
+
+def first_by_host() -> bool:
+    """Whether the first pass sends its messages from host to host, past the GPUs.
+
+    NCCL's send and receive are kernels that spin until the peer's runs. A kernel that CUDA loads at its first
+    launch may have to wait for all that run, so a stage that compiles while it receives can wait for itself.
+    After one pass all kernels are loaded.
+    """
+    return "nccl" in dist.get_backend()
 
 
 class Edges:
@@ -58,20 +74,21 @@ class Edges:
         # Communicators are made eagerly and by all ranks in one order: made at first use, two stages could
         # each wait for the other's.
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.hosts: dict[tuple[int, int], dist.ProcessGroup] = {}  # the same edges, between CPUs
+        self.passed: set[str] = set()  # kinds of passes that were made
+        on_gpus = "nccl" in dist.get_backend()
         for pairs in rounds(table):
             pair = next((pair for pair in pairs if here.pp in pair), None)
             # A rank without a neighbour in this round makes groups of its own: torch names a group by the
             # number of groups that its members have.
-            if pair is None:
-                for _ in range(2):
-                    dist.new_group([column[here.pp]], use_local_synchronization=True)
-                continue
-            for edge in (pair, (pair[1], pair[0])):
-                group = dist.new_group([column[stage] for stage in edge], use_local_synchronization=True)
-                assert isinstance(group, dist.ProcessGroup)
-                set_timeout(patience(), group)
-                self.groups[edge] = group
-        if "nccl" in dist.get_backend():
+            for edge in (pair, (pair[1], pair[0])) if pair else (None, None):
+                members = [column[stage] for stage in edge or (here.pp,)]
+                group = _new_group(members, None)
+                host = _new_group(members, "gloo") if on_gpus else group
+                if edge is not None:
+                    self.groups[edge] = group
+                    self.hosts[edge] = host
+        if on_gpus:
             self._meet()
 
     def _meet(self) -> None:
@@ -86,6 +103,8 @@ class Edges:
     def begin(self, shape: Shape, kinds: str) -> None:
         """A pass begins, in which messages of these kinds travel."""
         self.shape = shape
+        self.by_host = first_by_host() and kinds not in self.passed
+        self.passed.add(kinds)
         self.coming = {
             edge[0]: iter([message for message in sent if message.kind in kinds])
             for edge, sent in self.order.items()
@@ -104,9 +123,10 @@ class Edges:
         """Makes room for the next message of a neighbour."""
         message = next(self.coming[source], None)
         if message is not None:
-            buffer = torch.empty(self.shape.shape, dtype=self.shape.dtype, device=self.shape.device)
-            work = dist.irecv(buffer, self.ranks[source], group=self.groups[source, self.here])
-            self.posted[message] = work, buffer
+            device = torch.device("cpu") if self.by_host else self.shape.device
+            group = (self.hosts if self.by_host else self.groups)[source, self.here]
+            buffer = torch.empty(self.shape.shape, dtype=self.shape.dtype, device=device)
+            self.posted[message] = dist.irecv(buffer, self.ranks[source], group=group), buffer
         return message
 
     def receive(self, message: Message) -> Tensor:
@@ -119,7 +139,7 @@ class Edges:
         work, buffer = self.posted.pop(message)
         work.wait()
         self._post(source)
-        return buffer
+        return buffer.to(self.shape.device)
 
     def send(self, x: Tensor, to: int, message: Message) -> None:
         if to == self.here:
@@ -127,8 +147,9 @@ class Edges:
             return
         while self.leaving and self.leaving[0][0].is_completed():
             self.leaving.popleft()
-        x = x.contiguous()
-        self.leaving.append((dist.isend(x, self.ranks[to], group=self.groups[self.here, to]), x))
+        x = x.cpu().contiguous() if self.by_host else x.contiguous()
+        group = (self.hosts if self.by_host else self.groups)[self.here, to]
+        self.leaving.append((dist.isend(x, self.ranks[to], group=group), x))
 
     def finish(self) -> None:
         """Waits until all that was sent has left."""
@@ -136,6 +157,14 @@ class Edges:
             work.wait()
         self.leaving.clear()
         assert not self.posted and not self.inside, "a table that leaves messages"
+
+
+def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    """A group that its members alone make; a collective of them. backend None: the default group's."""
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    set_timeout(patience(), group)
+    return group
 
 
 def rounds(table: Table) -> list[list[tuple[int, int]]]:
@@ -165,13 +194,19 @@ class Pipeline:
         """Forward and backward of every micro-batch."""
         self.edges.begin(shape, "FB")
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | None, list[Tensor]]] = {}
-        final = {a.chunk: i for i, a in enumerate(self.row) if a.op in "BI"}
+        left: dict[tuple[int, int], list[Left]] = {}  # by I for W
+        final = {(a.op == "W", a.chunk): i for i, a in enumerate(self.row) if a.op != "F"}
         for i, action in enumerate(self.row):
-            if action.op == "F":
-                kept[action[1:]] = self._forward(action)
+            op, chunk, micro = action
+            last = final.get((op == "W", chunk)) == i
+            if op == "F":
+                kept[chunk, micro] = self._forward(action)
+            elif op == "W":
+                self.chunks[chunk].finish_experts(left.pop((chunk, micro)), last)
             else:
-                self.chunks[action.chunk].begin_backward(last=final[action.chunk] == i)
-                self._backward(action, *kept.pop(action[1:]))
+                self.chunks[chunk].begin_backward(last)
+                with collecting() if op == "I" else nullcontext([]) as left[chunk, micro]:
+                    self._backward(action, *kept.pop((chunk, micro)))
         self.edges.finish()
 
     def evaluate(self, shape: Shape) -> None:

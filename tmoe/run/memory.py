@@ -176,7 +176,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         working = max(working, loss_bytes(cfg, axes) if last else 0)
     # one that comes and one that leaves, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
-    return {
+    parts = {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
@@ -187,6 +187,31 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "working": working + messages,
         "exchange": exchange_bytes(cfg, axes),
     }
+    root = [shape for span in spans for shape in chunk_root(model, span)]
+    dense_shapes = [shapes_of[model.is_moe(layer)][0] for span in spans for layer in span]
+    return kept_for_a_step(parts, cfg, axes, root, dense_shapes)
+
+
+def kept_for_a_step(
+    parts: dict[str, int], cfg: Config, axes: Axes, root: list[Shape], blocks: list[list[Shape]]
+) -> dict[str, int]:
+    """The same parts as --parallel.shard has them, which 3 leaves as they are (parallel/zero.py).
+
+    1 and 2: all dense weights are gathered, not two units of blocks. 2: of their gradients a rank's shard
+    waits between micro-batches, not the whole.
+
+    root, blocks: shapes of a rank's dense weights, outside of its blocks and of each block.
+    """
+    if cfg.parallel.shard == 3 or axes.stage == 1:
+        return parts
+    width, shard = compute_bytes(cfg), axes.shard
+    padded = [sharded(shapes, shard) * shard for shapes in blocks]
+    together = units([width * numel(shapes) for shapes in blocks])
+    largest = max(sum(padded[i] for i in unit) for unit in together)
+    parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
+    if cfg.parallel.shard == 2 and cfg.train.accumulate > 1:
+        parts["accumulated"] -= FP32 * sum(numel(s) - sharded(s, shard) for s in [root, *blocks])
+    return parts
 
 
 def peak_bytes(memory: dict[str, int]) -> int:

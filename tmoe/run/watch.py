@@ -108,6 +108,9 @@ class Watch:
         self.checksum = 0
         self.timeout = 0.0
         self.saving: Callable[[], bool] = lambda: False
+        self.kinds = [
+            0
+        ] * world  # of each rank: ranks of one kind call the same collectives (pipeline stages)
         self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
@@ -150,7 +153,7 @@ class Watch:
             self._disarm()
 
     def vote(self) -> None:
-        """Raises DivergenceError on all ranks unless they agree on this step's collectives so far.
+        """Raises DivergenceError on all ranks unless those of a kind agree on this step's collectives so far.
 
         It is a collective of all ranks itself.
         """
@@ -159,9 +162,12 @@ class Watch:
         mine = torch.tensor([len(self.sites), self.checksum])
         votes = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(votes, mine, group=self.control)
-        if any(not torch.equal(vote, mine) for vote in votes):
+        first = {kind: votes[self.kinds.index(kind)] for kind in self.kinds}
+        parted = [k for k, vote in zip(self.kinds, votes, strict=True) if not torch.equal(vote, first[k])]
+        if parted:
             journals = agree.gathered(self.sites, self.control)
-            raise DivergenceError(f"step {self.step}: {_parting(dict(enumerate(journals)))}")
+            theirs = {r: sites for r, sites in enumerate(journals) if self.kinds[r] == parted[0]}
+            raise DivergenceError(f"step {self.step}: {_parting(theirs)}")
         self.votes += 1
         self._begin_journal()
 
@@ -342,7 +348,7 @@ class Watch:
             time.sleep(GRACE_S)
             now = self._hear()
             lines += [f"rank {r} was never heard of" for r in range(self.world) if r not in now]
-            lines += _explain(self.rank, before, now)
+            lines += _explain(self.rank, before, now, self.kinds)
         except GONE as lost:
             lines.append(f"nothing is known of the other ranks, the store is gone: {lost}")
         return "\n".join(lines)
@@ -442,7 +448,7 @@ def _place(code: CodeType, line: int) -> str:
     return f"{Path(code.co_filename).name}:{line} {code.co_name}"
 
 
-def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterator[str]:
+def _explain(rank: int, before: dict[int, dict], now: dict[int, dict], kinds: list[int]) -> Iterator[str]:
     """A line for every other rank that failed or fell silent, and one for where the journals part."""
     ended = {r: words for r, words in now.items() if words["failure"]}
     if ended:
@@ -464,7 +470,8 @@ def _explain(rank: int, before: dict[int, dict], now: dict[int, dict]) -> Iterat
         elif other != rank and not words["failure"]:
             yield f"rank {other} lives, in step {words['step']}, {_after(words['sites'])}"
 
-    same_vote = {r: words["sites"] for r, words in now.items() if words["votes"] == now[rank]["votes"]}
+    like = {r: words for r, words in now.items() if kinds[r] == kinds[rank]}
+    same_vote = {r: words["sites"] for r, words in like.items() if words["votes"] == now[rank]["votes"]}
     if len(set(map(tuple, same_vote.values()))) > 1:
         yield _parting(same_vote)
 

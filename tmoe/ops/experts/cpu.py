@@ -109,16 +109,40 @@ def moe_mlp_backward(
     ends: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of x, gate_up, down, weights and bias (None without a bias)."""
+    dx_TD, d_weights, d_bias, *kept = gradient_of_x(dy_TD, x_TD, experts, weights_TK, h, order, ends)
+    tokens = order // max(weights_TK.shape[1], 1)
+    return (
+        dx_TD,
+        *gradients_of_matrices(experts.gate_up_E2FD, experts.down_EDF, dy_TD, x_TD, tokens, *kept, ends=ends),
+        d_weights,
+        d_bias,
+    )
+
+
+def gradient_of_x(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    experts: Experts,
+    weights_TK: Tensor,
+    h: Tensor,
+    order: Tensor,
+    ends: list[int],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """The gradients of x, weights and bias (None without one); dH [N, 2F], the weighted activation [N, F].
+
+    The last two are what `gradients_of_matrices` needs.
+    """
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
+    N = order.numel()
     tokens = order // max(K, 1)
     s_N = weights_TK.reshape(-1)[order].to(_acc(x_TD))  # in the type that forward uses
-    d_gate_up = gate_up_E2FD.new_zeros(gate_up_E2FD.shape)
-    d_down = down_EDF.new_zeros(down_EDF.shape)
     d_bias = None if bias_E2F is None else bias_E2F.new_zeros(bias_E2F.shape)
-    ds_N = torch.empty(order.numel(), dtype=weights_TK.dtype)
-    dx_ND = x_TD.new_empty(order.numel() + 1, D)
+    ds_N = torch.empty(N, dtype=weights_TK.dtype)
+    dh_N2F = h.new_empty(N, h.shape[1])
+    act_NF = h.new_empty(N, down_EDF.shape[2])
+    dx_ND = x_TD.new_empty(N + 1, D)
     dx_ND[-1] = 0
     for e, lo, hi in spans(ends):
         s = s_N[lo:hi, None]
@@ -128,16 +152,34 @@ def moe_mlp_backward(
         # before the routing weight is applied: its product with act is the weight's own gradient
         d_act = dy @ down_EDF[e]
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
-        torch.mm(dy.T, act.mul_(s), out=d_down[e])
-        dh = torch.empty_like(h[lo:hi])
+        act_NF[lo:hi] = act.mul_(s)
+        dh = dh_N2F[lo:hi]
         d_gate, d_up = dh.chunk(2, dim=1)
         ACTIVATIONS[activation].gradient(gate, up, d_act.mul_(s), d_gate, d_up)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
-        torch.mm(dh.T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
         if d_bias is not None:
             d_bias[e] = dh.sum(0, dtype=_acc(dh))
     ds = weights_TK.new_zeros(T * K).index_copy_(0, order, ds_N).view(T, K)
-    return combine(dx_ND, order, None, T, K), d_gate_up, d_down, ds, d_bias
+    return combine(dx_ND, order, None, T, K), ds, d_bias, dh_N2F, act_NF
+
+
+def gradients_of_matrices(
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    tokens: Tensor,
+    dh_N2F: Tensor,
+    act_NF: Tensor,
+    ends: list[int],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate_up and down; tokens [N]: the token of each row."""
+    d_gate_up = gate_up_E2FD.new_zeros(gate_up_E2FD.shape)
+    d_down = down_EDF.new_zeros(down_EDF.shape)
+    for e, lo, hi in spans(ends):
+        torch.mm(dy_TD.index_select(0, tokens[lo:hi]).T, act_NF[lo:hi], out=d_down[e])
+        torch.mm(dh_N2F[lo:hi].T, x_TD.index_select(0, tokens[lo:hi]), out=d_gate_up[e])
+    return d_gate_up, d_down
 
 
 def _acc(t: Tensor) -> torch.dtype:

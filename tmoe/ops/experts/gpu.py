@@ -462,6 +462,88 @@ def backward(
     return dx, d_gate_up, d_down, d_weights, d_bias
 
 
+def backward_of_x(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor | None, ...]:
+    """The part of `backward` that others wait for: the gradients of x, weights and bias (None without one).
+
+    And what `backward_of_matrices` needs of the first window: dH [pairs, 2F] and the weighted activation
+    [pairs, F]. To keep them costs F elements a pair more than H alone, from which dH's product, a sixth of
+    those of the backward, would have to be made again.
+    """
+    dy, x, gate_up, down, weights = (t.contiguous() for t in (dy, x, gate_up, down, weights))
+    bias = None if bias is None else bias.contiguous()
+    if weights.numel() == 0:
+        none = x.new_empty(0, gate_up.shape[1]), x.new_empty(0, down.shape[2])
+        return (*(None if t is None else torch.zeros_like(t) for t in (x, weights, bias)), *none)
+    dx = d_weights = d_bias = None
+    kept: tuple[Tensor, ...] = ()
+    for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
+        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        if kept:
+            h = layer.empty(pairs, gate_up.shape[1])  # of a window behind the first: computed again
+            layer.up(gate_up, bias, h)
+        dh, act, ds = layer.dh(dy if layer.config("dh").gather else layer.gathered(dy), down, h)
+        dx, d_weights = layer.combine(layer.rows("dx", dh, gate_up, False), None, dx, ds, d_weights)
+        if bias is not None:
+            d_bias = layer.bias_gradient(dh, d_bias)
+        kept = kept or (dh, act)
+        del h, dh, act, ds  # before the next window's are made
+    return dx, d_weights, d_bias, *kept
+
+
+def backward_of_matrices(
+    gate_up: Tensor,
+    down: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    packed: Tensor,
+    dh: Tensor,
+    act: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor, Tensor]:
+    """The rest of `backward`: the gradients of gate_up and down.
+
+    dy, x, weights: contiguous. dh, act: as `backward_of_x` has given them. Of windows behind the first, which
+    are empty unless routing is skewed, H, dH and the activation are computed again.
+    """
+    gate_up, down = gate_up.contiguous(), down.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if weights.numel() == 0:
+        return torch.zeros_like(gate_up), torch.zeros_like(down)
+    d_gate_up: Any = None
+    d_down: Any = None
+    for window in windows(Metadata(packed, weights.numel(), down.shape[0], pairs), weights.numel()):
+        layer = Layer(x, down.shape, weights.shape[1], window, weights, (gate_up, down, dy), activation)
+        fused = [layer.config(k).gather for k in ("dh", "dw_down", "dw_up")]
+        again = d_down is not None
+        dy_N: Any = None if fused[1] and (fused[0] or not again) else layer.gathered(dy)
+        if again:
+            h = layer.empty(pairs, gate_up.shape[1])
+            layer.up(gate_up, bias, h)
+            dh, act, _ = layer.dh(dy if fused[0] else dy_N, down, h)
+            del h
+        d_down = layer.dw("dw_down", dy if fused[1] else dy_N, act, "a" if fused[1] else "", d_down)
+        del dy_N, act
+        d_gate_up = layer.dw(
+            "dw_up", dh, x if fused[2] else layer.gathered(x), "b" if fused[2] else "", d_gate_up
+        )
+        del dh  # before the next window's are made
+    return d_gate_up, d_down
+
+
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """c of grouped_mm: the down projection of rows that are sorted already."""
     a, b = a.contiguous(), b.contiguous()

@@ -5,6 +5,7 @@ tensor descriptors nor the choice of kernels. Output shapes follow from input sh
 makes a graph break, needs the host, or keeps a CUDA graph from being captured.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tmoe.activations import ACTIVATIONS
 from tmoe.ops.check import check_device, check_moe_mlp, check_tensors, require
 from tmoe.ops.experts import cpu, gpu
+from tmoe.ops.experts.deferred import Left, leave, require_collecting
 from tmoe.ops.experts.routing import Metadata
 from tmoe.ops.launch.eager import mapped, unwatched
 from tmoe.ops.launch.replay import remembered
@@ -61,21 +63,55 @@ def moe_mlp(
     shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of
     what is kept: SonicMoE, Guo et al. 2025.
     """
+    return _run(
+        "moe_mlp", (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F), activation, pairs
+    )
+
+
+def moe_mlp_deferred(
+    x_TD: Tensor,
+    gate_up_E2FD: Tensor,
+    down_EDF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    gate_up_bias_E2F: Tensor | None = None,
+    activation: str = "swiglu",
+    pairs: int | None = None,
+) -> Tensor:
+    """moe_mlp, whose backward leaves the gradients of gate_up and down to be done later (deferred.py).
+
+    For matrices that need no gradient of autograd: those of somebody who collects what is left, and finds by
+    its address the tensor that a gradient belongs to. In between, beyond the matrices, dH, the weighted
+    activation, copies of x and of its y's gradient, and metadata are kept: N (3F elements + 8 bytes) and
+    2 T D elements. (Copies: a compiled graph uses memory of x and y's gradient again.)
+
+    Raises ValueError as moe_mlp does, and for matrices that need a gradient.
+    """
+    for name, t in (("gate_up", gate_up_E2FD), ("down", down_EDF)):
+        if isinstance(t, Tensor) and t.requires_grad:
+            require(False, name, "a tensor that needs a gradient", "one without, since it is put off")
     tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
-    biased = {} if gate_up_bias_E2F is None else {"gate_up_bias": gate_up_bias_E2F}
-    check_tensors(x=x_TD, gate_up=gate_up_E2FD, down=down_EDF, weights=weights_TK, ids=ids_TK, **biased)
+    return _run("moe_mlp_deferred", tensors, activation, pairs)
+
+
+def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None) -> Tensor:
+    """Checks what moe_mlp is given, and calls the op of this name."""
+    x, gate_up, down, weights, ids, bias = tensors
+    biased = {} if bias is None else {"gate_up_bias": bias}
+    check_tensors(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     if not isinstance(activation, str):
         require(False, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
     keep = torch.is_grad_enabled() and any(t is not None and (t.requires_grad or mapped(t)) for t in tensors)
     if pairs is None:
-        pairs = ids_TK.numel()
+        pairs = ids.numel()
     else:
         if not (isinstance(pairs, (int, torch.SymInt)) and pairs is not True and pairs > 0):
             require(False, "pairs", repr(pairs), "a positive whole number or None")
-        pairs = min((pairs + 127) // 128 * 128, ids_TK.numel())  # windows start on 16 bytes
-    if x_TD.is_cuda and unwatched(*tensors):
-        return _Straight.apply(*tensors, activation, pairs, keep)
-    return torch.ops.tmoe.moe_mlp(*tensors, activation, pairs, keep)[0]
+        pairs = min((pairs + 127) // 128 * 128, ids.numel())  # windows start on 16 bytes
+    if x.is_cuda and unwatched(*tensors):
+        straight = _Straight if name == "moe_mlp" else _StraightDeferred
+        return straight.apply(*tensors, activation, pairs, keep)
+    return getattr(torch.ops.tmoe, name)(*tensors, activation, pairs, keep)[0]
 
 
 # Compiled graphs on disk hold the shapes that fakes gave, but are not named by them: an older tmoe's graph
@@ -173,20 +209,93 @@ def _backward_gpu(*args: Any) -> tuple[Tensor | None, ...]:
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
+def _backward_of_x_cpu(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    pairs: int,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weights and the bias (None without one); leaves those of the matrices."""
+    require_collecting()
+    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
+    ends = meta.ends.tolist()
+    order = meta.order[: ends[-1]].to(torch.int64)
+    experts = cpu.Experts(gate_up, down, bias, activation)
+    with torch.autocast("cpu", enabled=False):
+        *gradients, dh, act = cpu.gradient_of_x(dy, x, experts, weights, h, order, ends)
+    kept = _own(dy), _own(x), order // max(weights.shape[1], 1), dh, act
+    leave(Left(gate_up.detach(), down.detach(), kept, partial(_matrices_cpu, ends=ends)))
+    return tuple(gradients)
+
+
+@torch.no_grad()
+def _matrices_cpu(*tensors: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", enabled=False):
+        return cpu.gradients_of_matrices(*tensors, ends=ends)
+
+
+def _backward_of_x_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+    """As _backward_of_x_cpu."""
+    require_collecting()
+    *tensors, activation, pairs = args
+    dy, x, gate_up, down, weights, _, packed, bias = tensors
+    *gradients, dh, act = remembered(gpu.backward_of_x, tensors, activation, pairs)
+    kept = *map(_own, (dy, x, weights, packed)), dh, act
+    work = partial(_matrices_gpu, bias=None if bias is None else bias.detach(), how=(activation, pairs))
+    leave(Left(gate_up.detach(), down.detach(), kept, work))
+    return tuple(gradients)
+
+
+@torch.no_grad()
+def _matrices_gpu(*tensors: Tensor, bias: Tensor | None, how: tuple[str, int]) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(tensors[0].device):
+        d_gate_up, d_down = remembered(gpu.backward_of_matrices, (*tensors, bias), *how)
+    return d_gate_up, d_down
+
+
+def _own(t: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return t.detach().clone(memory_format=torch.contiguous_format)
+
+
+_SCHEMA = (
+    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
+    "SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)"
+)
+_OF_BACKWARD = (
+    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
+    "Tensor? bias, str activation, SymInt pairs) -> "
+)
+_FORWARD: dict[str, Any] = dict(
+    returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
+)
+
 _Straight = register_differentiable(
     "moe_mlp",
-    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
-    "SymInt pairs, bool keep) -> (Tensor, Tensor, Tensor)",
-    returns="y",
-    keeps="h packed",
-    cpu=_forward_cpu,
-    cuda=_forward_gpu,
-    fake=_forward_fake,
+    _SCHEMA,
+    **_FORWARD,
     backward=Backward(
-        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
-        "Tensor? bias, str activation, SymInt pairs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _OF_BACKWARD + "(Tensor, Tensor, Tensor, Tensor, Tensor)",
         gradients="x gate_up down weights bias",
         cpu=_backward_cpu,
         cuda=_backward_gpu,
+    ),
+)
+
+_StraightDeferred = register_differentiable(
+    "moe_mlp_deferred",
+    _SCHEMA,
+    **_FORWARD,
+    backward=Backward(
+        _OF_BACKWARD + "(Tensor, Tensor, Tensor)",
+        gradients="x weights bias",
+        cpu=_backward_of_x_cpu,
+        cuda=_backward_of_x_gpu,
     ),
 )

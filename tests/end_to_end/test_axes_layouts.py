@@ -1,9 +1,13 @@
 """No layout changes the mathematics: one process and every mixture of the axes train the same model."""
 
 import functools
+import itertools
 
 import layouts
 import pytest
+from tiers import slow_but
+
+from tmoe.config.axes import Axes
 
 LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(tp=2), "gqa", {}),
@@ -37,6 +41,12 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4)),
     (4, dict(pp=2), "gqa", dict(micros=4, parallel=dict(schedule="interleaved"))),
     (4, dict(pp=2, ep=2), "gqa", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, dp=2), "deep", dict(micros=4, parallel=dict(schedule="v", checkpoint="block"))),
+    (4, dict(pp=2, dp=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=4), "deep", dict(micros=8, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, ep=2), "gpt_oss", dict(micros=4, parallel=dict(schedule="v", checkpoint="moe"))),
+    (4, dict(pp=2, dp=2), "gqa", dict(micros=2, parallel=dict(schedule="v", whole_gib=0))),  # none deferred
+    (2, dict(pp=2), "gqa", dict(micros=4, documents=False, compile=True, parallel=dict(schedule="v"))),
     (4, dict(pp=2), "olmoe", dict(micros=4)),  # a table on both ends
     (4, dict(pp=4), "latent", dict(micros=8)),  # the first stage without MoE layers
     (4, dict(pp=2, tp=2, ep=2), "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),
@@ -60,8 +70,26 @@ def one_process(gloo):
     return curve
 
 
-@pytest.mark.parametrize(("world", "axes", "model", "more"), LAYOUTS, ids=str)
+# One layout of each axis and a mixture stay in the fast tier.
+FAST = [LAYOUTS[i] for i in (1, 3, 8, 10, 13, 14)]
+FAST += [case for case in LAYOUTS if case[0] < 8 and case[1] in (dict(replicate=2, ep=2), dict(etp=2, ep=2))]
+FAST += [case for case in LAYOUTS if case[1] == dict(pp=2, ep=2) and case[0] == 4][:2]
+
+
+@pytest.mark.parametrize(("world", "axes", "model", "more"), slow_but(FAST, LAYOUTS), ids=str)
 def test_layout(gloo, one_process, world, axes, model, more):
     expected = one_process(model, more.get("documents", True), more.get("balance", "sequence"))
     (found, *_) = gloo(world, functools.partial(layouts.train, axes=axes, model=model, **more), timeout=240)
     layouts.assert_same(found, expected)
+
+
+def test_the_layouts_contain_every_pair_of_axes():
+    """tp, cp, pp, replicate, ep, etp, and dp, the degree outside the expert group."""
+    names = ("dp", "ep", "etp", "tp", "cp", "pp", "replicate")
+    met = set()
+    for world, axes, _, _ in LAYOUTS:
+        full = Axes.over(world, **axes)
+        met |= set(itertools.combinations([name for name in names if getattr(full, name) > 1], 2))
+    wanted = set(itertools.combinations(names, 2))
+    assert wanted <= met, f"no layout has {sorted(wanted - met)}"
+    assert len(LAYOUTS) >= 20
