@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from tmoe.config.axes import Axes
+from tmoe.config.axes import ALONE, Axes
 from tmoe.config.run import Config
 from tmoe.run.cli import parse
 
@@ -53,6 +53,10 @@ def layout(cfg: Config, axes: Axes) -> tuple:
     optim = cfg.optim
     step = train.batch, train.seq, train.accumulate, train.dtype, train.isolate_documents
     spread = axes, parallel.dispatch, parallel.wire, parallel.checkpoint, parallel.whole_gib
+    if axes.cp > 1:
+        spread += (parallel.cp_by,)
+    if axes.pp > 1:
+        spread += parallel.schedule, parallel.chunks
     return cfg.model, step, spread, optim.offload, optim.ema > 0
 
 
@@ -81,7 +85,8 @@ def read_points(paths: list[Path]) -> list[Point]:
             cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
             axes = Axes.of(cfg.parallel, record["gpus"])
             train = cfg.train
-            seconds = train.batch * train.seq * train.accumulate / record["tokens_per_s_gpu"]
+            tokens = axes.readers * train.batch * train.seq * train.accumulate
+            seconds = tokens / axes.world / record["tokens_per_s_gpu"]
             skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
             points.append(Point(record["command"], cfg, axes, seconds, skew))
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
@@ -115,7 +120,8 @@ def summary(points: list[Point], errors: list[float], fitted: list[tuple]) -> st
         "all": [True for _ in points],
         "layouts that set no constant": [p.layout not in fitted for p in points],
         "one GPU": [p.axes.world == 1 for p in points],
-        "dp alone": [p.axes.dp > p.axes.ep == 1 for p in points],
+        "dp alone": [p.axes == Axes(dp=p.axes.world) != ALONE for p in points],
         "ep > 1": [p.axes.ep > 1 for p in points],
+        "other axes": [p.axes != Axes(dp=p.axes.dp, ep=p.axes.ep) for p in points],
     }
     return "\n".join(off(name, which) for name, which in kinds.items())

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import model
 from benchmarks.cost import compare, constants, points, step_time
-from tmoe.config.axes import Axes
+from tmoe.config.axes import ALONE, Axes
 from tmoe.parallel import mesh
 from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
@@ -110,6 +110,7 @@ def test_a_new_file_is_checked_wherever_it_lies(tmp_path, monkeypatch):
         ("--parallel.dispatch nccl", False),
         ("--optim.offload", False),
         ("--optim.ema 0.9", False),
+        ("--parallel.tp 2", False),
     ],
 )
 def test_a_layout_is_what_a_step_takes_not_how_it_was_measured(words, same):
@@ -135,14 +136,24 @@ def test_the_readme_says_how_far_off_the_model_is():
         f"{abs(free_worst):.1%}, {free_mean:+.1%} in the mean."
     ) in text
     one, _, worst_one, mean_one = of(lambda p: p.axes.world == 1)
-    dp, _, worst_dp, mean_dp = of(lambda p: p.axes.dp > p.axes.ep == 1)
+    dp, _, worst_dp, mean_dp = of(lambda p: p.axes == Axes(dp=p.axes.world) != ALONE)
     ep, _, worst_ep, mean_ep = of(lambda p: p.axes.ep > 1)
+    more, _, worst_more, mean_more = of(lambda p: p.axes.parts > 1)
     low = sum(error < 0 for p, error in zip(held(), errors_of_held(), strict=True) if p.axes.ep > 1)
     assert (
         f"Its steps on one GPU come out {mean_one:+.1%} in the mean "
         f"({one} steps, {worst_one:+.1%} at worst), with dp alone {mean_dp:+.1%} ({dp}, {worst_dp:+.1%}), "
-        f"with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast)."
+        f"with ep > 1 {mean_ep:+.1%} ({ep}, {worst_ep:+.1%}; {low} of them too fast), "
+        f"with tp or cp {mean_more:+.1%} ({more}, {worst_more:+.1%})."
     ) in text
+
+
+def test_a_step_of_shared_sequences_is_timed_by_a_ranks_own_tokens(tmp_path):
+    """Two ranks that share 8 sequences of 4,096 tokens have 16,384 each."""
+    command = "train.py olmoe-1b-7b --train.batch 8 --parallel.tp 2"
+    (tmp_path / "one.jsonl").write_text(json.dumps(dict(command=command, gpus=2, tokens_per_s_gpu=16384)))
+    (point,) = points.read_points([tmp_path / "one.jsonl"])
+    assert point.seconds == 1.0 and point.axes == Axes(dp=2, tp=2)
 
 
 def test_the_summary_counts_by_hand():
@@ -158,7 +169,11 @@ def test_the_summary_counts_by_hand():
 @pytest.mark.parametrize(
     ("name", "count", "which"),
     [
-        ("slowed", 4, lambda p: (p.axes, p.cfg.parallel.whole_gib) == (Axes(dp=2), 16.0)),
+        (
+            "slowed",
+            4,
+            lambda p: (p.axes, p.cfg.parallel.whole_gib, p.cfg.model.layers) == (Axes(dp=2), 16.0, 8),
+        ),
         ("host_rate", 1, lambda p: p.cfg.optim.offload and p.cfg.steps == 14),
     ],
 )
