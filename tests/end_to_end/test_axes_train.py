@@ -55,3 +55,18 @@ def test_a_step_goes_on_in_any_layout(gloo, tmp_path, origin):
         gloo(layout[0], run, begun, timeout=240)
         expected = {n: loss for n, loss in losses(first).items() if n >= 4}
         assert losses(out) == pytest.approx(expected, rel=1e-5), layout
+
+
+MIXTRAL = """mixtral-8x7b --no-compile --log.no-progress --model.layers 2 --model.dim 32 --model.heads 8
+    --model.kv-heads 4 --model.head-dim 8 --model.moe.ffn-dim 32 --train.seq 32 --train.batch 4
+    --train.eval-every 0 --train.eval-batches 1 --optim.warmup 2 --parallel.tp 4 --parallel.ep 4
+    --checkpoint.mode sync""".split()
+
+
+@pytest.mark.slow
+def test_the_mixtral_script_cut_to_a_tiny_width(gloo, tmp_path):
+    """Megatron's published script: tensor parallel 4, expert parallel 4, folded over the same ranks."""
+    out = ["--out", str(tmp_path / "run")]
+    gloo(8, run, [*MIXTRAL, *out, "--steps", "2", "--resume", "none"], timeout=240)
+    gloo(8, run, [*MIXTRAL, *out, "--steps", "4"], timeout=240)
+    assert sorted(losses(tmp_path / "run")) == [0, 1, 2, 3]
