@@ -7,6 +7,7 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
+from tiers import slow_but
 from torch._dynamo.utils import counters
 
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
@@ -337,7 +338,7 @@ def train(rank: int, world: int, nodes: list[int], argv: list[str]) -> tuple[dic
     return runs.run(rank, world, argv), len(calls)
 
 
-@pytest.mark.parametrize("nodes", [TWO_TWOS, FOUR_TWOS], ids=str)
+@pytest.mark.parametrize("nodes", slow_but([TWO_TWOS], [TWO_TWOS, FOUR_TWOS]), ids=str)
 def test_a_run_is_the_flat_one(gloo, tmp_path, nodes):
     """Six steps; with four nodes two expert groups, each over two of them."""
     words = [*runs.SMALL, "--steps", "6", "--parallel.ep", "4", "--parallel.ep-across-nodes"]

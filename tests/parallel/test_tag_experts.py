@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from hf_tiny import MODELS
+from tiers import slow_but
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -157,7 +158,7 @@ def spread(rank: int, world: int, ep: int, kind: str) -> tuple:
     return named(groups), by_name, before, len(optimizer.param_groups)
 
 
-@pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "ep"), slow_but([(1, 1), (2, 2)], [(1, 1), (2, 1), (2, 2), (4, 2)]))
 @pytest.mark.parametrize("kind", ["tmoe", "own", "mixtral", "qwen2_moe"])
 def test_by_placement(gloo, world, ep, kind):
     for found, want, before, count in gloo(world, spread, ep, kind):

@@ -160,6 +160,7 @@ def test_collectives_of_a_step(gloo, world, axes):
             assert told == [(gathers, micros * units if shard == 2 else units, 0)] * 3, (shard, told)
 
 
+@pytest.mark.slow
 def test_replicas_add_up_once_a_step(gloo):
     axes = dict(replicate=2, ep=2)
     for shard in (1, 2, 3):

@@ -263,8 +263,7 @@ def attend(
     scale: None gives 1/sqrt(C).
     window: see window_mask; 0: none.
     sinks_H: a logit for each query head that every token's softmax runs over as well, and whose value is
-    zero, so that
-        a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
+        zero, so that a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
     """
     S, H, C = q_BSHC.shape[1:]
     if isinstance(mask, BlockMask):
