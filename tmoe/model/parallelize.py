@@ -168,9 +168,9 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
         width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
-        moe.dispatcher = dispatcher_for(
-            mesh.ep.get_group(), L, dispatch, tokens, wire == "fp8", biased, width
-        )
+        # symm's op takes whole experts, so it cannot serve ranks that divide them
+        way = "nccl" if mesh.axes.etp > 1 else dispatch
+        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", biased, width)
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     if etp := mesh.groups.get("etp"):
