@@ -137,7 +137,7 @@ class Edges:
             if self._post(source) is None:
                 raise RuntimeError(f"{message}: not among the messages of stage {source}")
         work, buffer = self.posted.pop(message)
-        work.wait()
+        _wait(work, buffer)
         self._post(source)
         return buffer.to(self.shape.device)
 
@@ -153,10 +153,21 @@ class Edges:
 
     def finish(self) -> None:
         """Waits until all that was sent has left."""
-        for work, _ in self.leaving:
-            work.wait()
+        for work, x in self.leaving:
+            _wait(work, x)
         self.leaving.clear()
         assert not self.posted and not self.inside, "a table that leaves messages"
+
+
+def _wait(work: Any, x: Tensor) -> None:
+    """Waits for a message: as long as a collective waits for its peers.
+
+    gloo would wait for ever. On a GPU the stream waits, not the host, and NCCL's watchdog has the limit.
+    """
+    if x.is_cpu:
+        work.wait(patience())
+    else:
+        work.wait()
 
 
 def _new_group(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
