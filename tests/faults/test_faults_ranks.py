@@ -369,7 +369,7 @@ def assert_parting_named(ends: list[End], how: str) -> None:
     said = [end.said for end in ends if end.code != -signal.SIGABRT]
     assert len(said) == len(ends) or (said and how.startswith(("other size", "skipped inside"))), ends
     assert all("the ranks' collectives part at number" in text for text in said), said
-    place = "parallelize.py" if how == "skipped inside" else "test_faults_ranks.py"
+    place = "collectives.py" if how == "skipped inside" else "test_faults_ranks.py"
     assert all(place in text for text in said), said
     if how == "other size":
         assert all(
