@@ -13,6 +13,7 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(tp=2), "gqa", {}),
     (2, dict(tp=2, ep=2), "gqa", dict(micros=2)),
     (4, dict(tp=2, ep=4), "gqa", dict(parallel=dict(checkpoint="block"))),
+    (4, dict(tp=2, ep=2), "gqa", dict(parallel=dict(tp_pieces=2))),
     (4, dict(tp=4, ep=2), "gqa", {}),  # more ranks than key heads
     (4, dict(tp=2, ep=2), "gpt_oss", dict(documents=False)),
     (4, dict(tp=2, ep=2), "olmoe", {}),
@@ -71,7 +72,7 @@ def one_process(gloo):
 
 
 # One layout of each axis and a mixture stay in the fast tier.
-FAST = [LAYOUTS[i] for i in (1, 3, 8, 10, 13, 14)]
+FAST = [LAYOUTS[i] for i in (1, 3, 4, 9, 11, 14, 15)]
 FAST += [case for case in LAYOUTS if case[0] < 8 and case[1] in (dict(replicate=2, ep=2), dict(etp=2, ep=2))]
 FAST += [case for case in LAYOUTS if case[1] == dict(pp=2, ep=2) and case[0] == 4][:2]
 

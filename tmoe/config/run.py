@@ -73,6 +73,8 @@ class ParallelConfig:
     """expert-parallel degree; divides the experts"""
     tp: int = 1
     """tensor-parallel degree: ranks that divide attention's heads and a sequence's tokens"""
+    tp_pieces: int = 1
+    """in how many pieces a rank's tokens travel under tp, each beside the product of another"""
     cp: int = 1
     """context-parallel degree: ranks that divide a sequence's tokens"""
     cp_by: Literal["keys", "heads"] = "keys"
@@ -120,7 +122,7 @@ class ParallelConfig:
         return self.chunks
 
     def __post_init__(self) -> None:
-        check(self, "--parallel.", one="dp ep tp cp pp chunks replicate etp", zero="whole_gib")
+        check(self, "--parallel.", one="dp ep tp tp_pieces cp pp chunks replicate etp", zero="whole_gib")
         alone = self.ep == 1
         dispatch = self.dispatch
         need = "needs --parallel.ep"
