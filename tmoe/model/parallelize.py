@@ -63,8 +63,8 @@ def parallelize(
     `init_weights`.
 
     cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
-        `.whole_gib`, `.shard`, `.cp_by` and `.tp_pieces` and `compile` are read. None: fp32, auto, same, none,
-        16, 3, keys, 1, eager.
+        `.whole_gib`, `.shard`, `.cp_by` and `.tp_pieces` and `compile` are read. None: fp32, auto, same,
+        none, 16, 3, keys, 1, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
         its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
         small neighbours together, with one hook in front of the first and one behind the last. Experts that
