@@ -22,9 +22,8 @@ from tmoe import warmup
 from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
-from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
-from tmoe.data.dataset import Batch, Dataset, Loader, Split, open_data, unigram_entropy
+from tmoe.data.dataset import Batch, Loader
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
@@ -37,6 +36,7 @@ from tmoe.optim.guard import SkipGuard, require_finite
 from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 from tmoe.parallel.collectives import sum_over_all
+from tmoe.post import task_of
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.memory import require_room
@@ -87,9 +87,11 @@ class Trainer:
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
         self.carried = run.together(lambda: carried_by_start(cfg))
-        self.data, self.val_data = run.together(lambda: [self.open_split("train"), self.open_split("val")])
+        self.task = task_of(cfg, self.mesh)
+        opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
+        self.data, self.val_data = opened
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
-        self.entropy = run.together(lambda: unigram_entropy(self.val_data))
+        self.facts = run.together(lambda: self.task.facts(self.val_data))
 
         # Model and optimizer.
         with run.refusing():  # a dispatcher that was asked for and does not work here
@@ -120,9 +122,10 @@ class Trainer:
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
+        self.task.prepare(self)
 
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
-        facts = dict(data=self.data.describe(), unigram_entropy=self.entropy)
+        facts = dict(data=self.data.describe(), **self.facts)
         # Together: rank 0 may find files in the run folder that it cannot go on with.
         self.metrics = run.together(
             lambda: Metrics(
@@ -139,10 +142,6 @@ class Trainer:
             )
         )
         self.announce()
-
-    def open_split(self, split: Split) -> Dataset:
-        cfg = self.cfg
-        return open_data(cfg.data, cfg.train.seq, cfg.model.vocab, split, self.carried)
 
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
@@ -200,7 +199,7 @@ class Trainer:
         if self.unread is not None:
             self.log(*self.unread)
         router = self.model.read_log() if self.metrics.due(step) else None
-        self.unread = step, OnItsWay((*numbers, self.mean, router)), lr, self.tokens
+        self.unread = step, OnItsWay((*numbers, self.mean, router, self.measured)), lr, self.tokens
         if save or validate or run.device.type == "cpu":
             # Before the checkpoint: a run that resumes from it does not log this step again.
             self.log(*self.unread)
@@ -213,7 +212,7 @@ class Trainer:
         if last:  # whole on disk before the validation, which may be long: a run ended in it loses nothing
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
-            self.metrics.validated(val_loss)
+            self.metrics.validated(val_loss, self.val_measured)
         if profile:
             run.watch.pause()  # writing a trace takes its time
             profile.step()
@@ -224,45 +223,48 @@ class Trainer:
         return steps > 0 and self.step % steps == 0
 
     def forward_backward(self, batch: Batch, totals: Totals) -> Tensor:
-        """Forward and backward of all micro-batches; returns the global batch's mean cross-entropy, 0-dim.
+        """Forward and backward of all micro-batches; returns the global batch's mean loss, 0-dim.
 
         Gradients are left in the parameters, summed over ranks with the last micro-batch.
         """
-        model, device = self.model, self.run.device
+        model, device, objective = self.model, self.run.device, self.task.objective
         micros = batch.micros(device, self.cfg.train.isolate_documents)
         if isinstance(model, Stages):
-            loss = model.forward_backward(list(micros), totals)
-            return sum_over_all(self.noted(loss, batch, totals))
+            loss = model.forward_backward(list(micros), totals, objective)
+            return self.over_all(loss, batch, totals)
         loss = torch.zeros((), device=device)
         model.balancer.start_step()
-        for i, (tokens_BS, targets_BS, documents_BS) in enumerate(micros):
+        for i, micro in enumerate(micros):
             model.set_requires_gradient_sync(i + 1 == len(batch.tokens_ABS))
-            model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=totals).backward()
-            loss += model.cross_entropy
-        return sum_over_all(self.noted(loss, batch, totals))
+            model(**micro._asdict(), totals=totals, objective=objective).backward()
+            loss += model.task_loss
+        return self.over_all(loss, batch, totals)
 
-    def noted(self, loss: Tensor, batch: Batch, totals: Totals) -> Tensor:
-        """The loss, this rank's share; its mean over the rank's own targets is kept for the log."""
-        own_targets = (self.model.own(batch.targets_ABS.flatten(0, 1)) != IGNORE).sum().item()
-        self.mean = loss * totals.targets / max(own_targets, 1)
+    def over_all(self, loss: Tensor, batch: Batch, totals: Totals) -> Tensor:
+        """The loss over all ranks, of this rank's share; what the log says beside it is kept."""
+        own = self.task.divisor(batch) / self.mesh.axes.parts
+        self.mean = loss * totals.targets / max(own, 1)
+        loss, *self.measured = sum_over_all(
+            torch.cat([loss[None], self.task.read_measured(loss) / totals.targets])
+        )
         return loss
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
-        own_targets = (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
-        targets, stops = self.run.sums(own_targets, self.run.stop)
+        own = self.task.divisor(batch) if self.counts else 0
+        targets, stops = self.run.sums(own, self.run.stop)
         sequences = batch.tokens_ABS[..., 0].numel() * self.mesh.axes.readers
         totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean cross-entropy over the first eval_batches validation batches; None once told to stop.
+        """Mean loss over the first eval_batches validation batches; None once told to stop.
 
         Of the averaged weights, if the run keeps an average.
         """
-        cfg, model, device = self.cfg, self.model, self.run.device
-        total, targets = torch.zeros((), device=device), 0
+        cfg, model, device, objective = self.cfg, self.model, self.run.device, self.task.objective
+        total, divisor = torch.zeros((), device=device), 0.0
         one = torch.ones((), device=device)  # sums are divided at the end
         model.eval()
         with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
@@ -270,24 +272,27 @@ class Trainer:
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break
                 batch = self.val_data.batch(i, **self.shape())
-                targets += (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
+                divisor += self.task.divisor(batch) if self.counts else 0
                 micros = batch.micros(device, cfg.train.isolate_documents)
                 if isinstance(model, Stages):
-                    total += model.evaluate(list(micros), Totals(one, one, one))
+                    total += model.evaluate(list(micros), Totals(one, one, one), objective)
                     continue
-                for tokens_BS, targets_BS, documents_BS in micros:
-                    model(tokens_BS, targets_BS, documents_BS=documents_BS, totals=Totals(one, one, one))
-                    total += model.cross_entropy
+                for micro in micros:
+                    model(**micro._asdict(), totals=Totals(one, one, one), objective=objective)
+                    total += model.task_loss
             model.reshard()  # no backward follows to free what the root gathered
         model.train()
         self.graphs.passed("validate")
         if stopped:
             return None
-        return sum_over_all(total).item() / max(self.run.sums(targets)[0], 1)
+        sums = sum_over_all(torch.cat([total[None], self.task.read_measured(total)]))
+        val_loss, *measured = (sums / max(self.run.sums(divisor)[0], 1)).tolist()
+        self.val_measured = dict(zip(self.task.measures, measured, strict=True))
+        return val_loss
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards a step and writes it down. Waits until its numbers are on the host."""
-        loss, norm, finite, mean, router = numbers.read()
+        loss, norm, finite, mean, router, measured = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
             samples = self.data.indices(step, **self.shape())
             self.run.blame(step, loss.item(), norm.item(), mean.item(), samples)
@@ -301,6 +306,7 @@ class Trainer:
             skipped=self.guard.total,
             recompiles=self.graphs.recompiles,
             ended=numbers.ended,
+            measured=dict(zip(self.task.measures, measured, strict=True)),
         )
         self.guard.give_up(step)
 
@@ -375,9 +381,8 @@ class Trainer:
         if cfg.init and not self.carried:
             unknown = "its tokenizer is not known, so nothing tells whether the data are of it"
             note(f"--init={cfg.init}: {unknown}")
-        if self.entropy is not None:
-            best = "a context-free model's best loss"
-            note(f"unigram entropy of the validation bytes: {self.entropy:.3f} nats, {best}")
+        for line in self.task.notes(self.facts):
+            note(line)
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
 

@@ -23,7 +23,7 @@ FLOORS = [
     ("moe",),
     ("model",),
     ("hf",),
-    ("run",),
+    ("run", "post"),
     ("report", "upcycle", "warmup"),
     ("train",),
 ]

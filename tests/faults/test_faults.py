@@ -379,7 +379,7 @@ def spiking(rank: int, world: int, argv: list[str]) -> None:
 
     def enlarge(model, args, loss):
         if rank == 1 and trainer.step == 10:
-            model.cross_entropy = model.cross_entropy * 1e4
+            model.task_loss = model.task_loss * 1e4
             return loss * 1e4
 
     trainer.model.register_forward_hook(enlarge)

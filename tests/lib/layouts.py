@@ -165,7 +165,7 @@ def accumulate(net: Transformer, parts: list, totals: Totals) -> Tensor:
     for a, (tokens, targets, marks) in enumerate(parts):
         net.set_requires_gradient_sync(a == len(parts) - 1)
         net(tokens, targets, documents_BS=marks, totals=totals).backward()
-        loss += net.cross_entropy
+        loss += net.task_loss
     return loss
 
 

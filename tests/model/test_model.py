@@ -211,7 +211,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(tied):
     want = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     loss = model(x, y)
     torch.testing.assert_close(loss, want)
-    torch.testing.assert_close(model.cross_entropy, want.detach())
+    torch.testing.assert_close(model.task_loss, want.detach())
     assert_same(gradients(loss, model), gradients(want, model), 1e-5)
     assert (
         len(list(model.parameters())) == len(dict(model.named_parameters())) and (model.head is None) == tied
@@ -241,7 +241,7 @@ def test_balancing_losses_are_added(scope):
             m.register_forward_hook(lambda module, args, out: said.append(out))
     loss = model(x, x, padding_BS=padding)
     assert len(said) == 2
-    want = model.cross_entropy.double()
+    want = model.task_loss.double()
     for routing in said:
         aux, z = naive_losses(
             routing.logits_TE.view(2, 13, 5), routing.ids_TK.view(2, 13, 2), ~padding, scope

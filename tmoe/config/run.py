@@ -250,6 +250,9 @@ class LogConfig:
 class Config:
     """A whole run."""
 
+    task: Literal["pretrain", "sft", "preference"] = "pretrain"
+    """what is trained for: text (pretrain), the answers of conversations (sft),
+    the better one of two answers (preference)"""
     out: str = "runs/default"
     """run folder: config.json, metrics.jsonl, checkpoints/, report.png"""
     steps: int = 1000

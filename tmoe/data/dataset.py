@@ -37,6 +37,16 @@ from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, lo
 WEIGHT = re.compile(r"[\d._+]{1,40}(/\d{1,40}|[eE][+-]?\d{1,2})?")
 
 
+class Micro(NamedTuple):
+    """One micro-batch of a rank: rows of tokens [B, S], whole, the same on all ranks that share them."""
+
+    tokens_BS: torch.Tensor
+    targets_BS: torch.Tensor
+    documents_BS: torch.Tensor | None = None
+    given: dict[str, torch.Tensor] | None = None
+    """what a task gives its loss beside the targets, by name: a value for each token [B, S], or [M] others"""
+
+
 class Batch(NamedTuple):
     """What one rank consumes in one step, int64 [A, B, S]: A micro-batches of B windows."""
 
@@ -46,13 +56,11 @@ class Batch(NamedTuple):
     documents_ABS: torch.Tensor
     """number of the document within the row, from 0; an eos belongs to the document that it ends"""
 
-    def micros(
-        self, device: torch.device, documents: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Each micro-batch's three tensors [B, S] on the device; None for documents that are not wanted."""
+    def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
+        """Each micro-batch on the device; None for documents that are not wanted."""
         for micro in zip(*self, strict=True):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
-            yield tokens_BS, targets_BS, documents_BS if documents else None
+            yield Micro(tokens_BS, targets_BS, documents_BS if documents else None)
 
 
 def permute(index: int, n: int, key: str) -> int:

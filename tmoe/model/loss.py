@@ -1,6 +1,6 @@
-"""Cross-entropy through the output head without ever holding logits of [T, V]."""
+"""Cross-entropy through the output head without ever holding logits of [T, V]; what a loss is to a model."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,25 @@ from tmoe.config.model import IGNORE
 from tmoe.ops.check import autocasts
 from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
 from tmoe.ops.register import register
+
+Given = dict[str, Tensor]
+"""What a task gives its objective beside the targets, by name: a value for each token, or others."""
+
+
+class Objective(Protocol):
+    """What a model is trained for: this rank's share of a sum, before it is divided by the step's count."""
+
+    def __call__(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given, /) -> Tensor:
+        """0-dim fp32, differentiable in h and weight.
+
+        h_TD: final hidden states of this rank's own tokens, as the head takes them. weight_VD: the head.
+        targets_T: the token that follows each, -100 where nothing is trained. given: of these tokens [T], or
+        as the task gave it.
+        Under tp and cp the ranks of a group have different tokens of the same rows, and all of them are
+        called.
+        """
+        ...
+
 
 CHUNK_LOGITS = 2**25  # logits held at once on a CPU: 128 MiB in fp32
 # On a GPU: 4096 rows at V = 152k. At 1024 the sum of the head's gradient costs 25% on top of its product, at
@@ -186,6 +205,11 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         return total.addmm_(a, b)
     product = (a @ b).float()
     return product if total is None else total.add_(product)
+
+
+def cross_entropy(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+    """The objective of pretraining: `cross_entropy_sum`. It is given nothing more."""
+    return cross_entropy_sum(h_TD, weight_VD, targets_T)
 
 
 def cross_entropy_sum(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:

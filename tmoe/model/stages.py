@@ -24,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
+from tmoe.data.dataset import Micro
 from tmoe.model.count import block_shapes, numel
+from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
 from tmoe.moe.balance import RouterStats, Totals, stats_of
@@ -41,26 +43,26 @@ from tmoe.parallel.pipelining import Pipeline, Shape, own_chunks
 from tmoe.parallel.schedule import cut, table
 
 log = logging.getLogger(__name__)
-Micro = tuple[Tensor, Tensor, Tensor | None]  # tokens_BS, targets_BS, documents_BS
 
 
 class Part(Transformer):
     """Some blocks of a Transformer, and embedding, norm and head where they are its first or last."""
 
     def forward(  # pyrefly: ignore
-        self, x: Tensor, context: Context, targets_BS: Tensor | None, totals: Totals
+        self, x: Tensor, context: Context, micro: Micro, totals: Totals, objective: Objective | None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states, or on the last part its share of the loss; and the balancing loss of its blocks.
 
         x: whole rows of tokens on the first part, else hidden states of this rank's tokens.
         """
-        x = self.embed(x) if self.first else x
+        given = micro.given or {}
+        x = self.embed(x, given.get("noise")) if self.first else x
         x, load = self.run_blocks(x, context)
         extra = None if load is None else self.balancer.loss(load, totals)
         if not self.last:
             return x, extra
-        assert targets_BS is not None and self.norm is not None
-        return self.cross_entropy_share(self.norm(x), targets_BS, totals.targets), extra
+        assert self.norm is not None
+        return self.task_share(self.norm(x), micro.targets_BS, totals.targets, objective, given), extra
 
 
 class _Chunk:
@@ -72,13 +74,14 @@ class _Chunk:
         self.experts = scopes(part)
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        tokens_BS, targets_BS, _ = self.stages.micros[micro]
-        context = self.stages.contexts[micro]
-        y, extra = self.part(tokens_BS if x is None else x, context, targets_BS, self.stages.totals)
+        stages = self.stages
+        here = stages.micros[micro]
+        x = here.tokens_BS if x is None else x
+        y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective)
         losses = [] if extra is None else [extra]
         if not self.part.last:
             return y, losses
-        self.stages.loss += y.detach()
+        stages.loss += y.detach()
         return None, [y if extra is None else y + extra]
 
     def begin_backward(self, last: bool) -> None:
@@ -206,14 +209,17 @@ class Stages(nn.Module):
         set_timeout(patience(), group)
         return group
 
-    def forward_backward(self, micros: Sequence[Micro], totals: Totals) -> Tensor:
-        """This rank's share of the step's cross-entropy, 0-dim; gradients are left in the parameters.
+    def forward_backward(
+        self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
+    ) -> Tensor:
+        """This rank's share of the step's loss, 0-dim; gradients are left in the parameters.
 
         micros: as many as --train.accumulate, whole rows, the same on all ranks that share them.
+        objective: what is trained for; None: cross-entropy.
         """
         for part in self:
             part.balancer.start_step()
-        self._begin(micros, totals)
+        self._begin(micros, totals, objective)
         self.pipeline.step(self._shape())
         for chunk in self.chunks.values():
             chunk.end_step()
@@ -221,23 +227,26 @@ class Stages(nn.Module):
         return self.loss
 
     @torch.no_grad()
-    def evaluate(self, micros: Sequence[Micro], totals: Totals) -> Tensor:
-        """This rank's share of the cross-entropy, without gradients."""
-        self._begin(micros, totals)
+    def evaluate(
+        self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
+    ) -> Tensor:
+        """This rank's share of the loss, without gradients; arguments as those of `forward_backward`."""
+        self._begin(micros, totals, objective)
         self.pipeline.evaluate(self._shape())
         return self.loss
 
-    def _begin(self, micros: Sequence[Micro], totals: Totals) -> None:
+    def _begin(self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None) -> None:
         wanted = 1 + max(action.micro for action in self.pipeline.row)
         if len(micros) != wanted:
             raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
-        self.micros = micros
+        self.micros = [Micro(*micro) for micro in micros]
         self.totals = totals
-        self.contexts = [self.part.context(tokens, documents) for tokens, _, documents in micros]
-        self.loss = torch.zeros((), device=micros[0][0].device)
+        self.objective = objective
+        self.contexts = [self.part.context(m.tokens_BS, m.documents_BS) for m in self.micros]
+        self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
 
     def _shape(self) -> Shape:
-        tokens_BS = self.micros[0][0]
+        tokens_BS = self.micros[0].tokens_BS
         B, S = tokens_BS.shape
         return Shape((B, S // self.mesh.axes.parts, self.cfg.dim), self.dtype, tokens_BS.device)
 

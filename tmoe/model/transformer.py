@@ -16,7 +16,7 @@ from tmoe.init import initialise
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.latent import LatentAttention
-from tmoe.model.loss import cross_entropy_sum
+from tmoe.model.loss import Given, Objective, cross_entropy
 from tmoe.model.rope import rope_table
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
@@ -183,6 +183,8 @@ class Transformer(nn.Module):
         documents_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
         totals: Totals | None = None,
+        objective: Objective | None = None,
+        given: Given | None = None,
     ) -> Tensor:
         """Logits [B, S, V], or with targets the loss.
 
@@ -193,26 +195,42 @@ class Transformer(nn.Module):
                 loss.
             totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part
                 of it; the losses of the parts then add up. None: this call is all.
+            objective: what is trained for; None: cross-entropy.
+            given: what the objective is given beside the targets, by name: a value for each token [B, S],
+                or for whatever else it counts [M]. The name "noise" is the model's own: see `embed`.
 
         Raises ValueError for tensors of another shape, dtype or device, or longer sequences than RoPE's
         range.
         """
         if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` names what is none
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
-        h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS)
+        given = given or {}
+        h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS, given.get("noise"))
         if targets_BS is None:
             return F.linear(self.scaled(h_BSD), self.head_weight)
         if padding_BS is not None:
             targets_BS = targets_BS.masked_fill(padding_BS, IGNORE)
         count = (targets_BS != IGNORE).sum().clamp(min=1) if totals is None else totals.targets
-        loss = self.cross_entropy_share(h_BSD, targets_BS, count)
+        loss = self.task_share(h_BSD, targets_BS, count, objective, given)
         return loss if load is None else loss + self.balancer.loss(load, totals)
 
-    def cross_entropy_share(self, h_BSD: Tensor, targets_BS: Tensor, count: Tensor) -> Tensor:
-        """The sum over this rank's own targets of whole rows, divided by count; kept in `cross_entropy`."""
+    def task_share(
+        self,
+        h_BSD: Tensor,
+        targets_BS: Tensor,
+        count: Tensor,
+        objective: Objective | None = None,
+        given: Given | None = None,
+    ) -> Tensor:
+        """This rank's share of the task's loss, divided by count; kept in `task_loss`.
+
+        h_BSD: of this rank's own tokens. targets_BS, given: of whole rows.
+        """
         h_TD = self.scaled(h_BSD).flatten(0, 1)
-        loss = cross_entropy_sum(h_TD, self.head_weight, self.own(targets_BS).flatten()) / count
-        self.cross_entropy = loss.detach()
+        targets_T = self.own(targets_BS).flatten()
+        own = {name: self.own(t).flatten() if t.dim() == 2 else t for name, t in (given or {}).items()}
+        loss = (objective or cross_entropy)(h_TD, self.head_weight, targets_T, own) / count
+        self.task_loss = loss.detach()
         return loss
 
     @property
@@ -230,14 +248,18 @@ class Transformer(nn.Module):
         return t_BS if tokens is None else t_BS[:, tokens]
 
     def hidden(
-        self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        padding_BS: Tensor | None = None,
+        noise_BS: Tensor | None = None,
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
-        The load is None where there is no such layer.
+        The load is None where there is no such layer. noise_BS: see `embed`.
         """
         context = self.context(tokens_BS, documents_BS, padding_BS)
-        x, load = self.run_blocks(self.embed(tokens_BS), context)
+        x, load = self.run_blocks(self.embed(tokens_BS, noise_BS), context)
         return self.norm(x), load
 
     def context(
@@ -276,9 +298,15 @@ class Transformer(nn.Module):
         }
         return Context(cos_SC, sin_SC, masks, padding_BS)
 
-    def embed(self, tokens_BS: Tensor) -> Tensor:
-        """What the first block takes, of this rank's own tokens of whole rows."""
+    def embed(self, tokens_BS: Tensor, noise_BS: Tensor | None = None) -> Tensor:
+        """What the first block takes, of this rank's own tokens of whole rows.
+
+        noise_BS: in training, each channel of a token's embedding gets uniform(-1, 1) times this added
+            (NEFTune, Jain et al. 2023).
+        """
         x = self.embedding(self.own(tokens_BS))
+        if noise_BS is not None and self.training:
+            x = x + (2 * torch.rand_like(x) - 1) * self.own(noise_BS)[..., None].to(x.dtype)
         return x if self.cfg.embedding_multiplier == 1.0 else x * self.cfg.embedding_multiplier
 
     def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:

@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -61,10 +61,11 @@ class Metrics:
         tflops, mfu             of one GPU
         peak_gib                most memory allocated on rank 0's GPU; on a CPU rank 0's most resident memory
         skipped, recompiles     as given
+        what the task measures  of post/: rewards/accuracy, for example
         expert_counts           [layers][E], of the MoE layers
         max_violation, entropy, dropped     [layers], of the MoE layers
     What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
-        step, val_loss
+        step, val_loss, and val_ with each name that the task measures
     `read_steps` of run/lines.py reads both as one.
 
     start_step: the first step of this process; lines of it and of later ones are dropped, to be written
@@ -161,6 +162,7 @@ class Metrics:
         skipped: int = 0,
         recompiles: int = 0,
         ended: float | None = None,
+        measured: Mapping[str, Tensor | float] | None = None,
     ) -> None:
         """Called after every step; writes a line if the step is `due`, else only moves the progress bar.
 
@@ -169,13 +171,14 @@ class Metrics:
 
         tokens: of all ranks since step 0. router: None if not due, or without MoE layers.
         ended: time.perf_counter() when the device had finished the step; None: it has only just.
+        measured: what the task says of the step beside its loss, by name.
         """
         if self.lines is None or self.display is None:
             return
         if not self.due(step):
             return self.display.advance(step)
 
-        values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm}
+        values: dict[str, Any] = {"loss": loss, "grad_norm": grad_norm} | dict(measured or {})
         if router is not None:
             values["expert_counts"] = router.counts_LE
             values["entropy"] = router.entropy_L
@@ -201,18 +204,19 @@ class Metrics:
         self.line = line | {"val_loss": None}
         self.show(scalars(line))
 
-    def validated(self, val_loss: float) -> None:
-        """Writes the loss of a validation, in a line of its own, for the step that `log` wrote last.
+    def validated(self, val_loss: float, measured: Mapping[str, float] | None = None) -> None:
+        """Writes the loss of a validation, and what the task measured, for the step that `log` wrote last.
 
-        The step's line does not wait for the validation, nor for the checkpoint before it: a run that is
-        killed in either and resumed would never have the line.
+        They get a line of their own. The step's line does not wait for the validation, nor for the checkpoint
+        before it: a run that is killed in either and resumed would never have the line.
         """
         if self.lines is None:
             return
-        number = finite({"val_loss": val_loss})
-        self.write({"step": self.line["step"]} | number)
-        self.line |= number
-        self.show(scalars(number))
+        named = {f"val_{name}": value for name, value in (measured or {}).items()}
+        numbers = finite({"val_loss": val_loss} | named)
+        self.write({"step": self.line["step"]} | numbers)
+        self.line |= numbers
+        self.show(scalars(numbers))
 
     def write(self, line: dict[str, Any]) -> None:
         """Puts a line, of finite numbers, at the end of metrics.jsonl."""

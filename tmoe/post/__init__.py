@@ -1,0 +1,15 @@
+"""Tasks: what a run trains for, and the data, counts and facts that go with it.
+
+next: post/task.py
+"""
+
+from tmoe.config.run import Config
+from tmoe.parallel.mesh import Mesh
+from tmoe.post.task import Task
+
+TASKS: dict[str, type[Task]] = dict(pretrain=Task)
+
+
+def task_of(cfg: Config, mesh: Mesh) -> Task:
+    """That of --task."""
+    return TASKS[cfg.task](cfg, mesh)

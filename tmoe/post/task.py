@@ -1,0 +1,70 @@
+"""A task: what train.py trains for. This one is pretraining; others say where they differ.
+
+The loop, the Trainer, layouts, checkpoints, faults and the report are the same for all of them.
+
+next: post/sft.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tmoe.config.model import IGNORE
+from tmoe.config.run import Config
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Batch, Dataset, open_data, unigram_entropy
+from tmoe.data.tokenizer import Carried
+from tmoe.model.loss import Objective
+from tmoe.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from train import Trainer
+
+
+class Task:
+    """Pretraining: the cross-entropy of each next token, in windows of running text."""
+
+    objective: Objective | None = None
+    """this rank's share of what is trained for, a sum; None: cross-entropy"""
+    measures: tuple[str, ...] = ()
+    """names of what the log says of a step beside its loss: sums, divided as the loss is"""
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        self.cfg = cfg
+        self.mesh = mesh
+        self.measured: Tensor | None = None
+
+    def open(self, split: Split, carried: Carried | None) -> Dataset:
+        """The data of a split, whose batches are a function of the step alone."""
+        return open_data(self.cfg.data, self.cfg.train.seq, self.cfg.model.vocab, split, carried)
+
+    def facts(self, val_data: Dataset) -> dict[str, Any]:
+        """What config.json keeps of the data, and the report shows."""
+        return dict(unigram_entropy=unigram_entropy(val_data))
+
+    def notes(self, facts: dict[str, Any]) -> list[str]:
+        """Lines at the start of a run."""
+        entropy = facts["unigram_entropy"]
+        if entropy is None:
+            return []
+        best = "a context-free model's best loss"
+        return [f"unigram entropy of the validation bytes: {entropy:.3f} nats, {best}"]
+
+    def prepare(self, trainer: Trainer) -> None:
+        """What must be known before the first step. A collective of all ranks."""
+
+    def divisor(self, batch: Batch) -> float:
+        """What a batch adds to the number that the loss of its step is divided by."""
+        return (batch.targets_ABS != IGNORE).sum().item()
+
+    def measure(self, sums: Tensor) -> None:
+        """Adds to the sums of `measures`: this rank's share of a micro-batch, fp32 [M]."""
+        self.measured = sums if self.measured is None else self.measured + sums
+
+    def read_measured(self, like: Tensor) -> Tensor:
+        """This rank's sums since the last call [M], on the device of `like`."""
+        measured, self.measured = self.measured, None
+        return torch.zeros(len(self.measures), device=like.device) if measured is None else measured
