@@ -27,6 +27,7 @@ from tmoe.data.dataset import Batch, Loader
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
+from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
@@ -83,6 +84,7 @@ class Trainer:
         axes = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
         self.mesh = run.together(lambda: build_mesh(p.dp, p.ep, **axes, ep_across_nodes=p.ep_across_nodes))
         run.watch.kinds = [self.mesh.axes.place(rank).pp for rank in range(run.world)]
+        run.together(lambda: require_matches(cfg))
         run.together(lambda: require_room(cfg, self.mesh.axes, run.memory))
 
         # Data, read with the tokenizer of the weights to start from, if these have one.
@@ -409,6 +411,7 @@ def build_model(cfg: Config, mesh: Mesh, device: torch.device) -> Transformer | 
     else:
         with torch.device("meta"):
             model = Transformer(cfg.model)
+            freeze(model, cfg.optim.freeze, cfg.train.dtype)
         parallelize(model, mesh, cfg, whole_forwards=True)
     model.to_empty(device=device)
     model.init_weights(cfg.seed)

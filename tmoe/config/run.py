@@ -10,6 +10,7 @@ next: train.py
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -168,6 +169,12 @@ class OptimConfig:
     8 bytes a parameter less on the GPU"""
     ema: float = 0.0
     """decay of an exponential moving average of the weights; 0: none is kept"""
+    freeze: str | None = None
+    """parameters that are not trained: a regular expression that is found in their names,
+    'router|embedding' for example; they have no gradient, no moments, and no fp32 copy under bf16"""
+    lr_factors: tuple[str, ...] = ()
+    """learning rates of parameters as shares of the others', each PATTERN:FACTOR, the first that is found
+    in a name counts: 'router:0.1'"""
     max_skips: int = 10
     """non-finite steps in a row after which the run ends with an error"""
 
@@ -180,6 +187,27 @@ class OptimConfig:
             0 < self.decay_fraction <= 1, f"--optim.decay-fraction={self.decay_fraction}: above 0, at most 1"
         )
         require(0 <= self.min_lr <= 1, f"--optim.min-lr={self.min_lr}: a share of the peak, 0 to 1")
+        require_pattern("freeze", self.freeze or "")
+        for text in self.lr_factors:
+            pattern, _, factor = text.rpartition(":")
+            require_pattern("lr-factors", pattern)
+            ok = bool(pattern) and re.fullmatch(r"\d*\.?\d+([eE][+-]?\d+)?", factor) is not None
+            valid = "PATTERN:FACTOR, a factor of 0 or more"
+            require(ok and 0 <= float(factor) < FLOATS[1], f"--optim.lr-factors={text}: must be {valid}")
+
+    @property
+    def factors(self) -> list[tuple[str, float]]:
+        """Of `lr_factors`: patterns, and what the learning rate is multiplied by."""
+        split = [text.rpartition(":") for text in self.lr_factors]
+        return [(pattern, float(factor)) for pattern, _, factor in split]
+
+
+def require_pattern(name: str, pattern: str) -> None:
+    """ConfigError unless this is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        require(False, f"--optim.{name}={pattern}: must be a regular expression: {error}")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.data.dataset import Micro
 from tmoe.model.count import block_shapes, numel
+from tmoe.model.freeze import freeze
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
@@ -137,6 +138,7 @@ class Stages(nn.Module):
         for chunk in own_chunks(self.table, mesh.place.pp):
             with torch.device("meta"):
                 part = Part(cfg.model, spans[chunk])
+                freeze(part, cfg.optim.freeze, cfg.train.dtype)
             self.parts[str(chunk)] = parallelize(part, mesh, cfg, whole_forwards=True)
         if p.schedule == "v" and can_defer(self):
             self.table = table(*how, deferred=True)

@@ -199,7 +199,8 @@ class Balancer:
         if taken is not None:
             self.routed_YE = self.routed_YE * taken.long()
         for router, counts_E in zip(routers, self.all_reduce(self.routed_YE), strict=True):
-            router.update_bias(counts_E)
+            if router.weight.requires_grad:  # a frozen router chooses as it did
+                router.update_bias(counts_E)
         self.routed_YE = None
 
     def take_log(self) -> Tensor | None:

@@ -30,6 +30,6 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups."""
+    """Sets the learning rate of all groups, each times its own `lr_factor`, if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)

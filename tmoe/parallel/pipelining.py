@@ -243,8 +243,10 @@ class Pipeline:
         _, chunk, micro = action
         roots: list[tuple[Tensor, Tensor | None]] = [(loss, None) for loss in losses if loss.requires_grad]
         if y is not None:
-            roots.append((y, self.edges.receive(Message("B", chunk, micro))))
-        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+            grad = self.edges.receive(Message("B", chunk, micro))
+            roots += [(y, grad)] if y.requires_grad else []  # else all before is frozen
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         if x is not None:
             assert x.grad is not None
             self.edges.send(x.grad, self.table.home[chunk - 1], Message("B", chunk - 1, micro))

@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import count_parameters, flops_per_token
+from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
 from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part
 from tmoe.run.cli import planned_world
 from tmoe.run.memory import memory_of_stages, peak_bytes, plan
+from tmoe.run.process import one_error
 from tmoe.stack import TESTED, find
 
 
@@ -42,6 +44,8 @@ class Kind(NamedTuple):
 def dry_run(cfg: Config) -> None:
     """Prints counts of parameters, where each group lies, and bytes on the fullest of `cfg.world` ranks."""
     axes = Axes.of(cfg.parallel, planned_world(cfg, 1))
+    with one_error():
+        require_matches(cfg)
     found: dict[Kind, list[int]] = {}  # the stage of each parameter
     for stage in range(axes.pp):
         with fake_world(axes, stage * axes.stage) as mesh:
@@ -87,6 +91,7 @@ def whole(cfg: Config, mesh: Mesh) -> torch.nn.Module:
     """A model that is not cut, laid out."""
     with torch.device("meta"):
         model = Transformer(cfg.model)
+        freeze(model, cfg.optim.freeze, cfg.train.dtype)
     return parallelize(model, mesh, cfg, whole_forwards=True)
 
 

@@ -12,12 +12,16 @@ import functools
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from tmoe.config.axes import Axes
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.model.count import Shape, block_shapes, numel, root_shapes
+from tmoe.model.freeze import matching
 from tmoe.model.stages import cuts
+from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import keeps_whole, shard_dim, units
 from tmoe.parallel.schedule import Table, table
 from tmoe.run.block_memory import (
@@ -189,7 +193,39 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     }
     root = [shape for span in spans for shape in chunk_root(model, span)]
     dense_shapes = [shapes_of[model.is_moe(layer)][0] for span in spans for layer in span]
-    return kept_for_a_step(parts, cfg, axes, root, dense_shapes)
+    return without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+
+
+def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
+    """The same parts with --optim.freeze: frozen parameters have no gradient, no moments, no fp32 copy."""
+    if not cfg.optim.freeze:
+        return parts
+    frozen = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
+    dense, experts = (sum(numbers) for numbers in zip(*frozen, strict=True))
+    unshared = axes.sharers * axes.replicate == 1
+    own = dense // axes.shard + experts // (axes.ep * axes.sharers)
+    held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
+    several, width = cfg.train.accumulate > 1, compute_bytes(cfg)
+    less = {
+        "parameters": (FP32 - width) * own,
+        "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
+        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
+        "ema": FP32 * own if cfg.optim.ema else 0,
+        "gathered": width * held * (width < FP32),  # what is held whole needs no working copy
+        "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
+    }
+    return {name: size - less.get(name, 0) for name, size in parts.items()}
+
+
+@functools.lru_cache(64)
+def frozen_elements(model: ModelConfig, pattern: str, span: range) -> tuple[int, int]:
+    """Elements of these blocks (and embedding, norm and head beside them) that are frozen: dense, experts."""
+    with torch.device("meta"):
+        part = Transformer(model, span)
+    sizes = {name: p.numel() for name, p in part.named_parameters()}
+    frozen = matching(pattern, sizes)
+    experts = sum(sizes[name] for name in frozen if ".experts." in name)
+    return sum(sizes[name] for name in frozen) - experts, experts
 
 
 def kept_for_a_step(

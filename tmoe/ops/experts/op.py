@@ -58,13 +58,16 @@ def moe_mlp(
     the dtype of x: y's, and those of the matrices' gradients, which in bf16 are off by 0.4% in one round and
     by up to 1% in sixty.)
 
-    Differentiable in all but ids. Between forward and backward it keeps, beyond its inputs, the
+    Differentiable in all but ids. Where neither gate_up nor down needs a gradient, the backward does not make
+    theirs: half of its products. Between forward and backward it keeps, beyond its inputs, the
     pre-activations H [min(pairs, T*K), 2F] and 8 bytes a routed row of metadata. Raises ValueError for
     shapes, dtypes or devices that do not fit together. Definition: `tmoe.ops.reference.moe_mlp`; scheme of
     what is kept: SonicMoE, Guo et al. 2025.
     """
+    tensors = (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F)
+    trained = any(isinstance(t, Tensor) and (t.requires_grad or mapped(t)) for t in tensors[1:3])
     return _run(
-        "moe_mlp", (x_TD, gate_up_E2FD, down_EDF, weights_TK, ids_TK, gate_up_bias_E2F), activation, pairs
+        "moe_mlp" if trained or not torch.is_grad_enabled() else "moe_mlp_frozen", tensors, activation, pairs
     )
 
 
@@ -109,8 +112,7 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
             require(False, "pairs", repr(pairs), "a positive whole number or None")
         pairs = min((pairs + 127) // 128 * 128, ids.numel())  # windows start on 16 bytes
     if x.is_cuda and unwatched(*tensors):
-        straight = _Straight if name == "moe_mlp" else _StraightDeferred
-        return straight.apply(*tensors, activation, pairs, keep)
+        return _STRAIGHT[name].apply(*tensors, activation, pairs, keep)
     return getattr(torch.ops.tmoe, name)(*tensors, activation, pairs, keep)[0]
 
 
@@ -209,6 +211,39 @@ def _backward_gpu(*args: Any) -> tuple[Tensor | None, ...]:
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
+def _of_x_cpu(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    h: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    activation: str,
+) -> tuple[tuple[Tensor | None, ...], Tensor, list[int]]:
+    """cpu.gradient_of_x, and the order and ends of the rows."""
+    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
+    ends = meta.ends.tolist()
+    order = meta.order[: ends[-1]].to(torch.int64)
+    experts = cpu.Experts(gate_up, down, bias, activation)
+    with torch.autocast("cpu", enabled=False):  # which may be on where backward is called
+        return cpu.gradient_of_x(dy, x, experts, weights, h, order, ends), order, ends
+
+
+def _backward_frozen_cpu(*args: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weights and the bias (None without one)."""
+    *tensors, activation, _ = args
+    gradients, _, _ = _of_x_cpu(*tensors, activation)
+    return gradients[:3]
+
+
+def _backward_frozen_gpu(*args: Any) -> tuple[Tensor | None, ...]:
+    """As _backward_frozen_cpu."""
+    *tensors, activation, pairs = args
+    return remembered(gpu.backward_of_x, tensors, activation, pairs)[:3]
+
+
 def _backward_of_x_cpu(
     dy: Tensor,
     x: Tensor,
@@ -223,12 +258,7 @@ def _backward_of_x_cpu(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one); leaves those of the matrices."""
     require_collecting()
-    meta = Metadata(packed, weights.numel(), gate_up.shape[0])
-    ends = meta.ends.tolist()
-    order = meta.order[: ends[-1]].to(torch.int64)
-    experts = cpu.Experts(gate_up, down, bias, activation)
-    with torch.autocast("cpu", enabled=False):
-        *gradients, dh, act = cpu.gradient_of_x(dy, x, experts, weights, h, order, ends)
+    (*gradients, dh, act), order, ends = _of_x_cpu(dy, x, gate_up, down, weights, h, packed, bias, activation)
     kept = _own(dy), _own(x), order // max(weights.shape[1], 1), dh, act
     leave(Left(gate_up.detach(), down.detach(), kept, partial(_matrices_cpu, ends=ends)))
     return tuple(gradients)
@@ -276,6 +306,9 @@ _FORWARD: dict[str, Any] = dict(
     returns="y", keeps="h packed", cpu=_forward_cpu, cuda=_forward_gpu, fake=_forward_fake
 )
 
+_BACKWARD_OF_X: dict[str, Any] = dict(
+    schema=_OF_BACKWARD + "(Tensor, Tensor, Tensor)", gradients="x weights bias"
+)
 _Straight = register_differentiable(
     "moe_mlp",
     _SCHEMA,
@@ -287,15 +320,19 @@ _Straight = register_differentiable(
         cuda=_backward_gpu,
     ),
 )
-
-_StraightDeferred = register_differentiable(
-    "moe_mlp_deferred",
-    _SCHEMA,
-    **_FORWARD,
-    backward=Backward(
-        _OF_BACKWARD + "(Tensor, Tensor, Tensor)",
-        gradients="x weights bias",
-        cpu=_backward_of_x_cpu,
-        cuda=_backward_of_x_gpu,
+_STRAIGHT = dict(
+    moe_mlp=_Straight,
+    moe_mlp_deferred=register_differentiable(
+        "moe_mlp_deferred",
+        _SCHEMA,
+        **_FORWARD,
+        backward=Backward(**_BACKWARD_OF_X, cpu=_backward_of_x_cpu, cuda=_backward_of_x_gpu),
+    ),
+    # neither gate_up nor down needs a gradient
+    moe_mlp_frozen=register_differentiable(
+        "moe_mlp_frozen",
+        _SCHEMA,
+        **_FORWARD,
+        backward=Backward(**_BACKWARD_OF_X, cpu=_backward_frozen_cpu, cuda=_backward_frozen_gpu),
     ),
 )

@@ -1,0 +1,57 @@
+"""Parameters that are not trained: chosen by a pattern over their names.
+
+next: model/parallelize.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tmoe.config.check import require
+from tmoe.config.run import Config
+from tmoe.model.transformer import Transformer
+
+
+def freeze(model: nn.Module, pattern: str | None, dtype: Literal["bf16", "fp32"] = "fp32") -> list[str]:
+    """Freezes every parameter in whose name `pattern` (a regular expression) is found; returns their names.
+
+    A frozen parameter has no gradient, no optimizer state, and is held in `dtype`: that of the products, so
+    that no master copy lies beside it. A router that is frozen does not move its choice bias either. Call it
+    before `parallelize`. pattern None freezes nothing.
+    """
+    frozen = matching(pattern, (name for name, _ in model.named_parameters())) if pattern else []
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    for name in frozen:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().to(kind), requires_grad=False))
+    return frozen
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that the pattern is found in."""
+    return [name for name in names if re.search(pattern, name)]
+
+
+def require_matches(cfg: Config) -> None:
+    """ConfigError where a pattern of --optim.freeze or .lr-factors is in no name, or freezes everything."""
+    patterns = {"freeze": [cfg.optim.freeze] if cfg.optim.freeze else []}
+    patterns["lr-factors"] = [pattern for pattern, _ in cfg.optim.factors]
+    if not any(patterns.values()):
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in Transformer(cfg.model).named_parameters()]
+    some = sorted({re.sub(r"\bblocks\.\d+\.", "", name) for name in names})
+    for flag, given in patterns.items():
+        for pattern in given:
+            found = matching(pattern, names)
+            require(
+                len(found) > 0, f"--optim.{flag}={pattern}: found in no parameter's name; names end in {some}"
+            )
+            everything = flag == "freeze" and len(found) == len(names)
+            require(not everything, f"--optim.freeze={pattern}: nothing is left to train")
