@@ -221,7 +221,7 @@ def _of_x_cpu(
     packed: Tensor,
     bias: Tensor | None,
     activation: str,
-) -> tuple[tuple[Tensor | None, ...], Tensor, list[int]]:
+) -> tuple[tuple[Any, ...], Tensor, list[int]]:
     """cpu.gradient_of_x, and the order and ends of the rows."""
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
@@ -233,8 +233,7 @@ def _of_x_cpu(
 
 def _backward_frozen_cpu(*args: Any) -> tuple[Tensor | None, ...]:
     """The gradients of x, weights and the bias (None without one)."""
-    *tensors, activation, _ = args
-    gradients, _, _ = _of_x_cpu(*tensors, activation)
+    gradients, _, _ = _of_x_cpu(*args[:-1])  # without pairs
     return gradients[:3]
 
 
