@@ -229,6 +229,11 @@ class DataConfig:
     new_tokenizer: bool = False
     """train --init's weights on ids of another tokenizer than theirs:
     a new vocabulary, or the same one in another file"""
+    chat_template: str | None = None
+    """chat data: a jinja file in place of the tokenizer's own chat template"""
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+    """chat data: what becomes of a row longer than --train.seq (of a preference: both answers together);
+    truncate: its beginning is trained, if it holds a token to train"""
     seed: int = 0
     """seed of the sample order"""
     val_fraction: float = 0.05

@@ -180,10 +180,14 @@ class Dataset:
 
     def sample(self, index: int) -> np.ndarray:
         """Global sample `index` (from 0, endless) as int64 [S + 1]."""
-        number, nth = choose(index, self.weights)
+        number, epoch, position = self.place(index)
         source = self.sources[number]
-        epoch, position = divmod(nth, source.samples)
         return source.window(permute(position, source.samples, f"{self.seed}/{epoch}/{number}"))
+
+    def place(self, index: int) -> tuple[int, int, int]:
+        """Source, epoch of that source and position in the epoch of global sample `index`."""
+        number, nth = choose(index, self.weights)
+        return number, *divmod(nth, self.sources[number].samples)
 
     def go_on(
         self, step: int, tokens: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
@@ -362,7 +366,7 @@ class Loader:
 
     def _make(self, step: int) -> Batch:
         batch = self._dataset.batch(step, **self._shape)
-        return Batch(*(tensor.pin_memory() for tensor in batch)) if self.pin else batch
+        return type(batch)(*(tensor.pin_memory() for tensor in batch)) if self.pin else batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self

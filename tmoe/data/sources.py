@@ -171,24 +171,8 @@ class _Texts:
         return part_of, Facts(len(shares), first)
 
     def cached(self, split: Split) -> tuple[Run, bool, Facts]:
-        """As in_memory, from shards that one process of the node makes.
-
-        If that process fails, all that waited for it raise the same DataError.
-        """
-        folder = cache_folder()
-        made = folder / self._key()
-        failed = made.with_suffix(".failed")
-        began = time.time_ns()
-        with FileLock(made.with_suffix(".lock")):
-            if failed.exists() and failed.stat().st_mtime_ns >= began:  # while this process waited
-                raise DataError(failed.read_text())
-            try:
-                if not made.exists():
-                    self._make(made)
-            except (DataError, OSError) as error:
-                full = f"{error} (tokens are made in {folder}; TMPDIR names another place)"
-                failed.write_text(str(error) if isinstance(error, DataError) else full)
-                raise DataError(failed.read_text()) from error
+        """As in_memory, from shards that one process of the node makes."""
+        made = made_once(self._key(), self._make)
         facts = Facts(**json.loads((made / "facts.json").read_text()))
         whole = facts.documents == 1
         path = made / ("whole.bin" if whole else f"{split}.bin")
@@ -228,6 +212,28 @@ class _Texts:
                     path.unlink()
             facts = facts._replace(skipped=self.skips.tell())
             (folder / "facts.json").write_text(json.dumps(facts._asdict()))
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder of this name in the cache; `make` fills it, in one process of the node.
+
+    If that process fails, all that waited for it raise the same DataError.
+    """
+    folder = cache_folder()
+    made = folder / name
+    failed = made.with_suffix(".failed")
+    began = time.time_ns()
+    with FileLock(made.with_suffix(".lock")):
+        if failed.exists() and failed.stat().st_mtime_ns >= began:  # while this process waited
+            raise DataError(failed.read_text())
+        try:
+            if not made.exists():
+                make(made)
+        except (DataError, OSError) as error:
+            full = f"{error} (tokens are made in {folder}; TMPDIR names another place)"
+            failed.write_text(str(error) if isinstance(error, DataError) else full)
+            raise DataError(failed.read_text()) from error
+    return made
 
 
 def cache_folder() -> Path:

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import tokenizers
 
+TEMPLATE = "chat_template.jinja"
+
 
 class DataError(ValueError):
     """Data that cannot be trained on: names the file, the place in it, and what would be valid."""
@@ -70,6 +72,8 @@ class TokenizerFiles(NamedTuple):
     raw: bytes
     settings: bytes | None
     settings_name: str = "tokenizer_config.json"
+    template: bytes | None = None
+    """a chat_template.jinja beside it; older folders have the template in the settings"""
 
     @property
     def fingerprint(self) -> str:
@@ -136,19 +140,34 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files.raw)
         except Exception as error:  # the Rust side raises bare Exception
             raise DataError(f"{files.name}: not a Hugging Face tokenizer.json: {error}") from error
+        self.files = files
         self._tokenizer.encode_special_tokens = True  # encode them as the text that they are
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = max(ids.values()) + 1  # ids may have gaps, so the number of entries would not do
-        self._separator = self._find_eos(files, ids)
-        self.eos = ids[self._separator]
+        self.eos_text = self._find_eos(files, ids)
+        self.eos = ids[self.eos_text]
         self.fingerprint = files.fingerprint
         self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
         added = self._tokenizer.get_added_tokens_decoder().get(self.eos)
         # A token that is not special would be recognised in a text, as any added word is.
         if added is not None and not added.special:
             self._tokenizer.add_special_tokens([added])
+
+    @property
+    def opening(self) -> str:
+        """The special token that it puts before every text; "" for none."""
+        encoding = self._tokenizer.encode("")
+        return encoding.tokens[0] if encoding.ids and encoding.ids[0] != self.eos else ""
+
+    def marked(self) -> tokenizers.Tokenizer:
+        """Another one that takes the names of special tokens in a text for these tokens."""
+        marked = tokenizers.Tokenizer.from_buffer(self.files.raw)
+        marked.no_truncation()
+        marked.no_padding()
+        marked.add_special_tokens([tokenizers.AddedToken(self.eos_text, special=True, normalized=False)])
+        return marked
 
     @classmethod
     def _find_eos(cls, files: TokenizerFiles, ids: dict[str, int]) -> str:
@@ -202,8 +221,8 @@ class JsonTokenizer:
 
         The name is cut in two, and the parts are encoded one by one.
         """
-        middle = len(self._separator) // 2
-        halves = re.escape(self._separator[:middle]), re.escape(self._separator[middle:])
+        middle = len(self.eos_text) // 2
+        halves = re.escape(self.eos_text[:middle]), re.escape(self.eos_text[middle:])
         parts = re.split(f"(?<={halves[0]})(?={halves[1]})", text) if middle else [text]
         return np.concatenate(self._encode_texts(parts))
 
@@ -286,11 +305,13 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
             "that holds one"
         )
     settings = path.with_name("tokenizer_config.json")
+    template = path.with_name(TEMPLATE)
     return TokenizerFiles(
         f"{flag}={path}",
         path.read_bytes(),
         settings.read_bytes() if settings.exists() else None,
         str(settings),
+        template.read_bytes() if template.exists() else None,
     )
 
 

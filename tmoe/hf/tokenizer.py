@@ -13,7 +13,7 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.tokenizer import Carried, TokenizerFiles
+from tmoe.data.tokenizer import TEMPLATE, Carried, TokenizerFiles
 from tmoe.hf.files import FILE, is_folder
 
 TOKENIZER = "tokenizer.json"
@@ -49,13 +49,15 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     """
     if is_folder(path):
         present = {
-            name: (path / name).read_bytes() for name in (TOKENIZER, SETTINGS) if (path / name).is_file()
+            name: (path / name).read_bytes()
+            for name in (TOKENIZER, SETTINGS, TEMPLATE)
+            if (path / name).is_file()
         }
         return _of_files(path, present)
     try:
         step = folders.resolve(path)
         manifest = read_manifest(step)
-        entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS)}
+        entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS, TEMPLATE)}
         content = {
             name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry
         }
@@ -88,7 +90,8 @@ def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
     raw = content.get(TOKENIZER)
     if raw is None or not _is_tokenizer(raw):
         return None
-    files = TokenizerFiles(f"{where / TOKENIZER}", raw, content.get(SETTINGS), f"{where / SETTINGS}")
+    others = content.get(SETTINGS), f"{where / SETTINGS}", content.get(TEMPLATE)
+    files = TokenizerFiles(f"{where / TOKENIZER}", raw, *others)
     return Carried(str(where), files.fingerprint, files)
 
 

@@ -1,0 +1,301 @@
+"""From conversations to token ids, and which of them are trained.
+
+Trained is what a model would have to say: an assistant's turn with the token that ends it, but not its
+header, nor anything else that the generation prompt supplies. Where a template says by {% generation %} what
+that is, it is taken at its word. Otherwise the conversation is rendered with and without the turn:
+
+    render(messages before, with generation prompt)      must begin
+    render(messages before and the turn)                 what follows is trained
+
+in text and in tokens. Some templates render an earlier turn in another way than the last: Qwen3 drops its
+thoughts, gpt-oss ends it with another token. Then a conversation becomes several sequences, each ending with
+a turn as it is when it is last. So every turn is learned once, behind what a model would have read.
+
+    template = load_template(tokenizer)
+    sequence, = encode([Conversation(messages)], tokenizer, template)[0]     ids and trained, arrays [n]
+    ids = chat_prompt(messages, tokenizer)                                   to generate from
+    stop = turn_end(tokenizer, template)                                     the token that ends an answer
+
+next: data/chat_dataset.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+
+from tmoe.data.chat_rows import Conversation, Plain, Sample
+from tmoe.data.chat_template import CLOSE, OPEN, ChatTemplate, load_template
+from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
+
+
+class Tokens(NamedTuple):
+    """One sequence to train on; it ends with its last trained token."""
+
+    ids: np.ndarray
+    """[n] of the tokenizer's type"""
+    trained: np.ndarray
+    """[n] bool: whether this token is to be predicted"""
+
+
+class Encoded(NamedTuple):
+    """Ids of a text, and from which to which character each goes."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class Marker:
+    """Encodes what a template rendered, in which special tokens are written out by name."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.plain = tokenizer
+        if isinstance(tokenizer, JsonTokenizer):
+            self._tokenizer = tokenizer.marked()
+            added = self._tokenizer.get_added_tokens_decoder().items()
+            self.special = {token.content: number for number, token in added if token.special}
+            self.opening = tokenizer.opening
+        else:
+            self._tokenizer = None
+            self.special = {tokenizer.decode([tokenizer.eos]): tokenizer.eos}
+            self.opening = ""
+        longest_first = sorted((text for text in self.special if text), key=len, reverse=True)
+        self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text's tokens. UnicodeError for a lone surrogate."""
+        raw = [text.encode() for text in texts]
+        if self._tokenizer is None:
+            return [_of_bytes(one) for one in raw]
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        dtype = np.uint16 if self.plain.vocab <= 1 << 16 else np.uint32
+        found = []
+        for encoding in encodings:
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            found.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
+        return found
+
+
+def _of_bytes(raw: bytes) -> Encoded:
+    ids = np.frombuffer(raw, np.uint8)
+    characters = np.cumsum((ids & 0xC0) != 0x80) - 1
+    return Encoded(ids, characters, characters + 1)
+
+
+class _Piece(NamedTuple):
+    """A text that becomes one sequence, and the spans of it that are trained."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    prompts: list[str]
+    """beginnings of the text whose tokens must be beginnings of its tokens"""
+
+
+class Encoder:
+    """Encodes samples with one tokenizer and one template. `encode` of this file is the short way."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.marker = Marker(tokenizer)
+        self.template = template
+        self.rendered: set[str] = set()  # roles that the template is known to render
+
+    def encode(self, samples: Sequence[Sample]) -> list[list[Tokens] | DataError]:
+        """The sequences of each sample, or why it cannot be trained on."""
+        planned: list[list[_Piece] | DataError] = []
+        for sample in samples:
+            try:
+                plan = self._plain if isinstance(sample, Plain) else self._conversation
+                planned.append(plan(sample))  # pyrefly: ignore[bad-argument-type]
+            except DataError as error:
+                planned.append(error)
+        pieces = [piece for plan in planned if not isinstance(plan, DataError) for piece in plan]
+        texts = [text for piece in pieces for text in (piece.text, *piece.prompts)]
+        try:
+            encoded = iter(self.marker.encode(texts))
+        except UnicodeEncodeError as error:
+            if len(samples) == 1:
+                return [DataError(f"not Unicode text: {error.reason} in {error.object[:40]!r}")]
+            return [self.encode([sample])[0] for sample in samples]
+        return [
+            plan
+            if isinstance(plan, DataError)
+            else self._cut(plan, [[next(encoded) for _ in (piece.text, *piece.prompts)] for piece in plan])
+            for plan in planned
+        ]
+
+    # ---- texts ----
+
+    def _plain(self, sample: Plain) -> list[_Piece]:
+        """The two texts, the tokenizer's opening token in front, and its separator at the end."""
+        eos = self.template.special["eos_token"]
+        prompt = self.marker.opening + sample.prompt
+        text = prompt + sample.completion + eos
+        return [_Piece(text, [(len(prompt), len(text))], [prompt])]
+
+    def _conversation(self, sample: Conversation) -> list[_Piece]:
+        messages, _, tools, more = sample
+        self._require_text(messages)
+        if not sample.turns:
+            raise DataError("no turn of the assistant to learn")
+        if self.template.marks:
+            last = sample.turns[-1] + 1
+            text, spans = self._render(messages[:last], tools, more)
+            before = len(self._render(messages[: sample.first], tools, more)[0]) if sample.first else 0
+            spans = [(low, high) for low, high in spans if low >= before and low < high]
+            pieces = [_Piece(text, spans, [])]
+        else:
+            pieces = self._by_prefixes(sample)
+        self._require_rendered(messages[: sample.turns[-1] + 1], tools, more)
+        return pieces
+
+    def _by_prefixes(self, sample: Conversation) -> list[_Piece]:
+        """One piece, or several where the template renders earlier turns in another way than the last."""
+        messages, _, tools, more = sample
+        prompts = {}
+        texts = {}
+        for i in sample.turns:
+            texts[i] = self._render(messages[: i + 1], tools, more)[0]
+            # The longest of what a generation prompt may supply: without thinking, an empty thought.
+            offered = [
+                self._render(messages[:i], tools, more | variant, prompt=True)[0]
+                for variant in self.template.variants
+            ]
+            fitting = [prompt for prompt in offered if texts[i].startswith(prompt)]
+            if not fitting:
+                raise DataError(
+                    f"messages[{i}]: the template's generation prompt, ending in {offered[0][-40:]!r}, is "
+                    f"not how it begins this turn, {_behind(texts[i], offered[0])!r}; name a template that "
+                    "does so with --data.chat-template, or one with {% generation %}"
+                )
+            prompts[i] = max(fitting, key=len)
+        pieces = []
+        left = list(sample.turns)
+        while left:
+            whole = texts[left[-1]]
+            here = [i for i in left if whole.startswith(texts[i])]
+            spans = [(len(prompts[i]), self._end(prompts[i], texts[i])) for i in here]
+            pieces.append(_Piece(whole, spans, [prompts[i] for i in here]))
+            left = [i for i in left if i not in here]
+        return pieces[::-1]
+
+    def _end(self, prompt: str, text: str) -> int:
+        """Where a turn ends: behind its last special token, if only blanks follow that; else behind all."""
+        ends = [found.end() for found in self.marker.names.finditer(text, len(prompt))]
+        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+
+    def _render(
+        self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            return self.template.render_marked(messages, tools, prompt=prompt, **more)
+        except Exception as error:  # a template may fail in any way on messages that it does not expect
+            told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise DataError(f"the chat template ({self.template.source}) refuses it: {told}") from error
+
+    def _require_text(self, messages: list[dict]) -> None:
+        """DataError where a message holds a special token, which would end its turn or begin another."""
+        for i, message in enumerate(messages):
+            for name in ("content", "reasoning_content"):
+                found = self.marker.names.search(message.get(name) or "")
+                if found:
+                    raise DataError(
+                        f"messages[{i}]: {name} holds {found.group()!r}, which the tokenizer would take for "
+                        "a mark of its own"
+                    )
+
+    def _require_rendered(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> None:
+        """DataError for a role that the template leaves out in silence; looks once for each role."""
+        for role in {message["role"] for message in messages} - self.rendered:
+            shown = [m | dict(content="a\ufffdb") if m["role"] == role else m for m in messages]
+            try:
+                text = self._render(shown, tools, more)[0]
+            except DataError:
+                continue  # whatever it looks at, it does not leave it out
+            if "a\ufffdb" not in text and "a\\ufffdb" not in text:
+                raise DataError(
+                    f"messages: the chat template ({self.template.source}) leaves out the role {role!r}"
+                )
+            self.rendered.add(role)
+
+    # ---- tokens ----
+
+    def _cut(self, plan: list[_Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
+        """Each piece's tokens up to the last trained one."""
+        found = []
+        for piece, (whole, *prompts) in zip(plan, encoded, strict=True):
+            if not all(np.array_equal(whole.ids[: len(p.ids)], p.ids) for p in prompts):
+                whole = self._in_parts(piece)
+            if whole is None:
+                start = piece.spans[0][0]
+                return DataError(
+                    f"{piece.text[max(start - 20, 0) : start + 20]!r}: a turn's first characters make one "
+                    "token with those before them, so no answer can begin so"
+                )
+            trained = np.zeros(len(whole.ids), bool)
+            for low, high in piece.spans:
+                trained |= (whole.starts < high) & (whole.ends > low)
+            places = np.flatnonzero(trained)
+            if not places[1:].size and not (places.size and places[0] > 0):
+                return DataError("no token of it is trained: is its answer empty?")
+            last = int(places[-1]) + 1
+            found.append(Tokens(whole.ids[:last], trained[:last]))
+        return found
+
+    def _in_parts(self, piece: _Piece) -> Encoded | None:
+        """The tokens where each trained span begins a text of its own, as it does for a model that answers.
+
+        None where these tokens are not the same text: some tokenizers put a blank before every text.
+        """
+        edges = [0, *(low for low, _ in piece.spans), len(piece.text)]
+        cuts = list(itertools.pairwise(edges))
+        parts = self.marker.encode([piece.text[low:high] for low, high in cuts])
+        joined = [np.concatenate([getattr(p, name) for p in parts]) for name in ("ids", "starts", "ends")]
+        shifts = np.repeat([low for low, _ in cuts], [len(p.ids) for p in parts])
+        same = self.marker.plain.decode(joined[0]) == piece.text
+        return Encoded(joined[0], joined[1] + shifts, joined[2] + shifts) if same else None
+
+
+def _behind(text: str, prompt: str) -> str:
+    """The text from where it leaves the prompt."""
+    at = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
+    return text[at : at + 40]
+
+
+def encode(
+    samples: Iterable[Sample], tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> list[list[Tokens]]:
+    """The sequences of each sample. DataError for the first one that cannot be trained on."""
+    found = Encoder(tokenizer, template or load_template(tokenizer)).encode(list(samples))
+    for one in found:
+        if isinstance(one, DataError):
+            raise one
+    return found  # pyrefly: ignore[bad-return]
+
+
+def chat_prompt(
+    messages: Sequence[dict[str, Any]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
+    tools: list | None = None,
+    **more: Any,
+) -> np.ndarray:
+    """Ids [n] of a conversation up to where the assistant's next turn begins, as training had it.
+
+    template: None for the tokenizer's own, with today's date. more: what else it reads, as enable_thinking.
+    """
+    template = template or load_template(tokenizer, now=True)
+    text = template.render([dict(one) for one in messages], tools, prompt=True, **more)
+    return Marker(tokenizer).encode([text])[0].ids
+
+
+def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:
+    """The id by which the assistant's turn ends in training, at which generation is to stop."""
+    messages = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    ((sequence,),) = encode([Conversation(messages)], tokenizer, template)
+    return int(sequence.ids[-1])

@@ -1,0 +1,446 @@
+"""Batches of packed conversations or preferences, with the interface of pretraining's data.
+
+    data = open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, "train", "sft", carried)    a ChatDataset
+    with Loader(data, start_step=step, batch=B, accumulate=A, rank=reader, world=readers) as batches:
+        batch = next(batches)                                                              a ChatBatch
+        for tokens_BS, targets_BS, documents_BS in batch.micros(device, True):             as in pretraining
+
+A ChatDataset is a Dataset: indices, batch(step, ...), go_on, facts, extent, describe, sources, fingerprint.
+Its samples are packed rows. So the position in the data is the step and the tokens of the steps before it,
+and a step has the same rows in every layout. `counts` has numbers for the log, and each source's `taken` says
+what it was taken for. "preference" instead of "sft" gives pairs: see ChatBatch.
+
+What text becomes is kept, under hashes, where tokens of large sources are kept (data/sources.py).
+
+next: data/packing.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+import numpy as np
+import tokenizers
+import torch
+
+from tmoe.config.model import IGNORE
+from tmoe.config.run import DataConfig
+from tmoe.data.chat import Encoder, Tokens
+from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
+from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Dataset, _choose_tokenizer, parse_sources
+from tmoe.data.packing import plan
+from tmoe.data.rows import read_rows
+from tmoe.data.shards import _publish
+from tmoe.data.sources import NAMED, Skips, Survey, _hash, _is_held_out, made_once, survey
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+
+ChatTask = Literal["sft", "preference"]
+CHUNK = 256  # rows that are encoded together
+VERSION = 1  # of what is kept
+
+
+class ChatBatch(NamedTuple):
+    """What one rank consumes in one step: A micro-batches of B rows of S tokens, each of several sequences.
+
+    A preference's two sequences lie in one row: 2p of a micro-batch is the chosen answer of its pair p, and
+    2p + 1 the rejected one.
+    """
+
+    tokens_ABS: torch.Tensor
+    """int64; 0 behind a row's last sequence"""
+    targets_ABS: torch.Tensor
+    """int64: next token where that is trained, IGNORE elsewhere and at a sequence's last token"""
+    documents_ABS: torch.Tensor
+    """int64: number of the sequence within the row, from 0; what is left of the row is one more"""
+    sequences_ABS: torch.Tensor
+    """int64: number of the sequence within the micro-batch, from 0; -1 for what is left of a row"""
+    numbers_AN: torch.Tensor
+    """int64: which of the data set's sequences each of a micro-batch's is (ChatDataset.sequences); -1 where
+    another micro-batch has more"""
+
+    def micros(
+        self, device: torch.device, documents: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """As Batch.micros. Without documents, sequences would read each other."""
+        for micro in zip(self.tokens_ABS, self.targets_ABS, self.documents_ABS, strict=True):
+            tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
+            yield tokens_BS, targets_BS, documents_BS if documents else None
+
+    def sequences(self, a: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of micro-batch a: each token's sequence [B, S], -1 for none, and each sequence's number [n]."""
+        numbers_N = self.numbers_AN[a]
+        numbers_N = numbers_N[numbers_N >= 0]
+        return self.sequences_ABS[a].to(device, non_blocking=True), numbers_N.to(device, non_blocking=True)
+
+
+class Counts(NamedTuple):
+    """What became of a source's rows, or of all sources'."""
+
+    rows: int
+    """that were read, malformed ones not among them"""
+    sequences: int
+    """to train on in this split, a preference's two counted both"""
+    tokens: int
+    """of these"""
+    trained: int
+    """of these, tokens that are predicted"""
+    truncated: int
+    """sequences cut to fit"""
+    dropped: int
+    """rows of this split left out because they are too long"""
+    skipped: int
+    """malformed rows left out"""
+
+
+class ChatSource:
+    """One split of one source: its sequences, mapped, and how they are packed into rows."""
+
+    def __init__(
+        self, name: str, made: Path, seq: int, split: Split, overlong: str, told: str, pairs: bool
+    ) -> None:
+        self.name = name
+        self.seq = seq
+        facts = json.loads((made / "facts.json").read_text())
+        self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r")
+        self.trained = np.memmap(made / "trained.bin", np.bool_, "r")
+        kept = np.load(made / "sequences.npz")
+        self.starts = kept["starts"]
+        self.lengths = np.diff(self.starts)
+        self._files = facts["files"]
+        self._places = kept["places"]
+        self.rows = kept["rows"]
+        self.of_unit = 2 if pairs else 1
+        """sequences that stay together"""
+
+        units = np.flatnonzero((kept["held"] == (split == "val"))[:: self.of_unit])
+        self.units, cut, dropped = self._fit(units, kept["firsts"], overlong)
+        if not len(self.units):
+            raise DataError(
+                f"{name}: no row of its {split} split is left to train on, of {len(units)}; raise "
+                f"--train.seq={seq}, change --data.val-fraction, or give more data"
+            )
+        self.plan = plan(self._of_units(self.lengths)[self.units].sum(1), seq)
+        self.samples = self.plan.rows
+        mine = self._of_units(np.arange(len(self.lengths)))[self.units].ravel()
+        self.tokens = int(self.lengths[mine].sum())
+        trained = kept["counts"][mine].sum()
+        if cut.any():
+            trained = sum(int(self.sequence(i)[1][1:].sum()) for i in mine)
+        self.counts = Counts(
+            facts["rows"],
+            len(mine),
+            self.tokens,
+            int(trained),
+            int(cut[mine].sum()),
+            dropped,
+            facts["skipped"],
+        )
+        self.taken = self._tell(told, facts)
+
+    def _of_units(self, values: np.ndarray) -> np.ndarray:
+        """[units, 1], or [units, 2] of preferences."""
+        return values.reshape(-1, self.of_unit)
+
+    def _fit(
+        self, units: np.ndarray, firsts: np.ndarray, overlong: str
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """The units that fit into a row, which sequences are cut for it, and how many units are left out.
+
+        Cut lengths are set in `lengths`.
+        """
+        lengths = self._of_units(self.lengths)
+        long = units[lengths[units].sum(1) > self.seq]
+        cut = np.zeros(len(self.lengths), bool)
+        self.examples = ", ".join(self.where(int(unit) * self.of_unit) for unit in long[:NAMED])
+        if overlong == "error" and long.size:
+            raise DataError(
+                f"{self.name}: {len(long)} rows are longer than --train.seq={self.seq}: {self.examples}; "
+                "raise it, or say --data.overlong drop or truncate"
+            )
+        if overlong == "truncate":
+            for unit in long.tolist():
+                mine = range(unit * self.of_unit, (unit + 1) * self.of_unit)
+                # Half the row for each of two, and what the shorter one leaves.
+                share = self.seq // self.of_unit
+                for i in mine:
+                    others = sum(int(self.lengths[j]) for j in mine if j != i)
+                    most = max(share, self.seq - others) if self.of_unit == 2 else self.seq
+                    cut[i] = self.lengths[i] > most
+                    self.lengths[i] = min(int(self.lengths[i]), most)
+        lost = (lengths[long].sum(1) > self.seq) | (self._of_units(firsts)[long] >= lengths[long]).any(1)
+        left = np.setdiff1d(units, long[lost], assume_unique=True)
+        return left, cut, int(lost.sum())
+
+    def _tell(self, told: str, facts: dict[str, Any]) -> str:
+        """What the source was taken for, and what became of its rows."""
+        c = self.counts
+        parts = [told, f"{c.rows:,} rows"]
+        sequences = len(self.lengths)
+        if sequences != c.rows * self.of_unit:
+            parts.append(
+                f"of which the template made {sequences:,} sequences, as it renders earlier turns differently"
+            )
+        parts.append(f"trained {c.trained / max(c.tokens, 1):.1%} of the tokens")
+        parts.append(f"packed to {c.tokens / (self.samples * self.seq):.1%}")
+        long = f"longer than --train.seq={self.seq}"
+        if c.dropped:
+            parts.append(f"{c.dropped:,} rows {long} left out ({self.examples})")
+        if c.truncated:
+            parts.append(f"{c.truncated:,} sequences {long} cut")
+        return ", ".join([*parts, *([facts["malformed"]] if facts["malformed"] else [])])
+
+    def where(self, sequence: int) -> str:
+        """File and line, or row, of a sequence."""
+        file, line = self._places[self.rows[sequence]]
+        path, by_line = self._files[file]
+        return f"{path}:{line}" if by_line else f"{path}: row {line}"
+
+    def sequence(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a sequence, and which are trained."""
+        part = slice(self.starts[i], self.starts[i] + self.lengths[i])
+        return self.ids[part], self.trained[part]
+
+    def row(self, position: int, epoch: int, key: str) -> list[int]:
+        """The sequences of a packed row of an epoch, in their order."""
+        units = self.units[self.plan.row(position, epoch, key)]
+        return [int(unit) * self.of_unit + i for unit in units for i in range(self.of_unit)]
+
+
+class ChatDataset(Dataset):
+    """An endless, randomly accessible sequence of packed rows, mixed from sources; made by `open_chat`."""
+
+    sources: list[ChatSource]
+
+    def __init__(
+        self,
+        sources: list[ChatSource],
+        weights: list[int],
+        tokenizer: Tokenizer,
+        vocab: int,
+        seed: int,
+        template: ChatTemplate,
+    ) -> None:
+        for source in sources:
+            source.vocab = vocab
+        eos, fingerprint = tokenizer.eos, tokenizer.fingerprint
+        super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=seed)  # pyrefly: ignore
+        self.tokenizer = tokenizer
+        self.template = template
+        bases = np.cumsum([0, *(len(source.lengths) for source in sources)]).tolist()
+        self.sequences: int = bases.pop()
+        """of all sources and both splits: numbers in ChatBatch.numbers_AN are below it"""
+        self._bases = bases
+
+    @property
+    def counts(self) -> Counts:
+        counts = np.array([source.counts for source in self.sources])
+        return Counts(*counts.sum(0).tolist())
+
+    def row(self, index: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Number, ids and trained of each sequence of global sample `index`."""
+        number, epoch, position = self.place(index)
+        source = self.sources[number]
+        sequences = source.row(position, epoch, f"{self.seed}/{number}")
+        return [(self._bases[number] + i, *source.sequence(i)) for i in sequences]
+
+    def batch(
+        self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
+    ) -> ChatBatch:
+        """The packed rows of `indices`, in their order."""
+        wanted = self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
+        shape = len(wanted), self.seq
+        tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        targets, sequences = np.full(shape, IGNORE), np.full(shape, -1)
+        numbers: list[list[int]] = [[] for _ in range(accumulate)]
+        for r, index in enumerate(wanted):
+            mine = numbers[r // batch]
+            at = 0
+            for document, (number, ids, trained) in enumerate(self.row(index)):
+                end = at + len(ids)
+                tokens[r, at:end] = ids
+                targets[r, at : end - 1] = np.where(trained[1:], tokens[r, at + 1 : end], IGNORE)
+                documents[r, at:end] = document
+                documents[r, end:] = document + 1
+                sequences[r, at:end] = len(mine)
+                mine.append(number)
+                at = end
+        most = max(map(len, numbers))
+        padded = [mine + [-1] * (most - len(mine)) for mine in numbers]
+        four = (
+            torch.from_numpy(t).view(accumulate, batch, -1) for t in (tokens, targets, documents, sequences)
+        )
+        return ChatBatch(*four, numbers_AN=torch.tensor(padded))
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"template": self.template.digest}
+
+    def extent(self, split: str) -> dict[str, Any]:
+        more = {f"--data.path: trained tokens of the {split} data": self.counts.trained}
+        return super().extent(split) | more | {"--data.chat-template": self.template.digest}
+
+    def describe(self) -> str:
+        c = self.counts
+        return f"{super().describe()}; {c.sequences:,} sequences, {c.trained:,} tokens of them trained"
+
+
+def open_chat(
+    cfg: DataConfig, seq: int, vocab: int, split: Split, task: ChatTask, carried: Carried | None = None
+) -> ChatDataset:
+    """Opens the sources of `--data.path` as chat data for rows of seq tokens.
+
+    Each has rows of one kind (data/chat_rows.py): for "sft" conversations or prompts with answers, for
+    "preference" preferences. Weights as in `open_data`, in packed rows. carried: as there.
+    DataError for anything that cannot be trained on, the same on every rank.
+    """
+    names, weights = parse_sources(cfg.path)
+    carried = None if cfg.new_tokenizer else carried
+    tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
+    if tokenizer.vocab > vocab:
+        raise DataError(
+            f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small"
+        )
+    if carried:
+        carried.require("--data.tokenizer", tokenizer.fingerprint)
+    template = load_template(tokenizer, cfg.chat_template)
+    try:
+        sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, split) for name in names]
+    except DataError as error:
+        raise DataError(f"--data.path: {error}") from None
+    weights = weights or [source.samples for source in sources]
+    return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, template)
+
+
+class _Rows:
+    """One source of chat rows, about to be tokenised."""
+
+    def __init__(
+        self, source: Survey, task: ChatTask, tokenizer: Tokenizer, template: ChatTemplate, cfg: DataConfig
+    ) -> None:
+        if source.form not in ("JSON lines", "JSON", "parquet"):
+            raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
+        self.source = source
+        self.task = task
+        self.tokenizer = tokenizer
+        self.template = template
+        self.cfg = cfg
+        self.kind = self._kind()
+
+    def _kind(self) -> Kind:
+        """What the source's rows are, by the first one. DataError where the task does not train on such."""
+        name = self.source.name
+        rows = (row for path, found in self.source.files for _, row, _, _ in read_rows(path, found, ""))
+        first = next((row for row in rows if isinstance(row, dict)), None)
+        kind = kind_of(first) if first else None
+        if first is None or kind is None:
+            shown = ", ".join(list(map(str, first or {}))[:12]) or "none"
+            raise DataError(f"{name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+        if (kind == "preference") != (self.task == "preference"):
+            other = "preference" if kind == "preference" else "sft"
+            raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {self.task}")
+        return kind
+
+    def open(self, seq: int, split: Split) -> ChatSource:
+        made = made_once(f"chat-{self._key()}", self._make)
+        told = f"{self.source.form} of {self.kind}, {self.template.source}"
+        pairs = self.kind == "preference"
+        return ChatSource(self.source.name, made, seq, split, self.cfg.overlong, told, pairs)
+
+    def _key(self) -> str:
+        """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
+        stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
+        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        settings = [self.kind, self.cfg.val_fraction, self.cfg.skip_malformed]
+        model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
+        libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
+        return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
+
+    def _make(self, made: Path) -> None:
+        """Tokenise the source into the folder `made`."""
+        print(f"{self.source.name}: chat rows, tokenised once for this node, into {made}", file=sys.stderr)
+        skips = Skips(self.cfg.skip_malformed)
+        encoder = Encoder(self.tokenizer, self.template)
+        starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
+        hashes = array("Q")
+        dtype = np.min_scalar_type(self.tokenizer.vocab - 1)
+        with _publish(made) as folder:
+            with (folder / "ids.bin").open("wb") as ids, (folder / "trained.bin").open("wb") as trained:
+                for place, row, sequences in self._encoded(encoder, skips):
+                    for one in sequences:
+                        ids.write(one.ids.astype(dtype).tobytes())
+                        trained.write(one.trained.tobytes())
+                        starts.append(starts[-1] + len(one.ids))
+                        firsts.append(int(np.flatnonzero(one.trained[1:])[0]) + 1)
+                        counts.append(int(one.trained[1:].sum()))
+                        rows.append(len(hashes))
+                    hashes.append(_hash(row.key))
+                    places.extend(place)
+            if not hashes:
+                raise DataError(f"{self.source.name}: holds no rows to train on")
+            shares = np.array(hashes, np.uint64).tolist()
+            low, high = min(shares), max(shares)
+            held = np.array([_is_held_out(one, low, high, self.cfg.val_fraction) for one in shares])
+            np.savez(
+                folder / "sequences.npz",
+                starts=np.array(starts),
+                firsts=np.array(firsts),
+                counts=np.array(counts),
+                rows=np.array(rows),
+                places=np.array(places).reshape(-1, 2),
+                held=held[np.array(rows)],
+            )
+            facts = dict(
+                dtype=str(dtype),
+                rows=len(hashes),
+                skipped=len(skips.found),
+                malformed=skips.tell(),
+                files=[(str(path), found.form == "JSON lines") for path, found in self.source.files],
+            )
+            (folder / "facts.json").write_text(json.dumps(facts))
+
+    def _encoded(self, encoder: Encoder, skips: Skips) -> Iterator[tuple[tuple[int, int], Row, list[Tokens]]]:
+        """File and line, row and sequences of every row that can be trained on; `skips` takes the others."""
+        for chunk in self._chunks(skips):
+            samples = [sample for _, _, row in chunk for sample in row.samples]
+            encoded = iter(encoder.encode(samples))
+            for where, place, row in chunk:
+                found = [next(encoded) for _ in row.samples]
+                failed = next((one for one in found if isinstance(one, DataError)), None)
+                sequences = [s for one in found if not isinstance(one, DataError) for s in one]
+                if failed is None and self.kind == "preference" and len(sequences) != 2:
+                    failed = DataError(
+                        "an answer of several turns, of which the template renders earlier ones in "
+                        "another way than the last; only the last can be learned: split it"
+                    )
+                if failed is not None:
+                    skips.add(where, DataError(f"{where}: {failed}"))
+                else:
+                    yield place, row, sequences
+
+    def _chunks(self, skips: Skips) -> Iterator[list[tuple[str, tuple[int, int], Row]]]:
+        """Parsed rows, CHUNK at a time, each with where it is."""
+        chunk = []
+        for number, (path, found) in enumerate(self.source.files):
+            for where, value, error, _ in read_rows(path, found, ""):
+                try:
+                    if error is not None:
+                        raise error
+                    row = parse_row(value, where, self.kind, found.form == "parquet")
+                except DataError as wrong:
+                    skips.add(where, wrong)
+                    continue
+                line = int(where.rpartition(":")[2].removeprefix(" row "))
+                chunk.append((where, (number, line), row))
+                if len(chunk) == CHUNK:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk

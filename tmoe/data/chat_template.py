@@ -1,0 +1,233 @@
+"""A model's chat template: where it is found, and how it is rendered, in jinja2's sandbox.
+
+A template is code of whoever published the model. It is rendered as transformers does (Hugging Face, 2026):
+ImmutableSandboxedEnvironment, trim_blocks, lstrip_blocks, loop controls, `tojson`, `raise_exception`,
+`strftime_now`, and the names of the tokenizer's special tokens. What it is given is plain JSON.
+
+next: data/chat.py
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
+
+# For a tokenizer whose model has no template. Every turn is the role, its text and the tokenizer's own end of
+# a document, which no text can forge: a row that holds it is refused.
+PLAIN = """\
+{{- bos_token if opens_with_bos else '' -}}
+{%- if tools -%}
+{{- 'tools\\n' + (tools | tojson) + eos_token + '\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- message.role + '\\n' -}}
+{%- if message.role == 'assistant' and message.reasoning_content -%}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' -}}
+{%- endif -%}
+{{- message.content or '' -}}
+{%- if message.tool_calls -%}
+{{- '\\ncalls\\n' + (message.tool_calls | tojson) -}}
+{%- endif -%}
+{{- eos_token + '\\n' -}}
+{%- endfor -%}
+{{- 'assistant\\n' if add_generation_prompt else '' -}}
+"""
+# What `strftime_now` says in training: ids must not change with the day on which a run goes on.
+TRAINING_DAY = datetime.datetime(2025, 1, 1)
+# Around what a {% generation %} block renders. Unicode assigns these two to no character.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Variables by which published templates switch thinking on and off.
+THINKING = ("enable_thinking", "thinking")
+
+
+class ChatTemplate:
+    """One template, compiled. `render` gives the text of a conversation; TemplateError where it refuses."""
+
+    def __init__(
+        self, text: str, source: str, special: dict[str, Any], *, tools: str | None = None, now: bool = False
+    ) -> None:
+        """special: what the template may read besides the conversation: bos_token, eos_token and others.
+
+        tools: another template, for conversations with tools.
+        now: whether `strftime_now` tells today's date, as for a question to answer, or TRAINING_DAY.
+        """
+        self.source = source
+        self.text = text
+        self.special = special
+        clock = datetime.datetime.now if now else lambda: TRAINING_DAY
+        environment = _environment(clock)
+        try:
+            self._template = environment.from_string(text)
+            self._with_tools = environment.from_string(tools) if tools else self._template
+            read = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        except jinja2.TemplateError as error:
+            raise DataError(f"{source}: not a chat template: {_first_line(error)}") from error
+        self.marks = GENERATION.search(text) is not None
+        """whether it says itself, by {% generation %}, what is to be trained"""
+        self.variants: list[dict[str, Any]] = [{}]
+        """what generation prompts may differ by"""
+        self.variants += [{name: on} for name in THINKING if name in read for on in (False, True)]
+        told = json.dumps([text, tools, special], sort_keys=True, default=str)
+        self.digest = hashlib.sha256(told.encode()).hexdigest()[:32]
+
+    def render(
+        self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
+    ) -> str:
+        """The text of these messages; with prompt, up to where the assistant's next turn begins."""
+        return self.render_marked(messages, tools, prompt=prompt, **more)[0]
+
+    def render_marked(
+        self, messages: list[dict], tools: list | None = None, *, prompt: bool = False, **more: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """`render`, and from which to which character the template's {% generation %} blocks go."""
+        template = self._with_tools if tools else self._template
+        given = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt)
+        text = template.render(**self.special, **(given | more))
+        parts = text.split(OPEN)
+        if len(parts) == 1:
+            return text, []
+        spans = []
+        plain = parts[0]
+        for part in parts[1:]:
+            inside, _, after = part.partition(CLOSE)
+            spans.append((len(plain), len(plain) + len(inside)))
+            plain += inside + after
+        return plain, spans
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Puts OPEN and CLOSE around what a {% generation %} block renders."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return OPEN + caller() + CLOSE
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """jinja2's namespace without names that begin with an underscore, which lead out of the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *others = args
+        fields = dict(*others, **kwargs)
+        for name in fields:
+            _Namespace._allow(name)
+        jinja2.utils.Namespace.__init__(self, fields)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._allow(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _allow(name: str) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"namespace: {name!r} begins with an underscore")
+
+
+def _environment(clock: Callable[[], datetime.datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # jinja2's own filter escapes HTML
+    def to_json(x: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **layout)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    given: dict[str, Any] = environment.globals
+    given["raise_exception"] = refuse
+    given["strftime_now"] = lambda form: clock().strftime(form)
+    given["namespace"] = _Namespace
+    return environment
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def load_template(tokenizer: Tokenizer, path: str | None = None, *, now: bool = False) -> ChatTemplate:
+    """The template of --data.chat-template (path), else the tokenizer's own, else the plain built-in one."""
+    special = special_tokens(tokenizer)
+    if path is not None:
+        if not Path(path).is_file():
+            raise DataError(f"--data.chat-template={path}: no such file; valid: a jinja file")
+        return ChatTemplate(_text(Path(path).read_bytes(), path), path, special, now=now)
+    if isinstance(tokenizer, JsonTokenizer):
+        files = tokenizer.files
+        if files.template is not None:
+            source = "the tokenizer's chat_template.jinja"
+            return ChatTemplate(_text(files.template, source), source, special, now=now)
+        source = f"chat_template of {files.settings_name}"
+        found = _settings(tokenizer).get("chat_template")
+        if isinstance(found, str):
+            return ChatTemplate(found, source, special, now=now)
+        if found:
+            return _named(found, source, special, now)
+    return ChatTemplate(PLAIN, "plain built-in template: the model has none", special, now=now)
+
+
+def _text(raw: bytes, source: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source}: not UTF-8 at byte {error.start}") from error
+
+
+def _named(found: Any, source: str, special: dict[str, Any], now: bool) -> ChatTemplate:
+    """Of several templates by name: "default", and "tool_use" for conversations with tools."""
+    try:
+        by_name = {one["name"]: one["template"] for one in found}
+        return ChatTemplate(by_name["default"], source, special, tools=by_name.get("tool_use"), now=now)
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f'{source}: must be text, or a list of {{"name", "template"}} with a "default"; '
+            "name a template with --data.chat-template FILE"
+        ) from error
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Texts of the special tokens as a template reads them: eos_token, bos_token and what else is named.
+
+    opens_with_bos: whether the tokenizer begins every text with bos_token, as some models want.
+    """
+    if not isinstance(tokenizer, JsonTokenizer):
+        eos = tokenizer.decode([tokenizer.eos])
+        return dict(eos_token=eos, bos_token="", opens_with_bos=False)
+    named = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in _settings(tokenizer).items()
+        if name.endswith("_token")
+    }
+    texts = {name: value for name, value in named.items() if isinstance(value, str)}
+    texts = dict(bos_token="") | texts | dict(eos_token=tokenizer.eos_text)
+    opening = tokenizer.opening
+    bos = texts["bos_token"]
+    return texts | dict(opens_with_bos=bool(opening and bos != texts["eos_token"] and opening == bos))
+
+
+def _settings(tokenizer: JsonTokenizer) -> dict[str, Any]:
+    settings = tokenizer.files.settings
+    return json.loads(settings) if settings else {}  # an object: opening the tokenizer looked
