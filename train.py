@@ -230,7 +230,7 @@ class Trainer:
         Gradients are left in the parameters, summed over ranks with the last micro-batch.
         """
         model, device, objective = self.model, self.run.device, self.task.objective
-        micros = batch.micros(device, self.cfg.train.isolate_documents)
+        micros = self.task.micros(batch, device)
         if isinstance(model, Stages):
             loss = model.forward_backward(list(micros), totals, objective)
             return self.over_all(loss, batch, totals)
@@ -253,10 +253,10 @@ class Trainer:
 
     def agree(self, batch: Batch) -> tuple[Totals, bool]:
         """Counts of the whole step, and whether any rank was told to stop: one small sum between CPUs."""
-        own = self.task.divisor(batch) if self.counts else 0
-        targets, stops = self.run.sums(own, self.run.stop)
+        own = (self.task.divisor(batch), batch.count()) if self.counts else (0, 0)
+        targets, tokens, stops = self.run.sums(*own, self.run.stop)
         sequences = batch.tokens_ABS[..., 0].numel() * self.mesh.axes.readers
-        totals = [max(targets, 1.0), sequences * self.cfg.train.seq, sequences]
+        totals = [max(targets, 1.0), tokens, sequences]
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
@@ -275,7 +275,7 @@ class Trainer:
                     break
                 batch = self.val_data.batch(i, **self.shape())
                 divisor += self.task.divisor(batch) if self.counts else 0
-                micros = batch.micros(device, cfg.train.isolate_documents)
+                micros = self.task.micros(batch, device)
                 if isinstance(model, Stages):
                     total += model.evaluate(list(micros), Totals(one, one, one), objective)
                     continue

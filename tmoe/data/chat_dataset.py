@@ -3,7 +3,7 @@
     data = open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, "train", "sft", carried)    a ChatDataset
     with Loader(data, start_step=step, batch=B, accumulate=A, rank=reader, world=readers) as batches:
         batch = next(batches)                                                              a ChatBatch
-        for tokens_BS, targets_BS, documents_BS in batch.micros(device, True):             as in pretraining
+        for micro in batch.micros(device, True):                                           as in pretraining
 
 A ChatDataset is a Dataset: indices, batch(step, ...), go_on, facts, extent, describe, sources, fingerprint.
 Its samples are packed rows. So the position in the data is the step and the tokens of the steps before it,
@@ -36,7 +36,7 @@ from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import Split
-from tmoe.data.dataset import Dataset, _choose_tokenizer, parse_sources
+from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, parse_sources
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
@@ -67,19 +67,21 @@ class ChatBatch(NamedTuple):
     """int64: which of the data set's sequences each of a micro-batch's is (ChatDataset.sequences); -1 where
     another micro-batch has more"""
 
-    def micros(
-        self, device: torch.device, documents: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """As Batch.micros. Without documents, sequences would read each other."""
-        for micro in zip(self.tokens_ABS, self.targets_ABS, self.documents_ABS, strict=True):
-            tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
-            yield tokens_BS, targets_BS, documents_BS if documents else None
+    def micros(self, device: torch.device, documents: bool) -> Iterator[Micro]:
+        """As Batch.micros; given: `sequences` [B, S], each token's, and `numbers` [n], each sequence's.
 
-    def sequences(self, a: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of micro-batch a: each token's sequence [B, S], -1 for none, and each sequence's number [n]."""
-        numbers_N = self.numbers_AN[a]
-        numbers_N = numbers_N[numbers_N >= 0]
-        return self.sequences_ABS[a].to(device, non_blocking=True), numbers_N.to(device, non_blocking=True)
+        Without documents, sequences would read each other.
+        """
+        for *micro, numbers_N in zip(*self, strict=True):
+            numbers_N = numbers_N[numbers_N >= 0]
+            moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
+            tokens_BS, targets_BS, documents_BS, sequences_BS, numbers_N = moved
+            given = dict(sequences=sequences_BS, numbers=numbers_N)
+            yield Micro(tokens_BS, targets_BS, documents_BS if documents else None, sequences_BS < 0, given)
+
+    def count(self) -> int:
+        """Tokens, without padding."""
+        return int((self.sequences_ABS >= 0).sum())
 
 
 class Counts(NamedTuple):

@@ -43,6 +43,7 @@ class Micro(NamedTuple):
     tokens_BS: torch.Tensor
     targets_BS: torch.Tensor
     documents_BS: torch.Tensor | None = None
+    padding_BS: torch.Tensor | None = None
     given: dict[str, torch.Tensor] | None = None
     """what a task gives its loss beside the targets, by name: a value for each token [B, S], or [M] others"""
 
@@ -61,6 +62,10 @@ class Batch(NamedTuple):
         for micro in zip(*self, strict=True):
             tokens_BS, targets_BS, documents_BS = (t.to(device, non_blocking=True) for t in micro)
             yield Micro(tokens_BS, targets_BS, documents_BS if documents else None)
+
+    def count(self) -> int:
+        """Tokens, without padding."""
+        return self.tokens_ABS.numel()
 
 
 def permute(index: int, n: int, key: str) -> int:

@@ -7,7 +7,8 @@ next: post/sft.py
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,10 @@ from torch import Tensor
 from tmoe.config.model import IGNORE
 from tmoe.config.run import Config
 from tmoe.data.corpus import Split
-from tmoe.data.dataset import Batch, Dataset, open_data, unigram_entropy
+from tmoe.data.dataset import Batch, Dataset, Micro, open_data, unigram_entropy
 from tmoe.data.tokenizer import Carried
 from tmoe.model.loss import Objective
 from tmoe.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from train import Trainer
 
 
 class Task:
@@ -55,6 +53,10 @@ class Task:
 
     def prepare(self, trainer: Trainer) -> None:
         """What must be known before the first step. A collective of all ranks."""
+
+    def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
+        """A batch's micro-batches on the device, with what the objective is given."""
+        return batch.micros(device, self.cfg.train.isolate_documents)
 
     def divisor(self, batch: Batch) -> float:
         """What a batch adds to the number that the loss of its step is divided by."""
