@@ -23,6 +23,7 @@ FLOORS = [
     ("moe",),
     ("model",),
     ("hf",),
+    ("post",),
     ("run",),
     ("report", "upcycle", "warmup"),
     ("train",),
@@ -135,6 +136,7 @@ MANY = {
         "_backward_of_x_cpu",
     },
     "tmoe.ops.launch.precompile": {"trace"},
+    "tmoe.ops.logprob": {"_backward", "_backward_fake"},
     "tmoe.run.metrics": {"__init__", "log"},
     "tmoe.upcycle": {"upcycle", "plan_upcycle"},
 }
