@@ -76,7 +76,7 @@ def traces() -> list[tuple]:
     from tmoe.config.model import IGNORE
     from tmoe.config.presets import presets
     from tmoe.config.run import ParallelConfig
-    from tmoe.ops import adamw, cross_entropy, router_product
+    from tmoe.ops import adamw, cross_entropy, logprob_kernels, router_product
     from tmoe.ops import sum_parts as parts
     from tmoe.ops.launch.precompile import trace, trace_router
     from tmoe.warmup import traces as traces_of
@@ -101,6 +101,7 @@ def traces() -> list[tuple]:
         found += [
             (cross_entropy.trace, V, D, IGNORE, dtype) for D, V in ((64, 512), (128, 50304), (64, 1001))
         ]
+        found += [(logprob_kernels.trace, V, IGNORE, dtype) for V in (512, 50304, 1001, 151936)]
         found += [(adamw.trace, dtype), (parts.trace, dtype)]
     tiny = presets()["tiny"]
     found += traces_of(replace(tiny, train=replace(tiny.train, batch=1), parallel=ParallelConfig(ep=4)))

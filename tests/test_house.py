@@ -23,7 +23,8 @@ FLOORS = [
     ("moe",),
     ("model",),
     ("hf",),
-    ("run", "post"),
+    ("post",),
+    ("run",),
     ("report", "upcycle", "warmup"),
     ("train",),
 ]
@@ -135,6 +136,7 @@ MANY = {
         "_backward_of_x_cpu",
     },
     "tmoe.ops.launch.precompile": {"trace"},
+    "tmoe.ops.logprob": {"_backward", "_backward_fake"},
     "tmoe.run.metrics": {"__init__", "log"},
     "tmoe.upcycle": {"upcycle", "plan_upcycle"},
 }

@@ -27,7 +27,7 @@ from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.moe.dispatch import pairs_bound
-from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
+from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
@@ -68,6 +68,7 @@ def traces(cfg: Config) -> list[tuple]:
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
     found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
+    found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
     found.append((adamw.trace, dtype))
     found.append((parts.trace, dtype))
     return found

@@ -38,6 +38,7 @@ from tmoe.run.block_memory import (
     loss_bytes,
     moe_bytes,
     rows_received,
+    token_loss_bytes,
     window_bytes,
 )
 from tmoe.run.cli import parse
@@ -387,6 +388,17 @@ def test_the_losss_worst_moment_worked_by_hand():
     ) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * (D + 128)
     few = Config(model=OLMOE, train=TrainConfig(**one))
     assert loss_bytes(few, ALONE) == 3 * 128 * D * 2 + 4 * 50304 * D + 2 * 50304 * D
+
+
+def test_a_loss_of_log_probs_holds_less():
+    """1024 rows of Qwen3's vocabulary, 2048 of OLMoE's, whatever the tokens; twelve numbers a token."""
+    D = 2048
+    for model, V, rows in ((OLMOE, 50304, 2048), (QWEN3, 151936, 1024)):
+        for batch in (4, 256):
+            cfg = Config(model=model, train=TrainConfig(batch=batch, seq=512))
+            a_token = 3 * D * 2 + 12 * 4
+            chunk = max(2 * rows * V, 2 * V * D)  # or the head's gradient again in bf16
+            assert token_loss_bytes(cfg, ALONE) == 512 * batch * a_token + 4 * V * D + chunk
 
 
 def test_offloaded_moments_and_document_masks_take_nothing():

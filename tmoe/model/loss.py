@@ -8,7 +8,8 @@ from torch.profiler import record_function
 
 from tmoe.config.model import IGNORE
 from tmoe.ops.check import autocasts
-from tmoe.ops.cross_entropy import aligned, cross_entropy_, scaled
+from tmoe.ops.cross_entropy import cross_entropy_
+from tmoe.ops.head import add_product, summed_type, times, widened
 from tmoe.ops.register import register
 
 Given = dict[str, Tensor]
@@ -63,7 +64,7 @@ def loss_and_gradients(
             grad_w = add_product(grad_w, grad.t(), h)
         del grad  # a chunk of logits, on a GPU, beside which the next would be made
     if needs_w and grad_w is None:  # no rows
-        grad_w = weight.new_zeros(weight.shape, dtype=torch.float32)
+        grad_w = weight.new_zeros(weight.shape, dtype=summed_type(weight.dtype))
     return loss, grad_h, grad_w if grad_w is None else grad_w[:V]
 
 
@@ -101,7 +102,8 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:
     grad_h = torch.empty_like(h) if needs_h else h.new_empty(0)
     # row by row, however the weight lies
-    grad_w = weight.new_empty(weight.shape, dtype=torch.float32) if needs_w else h.new_empty(0)
+    wide = summed_type(weight.dtype)
+    grad_w = weight.new_empty(weight.shape, dtype=wide) if needs_w else h.new_empty(0)
     return h.new_empty((), dtype=torch.float32), grad_h, grad_w
 
 
@@ -128,14 +130,6 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
     return by_h, by_w, None, None, None
 
 
-def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * factor (0-dim fp32), rounded once to dtype.
-
-    The factor in bf16 would be off by up to 0.2%, the same for all tokens of a step.
-    """
-    return scaled(grad, factor, dtype) if grad.is_cuda else (grad.float() * factor).to(dtype)
-
-
 register(
     "cross_entropy_backward",
     "(Tensor grad, Tensor factor, ScalarType dtype) -> Tensor",
@@ -159,16 +153,6 @@ def chunk_rows(V: int, gpu: bool) -> int:
     return 1 << max(0, (CHUNK_LOGITS_GPU // V).bit_length() - 1) if gpu else max(1, CHUNK_LOGITS // V)
 
 
-def widened(weight_VD: Tensor) -> Tensor:
-    """The weight, on a GPU with so many rows of zeros more that logits are aligned.
-
-    Their columns have no share in any softmax.
-    """
-    V, D = weight_VD.shape
-    more = aligned(V, weight_VD.element_size()) - V if weight_VD.is_cuda else 0
-    return torch.cat([weight_VD, weight_VD.new_zeros(more, D)]) if more else weight_VD
-
-
 def softmax_and_gradient(
     logits: Tensor, targets_R: Tensor, V: int, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
@@ -188,23 +172,6 @@ def softmax_and_gradient(
         logits = logits.sub_(lse).exp_().scatter_add_(1, index, torch.full_like(lse, -1.0))
         logits = logits.masked_fill_(~keep[:, None], 0.0).to(dtype)
     return losses, logits
-
-
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in fp32, in place; total None: a b.
-
-    On a GPU the product of 16-bit operands is not rounded before it is added.
-    """
-    if (
-        a.is_cuda and a.element_size() == 2 and not torch.version.hip
-    ):  # 16 bits in, fp32 out is cuBLAS's alone
-        if total is None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    if total is not None and a.dtype == torch.float32:
-        return total.addmm_(a, b)
-    product = (a @ b).float()
-    return product if total is None else total.add_(product)
 
 
 def cross_entropy(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:

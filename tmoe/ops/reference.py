@@ -6,6 +6,8 @@ autograd, the exact gradients.
 Top-k experts are from Shazeer et al. 2017 (arXiv 1701.06538), activations in tmoe/activations.py.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from tmoe.activations import ACTIVATIONS
@@ -57,3 +59,30 @@ def grouped_mm(a_ND: torch.Tensor, b_EFD: torch.Tensor, ends_E: torch.Tensor) ->
     groups = [a_ND[lo:hi] @ b.T for lo, hi, b in zip(starts, starts[1:], b_EFD, strict=False)]
     rest = a_ND.new_zeros(a_ND.shape[0] - starts[-1], b_EFD.shape[1])
     return torch.cat([*groups, rest])
+
+
+def logprobs(
+    h_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ln p[t, target[t]] and -sum_v p ln p of p = softmax(h W^T / temperature); 0 where a target is -100."""
+    z_TV = (h_TD @ weight_VD.T / temperature).to(torch.promote_types(h_TD.dtype, torch.float32))
+    logp_TV = z_TV.log_softmax(-1)
+    keep = targets_T != -100
+    logp_T = logp_TV.gather(-1, targets_T.where(keep, 0)[:, None])[:, 0]
+    entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+    return logp_T.where(keep, 0.0), entropy_T.where(keep, 0.0)
+
+
+def token_loss(
+    h_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    f: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor] = (),
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> torch.Tensor:
+    """The sum of f(log-prob, *inputs), or f(log-prob, entropy, *inputs), over targets that are not -100."""
+    logp_T, entropy_T = logprobs(h_TD, weight_VD, targets_T, temperature)
+    losses_T = f(logp_T, entropy_T, *inputs) if entropy else f(logp_T, *inputs)
+    return losses_T.where(targets_T != -100, 0.0).sum()

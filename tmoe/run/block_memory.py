@@ -14,10 +14,12 @@ from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides
+from tmoe.ops import logprob
 from tmoe.ops.cross_entropy import aligned
 
 FP32 = 4  # bytes: master parameters, gradients after reduction, both moments, the moving average
 INT32 = 4
+VECTORS = 12  # numbers a token: log-prob, entropy, log-sum-exp, their gradients, what a loss takes
 NODE = 8  # GPUs of a host that reach each other's memory
 
 
@@ -215,11 +217,26 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
     Backward: that gradient, and its scaled copy in the compute type.
     Always: hidden states before and after the final norm, and their gradient.
     """
+    return _head_bytes(cfg, axes, chunk_rows(cfg.model.vocab, gpu=True))
+
+
+def token_loss_bytes(cfg: Config, axes: Axes) -> int:
+    """The same of a loss made of log-probs, `ops.token_loss` or `ops.logprobs`, with VECTORS numbers a token.
+
+    A step's peak with such a loss is `working` of memory_per_rank with this in place of `loss_bytes`.
+    """
+    width = compute_bytes(cfg)
+    rows = logprob.chunk_rows(aligned(cfg.model.vocab, width), width)
+    return _head_bytes(cfg, axes, rows) + VECTORS * FP32 * local_tokens(cfg, axes)
+
+
+def _head_bytes(cfg: Config, axes: Axes, rows: int) -> int:
+    """Bytes of a loss that holds logits of `rows` tokens at a time."""
     T, V, width = local_tokens(cfg, axes), cfg.model.vocab, compute_bytes(cfg)
     columns = aligned(V, width)
     table = columns * cfg.model.dim
     copy = table if columns > V else 0
-    head = FP32 * table + width * max(min(chunk_rows(V, gpu=True), T) * columns + copy, table)
+    head = FP32 * table + width * max(min(rows, T) * columns + copy, table)
     return 3 * T * cfg.model.dim * width + head
 
 

@@ -1,0 +1,51 @@
+"""Products with an output head, chunk by chunk: what the loss and log-probs share."""
+
+import torch
+from torch import Tensor
+
+from tmoe.ops.cross_entropy import aligned, scaled
+
+
+def widened(weight_VD: Tensor) -> Tensor:
+    """The weight, on a GPU with so many rows of zeros more that logits are aligned.
+
+    Their columns have no share in any softmax.
+    """
+    V, D = weight_VD.shape
+    more = aligned(V, weight_VD.element_size()) - V if weight_VD.is_cuda else 0
+    return torch.cat([weight_VD, weight_VD.new_zeros(more, D)]) if more else weight_VD
+
+
+def wide_products(t: Tensor) -> bool:
+    """Whether a product of 16-bit operands can give fp32, unrounded: cuBLAS's alone."""
+    return t.is_cuda and t.element_size() == 2 and not torch.version.hip
+
+
+def summed_type(dtype: torch.dtype) -> torch.dtype:
+    """What sums over tokens are taken in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in fp32 (fp64 for fp64), in place; total None: a b.
+
+    On a GPU the product of 16-bit operands is not rounded before it is added.
+    """
+    if wide_products(a):
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    if total is not None and a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    product = (a @ b).to(summed_type(a.dtype))
+    return product if total is None else total.add_(product)
+
+
+def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * factor (0-dim fp32), rounded once to dtype.
+
+    The factor in bf16 would be off by up to 0.2%, the same for all tokens of a step.
+    """
+    if grad.is_cuda:
+        return scaled(grad, factor, dtype)
+    return (grad.to(summed_type(grad.dtype)) * factor).to(dtype)
