@@ -23,8 +23,8 @@ FLOORS = [
     ("moe",),
     ("model",),
     ("hf",),
-    ("post",),
     ("run",),
+    ("post",),
     ("report", "upcycle", "warmup"),
     ("train",),
 ]

@@ -247,6 +247,42 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SftConfig:
+    """Supervised finetuning (--task sft)."""
+
+    neftune: float = 0.0
+    """noise on embeddings in training: uniform(-1, 1) times this / sqrt(tokens of the conversation x width);
+    5 in the paper (Jain et al. 2023)"""
+    dft: bool = False
+    """weigh each token's loss by its own probability, taken as a constant
+    (dynamic finetuning, Wu et al. 2025)"""
+
+    def __post_init__(self) -> None:
+        check(self, "--sft.", zero="neftune")
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Learning from pairs of answers, of which the first is preferred (--task preference)."""
+
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
+    """which one: sigmoid is DPO's; simpo and orpo need no reference model"""
+    beta: float | None = None
+    """how far the model may go from the reference; None: 0.1, for simpo 2"""
+    smoothing: float = 0.0
+    """sigmoid and robust: probability that a pair's label is wrong, at least 0 and below 0.5"""
+    gamma: float = 1.0
+    """simpo: margin between the answers"""
+    ratio: float = 0.1
+    """orpo: weight of the odds ratio beside the loss of the preferred answer"""
+
+    def __post_init__(self) -> None:
+        check(self, "--preference.", zero="gamma ratio", positive="beta")
+        right = 0 <= self.smoothing < 0.5
+        require(right, f"--preference.smoothing={self.smoothing}: must be at least 0 and below 0.5")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
@@ -313,6 +349,8 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -5,9 +5,11 @@ next: post/task.py
 
 from tmoe.config.run import Config
 from tmoe.parallel.mesh import Mesh
+from tmoe.post.preference import Preference
+from tmoe.post.sft import Sft
 from tmoe.post.task import Task
 
-TASKS: dict[str, type[Task]] = dict(pretrain=Task)
+TASKS: dict[str, type[Task]] = dict(pretrain=Task, sft=Sft, preference=Preference)
 
 
 def task_of(cfg: Config, mesh: Mesh) -> Task:

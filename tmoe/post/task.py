@@ -7,7 +7,7 @@ next: post/sft.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from tmoe.data.corpus import Split
 from tmoe.data.dataset import Batch, Dataset, Micro, open_data, unigram_entropy
 from tmoe.data.tokenizer import Carried
 from tmoe.model.loss import Objective
+from tmoe.model.stages import Stages
+from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh
+from tmoe.run.process import Runtime
 
 
 class Task:
@@ -51,8 +54,8 @@ class Task:
         best = "a context-free model's best loss"
         return [f"unigram entropy of the validation bytes: {entropy:.3f} nats, {best}"]
 
-    def prepare(self, trainer: Trainer) -> None:
-        """What must be known before the first step. A collective of all ranks."""
+    def prepare(self, model: Transformer | Stages, data: Sequence[Dataset], run: Runtime) -> None:
+        """What must be known before the first step, of these weights. A collective of all ranks."""
 
     def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
         """A batch's micro-batches on the device, with what the objective is given."""

@@ -211,18 +211,9 @@ def _backward_gpu(*args: Any) -> tuple[Tensor | None, ...]:
     return remembered(gpu.backward, tensors, activation, pairs)
 
 
-def _of_x_cpu(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    h: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    activation: str,
-) -> tuple[tuple[Any, ...], Tensor, list[int]]:
-    """cpu.gradient_of_x, and the order and ends of the rows."""
+def _of_x_cpu(*args: Any) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+    """cpu.gradient_of_x, and order and ends of the rows; args: of `_backward_cpu`, without pairs."""
+    dy, x, gate_up, down, weights, h, packed, bias, activation = args
     meta = Metadata(packed, weights.numel(), gate_up.shape[0])
     ends = meta.ends.tolist()
     order = meta.order[: ends[-1]].to(torch.int64)

@@ -1,0 +1,163 @@
+"""Learning from pairs of answers: DPO and its family, with the reference's log-probs taken once.
+
+next: post/losses/__init__.py
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.config.check import require
+from tmoe.config.model import IGNORE
+from tmoe.config.run import Config
+from tmoe.data.chat_dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Micro
+from tmoe.data.tokenizer import Carried
+from tmoe.model.loss import Given
+from tmoe.model.stages import Stages
+from tmoe.model.transformer import Transformer
+from tmoe.moe.balance import Totals
+from tmoe.ops import logprobs
+from tmoe.parallel.mesh import Mesh
+from tmoe.post.losses.hinge import hinge
+from tmoe.post.losses.ipo import ipo
+from tmoe.post.losses.orpo import orpo
+from tmoe.post.losses.pairs import pairs_of
+from tmoe.post.losses.robust import robust
+from tmoe.post.losses.sigmoid import sigmoid
+from tmoe.post.losses.simpo import simpo
+from tmoe.post.losses.sums import sequence_sums, trained_tokens
+from tmoe.post.task import Task
+from tmoe.run.process import Runtime
+
+LOSSES = dict(sigmoid=sigmoid, robust=robust, hinge=hinge, ipo=ipo, simpo=simpo, orpo=orpo)
+
+
+class Preference(Task):
+    """A loss of each pair's log-probs, divided by how many pairs the step has.
+
+    The reference is the model as the run found it. Its log-probs are taken before the first step, by the same
+    forward, and kept in the run folder; so a resumed run has them too.
+    """
+
+    measures = "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        super().__init__(cfg, mesh)
+        drops = cfg.model.dropout or cfg.model.moe.jitter
+        flags = "--model.dropout, --model.moe.jitter"
+        require(not drops, f"{flags}: {drops} changes log-probs; --task preference needs 0")
+        self.reference_N: Tensor | None = None  # log-probs of all sequences, fp64
+        p = cfg.preference
+        self.beta = p.beta or (2.0 if p.loss == "simpo" else 0.1)
+        self.needs_reference = p.loss not in ("simpo", "orpo")
+        more = dict(
+            sigmoid=dict(smoothing=p.smoothing),
+            robust=dict(smoothing=p.smoothing),
+            simpo=dict(gamma=p.gamma),
+        )
+        if p.loss == "orpo":
+            self.loss = partial(LOSSES["orpo"], weight=p.ratio)
+        else:
+            self.loss = partial(LOSSES[p.loss], beta=self.beta, **more.get(p.loss, {}))
+
+    def open(self, split: Split, carried: Carried | None) -> ChatDataset:
+        cfg = self.cfg
+        return open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, split, "preference", carried)
+
+    def facts(self, val_data: ChatDataset) -> dict[str, Any]:
+        return dict(pairs=val_data.describe())
+
+    def notes(self, facts: dict[str, Any]) -> list[str]:
+        return []
+
+    def divisor(self, batch: ChatBatch) -> float:
+        """Pairs."""
+        return (batch.numbers_AN >= 0).sum().item() / 2
+
+    def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
+        for micro in batch.micros(device, True):
+            given = micro.given
+            if self.reference_N is not None:
+                given = given | {"reference": self.reference_N[given["numbers"]]}
+            yield micro._replace(given=given)
+
+    def sums(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> tuple[Tensor, Tensor]:
+        """Log-prob of each sequence of the micro-batch, fp64 [N], and of how many tokens it is.
+
+        Where tp and cp divide rows, both are of all their ranks, and the gradient of a rank's own tokens is
+        that of the whole sum.
+        """
+        logp_T = logprobs(h_TD, weight_VD, targets_T)
+        trained_T = targets_T != IGNORE
+        place_T = given["sequences"].clamp(min=0)
+        count = given["numbers"].numel()
+        logp_N = sequence_sums(logp_T.where(trained_T, 0.0), place_T, count)
+        tokens_N = trained_tokens(trained_T, place_T, count).double()
+        if self.mesh.axes.parts > 1:
+            both = torch.stack([logp_N.detach(), tokens_N])
+            dist.all_reduce(both, group=self.mesh.groups["parts"])
+            logp_N, tokens_N = logp_N + (both[0] - logp_N.detach()), both[1]
+        return logp_N, tokens_N
+
+    def objective(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        logp_N, tokens_N = self.sums(h_TD, weight_VD, targets_T, given)
+        pairs = pairs_of(logp_N, tokens_N, given.get("reference"))
+        loss = self.loss(pairs).sum()
+
+        parts = self.mesh.axes.parts
+        with torch.no_grad():
+            chosen, rejected = pairs.means if self.reference_N is None else pairs.gains
+            rewards = self.beta * torch.stack([chosen, rejected, chosen - rejected])
+            right = (chosen > rejected).double()
+            self.measure(torch.cat([rewards, right[None]]).sum(1).float() / parts)
+        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        return (loss - loss.detach() * (1 - 1 / parts)).float()
+
+    # ---- the reference ----
+
+    def prepare(self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime) -> None:
+        """Takes the reference's log-probs of all sequences, or finds those that the run has taken already."""
+        if not self.needs_reference:
+            return
+        self.reference_N = torch.full((data[0].sequences,), -math.inf, dtype=torch.float64)
+        model.eval()
+        for part in data:
+            self._pass(model, part, run)
+        model.train()
+        # Ranks without the last blocks have found nothing, and the last rows of a pass are some of its first.
+        dist.all_reduce(self.reference_N, dist.ReduceOp.MAX, group=run.control)
+        self.reference_N = self.reference_N.to(run.device)
+
+    @torch.no_grad()
+    def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime) -> None:
+        """Every row of a data set once, in the shapes of the training."""
+        once = copy.copy(data)
+        once.weights, once.ahead = [source.samples for source in data.sources], 0
+        train, axes = self.cfg.train, self.mesh.axes
+        shape = dict(batch=train.batch, accumulate=train.accumulate)
+        shape |= dict(rank=self.mesh.place.reader, world=axes.readers)
+        one = torch.ones((), device=run.device)
+        totals = Totals(one, one, one)
+        for step in range(-(-data.samples // (train.batch * train.accumulate * axes.readers))):
+            micros = list(once.batch(step, **shape).micros(run.device, True))
+            if isinstance(model, Stages):
+                model.evaluate(micros, totals, self._collect)
+                continue
+            for micro in micros:
+                model(**micro._asdict(), totals=totals, objective=self._collect)
+        model.reshard()
+
+    def _collect(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        logp_N, _ = self.sums(h_TD, weight_VD, targets_T, given)
+        self.reference_N[given["numbers"].cpu()] = logp_N.cpu()
+        return logp_N.new_zeros((), dtype=torch.float32)

@@ -1,0 +1,50 @@
+"""Supervised finetuning: the cross-entropy of an assistant's words in conversations.
+
+next: post/preference.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tmoe.data.chat_dataset import ChatBatch, ChatDataset, open_chat
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Micro
+from tmoe.data.tokenizer import Carried
+from tmoe.post.task import Task
+
+
+class Sft(Task):
+    """Sum over trained tokens of -ln p(token), divided by how many of them the step has.
+
+    With --sft.neftune A each channel of a token's embedding gets noise of uniform(-1, 1) A / sqrt(n D), n the
+    length of its own conversation (NEFTune, Jain et al. 2023).
+    """
+
+    def open(self, split: Split, carried: Carried | None) -> ChatDataset:
+        cfg = self.cfg
+        return open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, split, "sft", carried)
+
+    def facts(self, val_data: ChatDataset) -> dict[str, Any]:
+        return dict(conversations=val_data.describe())
+
+    def notes(self, facts: dict[str, Any]) -> list[str]:
+        return []
+
+    def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
+        alpha = self.cfg.sft.neftune
+        for micro in batch.micros(device, True):
+            given = {"noise": self.noise(micro, alpha)} if alpha else None
+            yield micro._replace(given=given)
+
+    def noise(self, micro: Micro, alpha: float) -> torch.Tensor:
+        """Alpha / sqrt(n D) at each token, n the tokens of its sequence, 0 at padding [B, S]."""
+        sequences_BS = micro.given["sequences"]
+        count = micro.given["numbers"].numel()
+        lengths = sequences_BS.flatten().add(1).bincount(minlength=count + 1)
+        lengths[0] = 0
+        amplitude = alpha / (lengths * self.cfg.model.dim).float().sqrt()
+        return amplitude.where(lengths > 0, 0.0)[sequences_BS + 1]
