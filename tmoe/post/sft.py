@@ -6,14 +6,21 @@ next: post/preference.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from tmoe.config.run import Config
 from tmoe.data.chat_dataset import ChatBatch, ChatDataset, open_chat
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.tokenizer import Carried
+from tmoe.model.loss import Given
+from tmoe.ops import token_loss
+from tmoe.parallel.mesh import Mesh
+from tmoe.post.losses.sft import sft
 from tmoe.post.task import Task
 
 
@@ -21,8 +28,14 @@ class Sft(Task):
     """Sum over trained tokens of -ln p(token), divided by how many of them the step has.
 
     With --sft.neftune A each channel of a token's embedding gets noise of uniform(-1, 1) A / sqrt(n D), n the
-    length of its own conversation (NEFTune, Jain et al. 2023).
+    length of its own conversation (NEFTune, Jain et al. 2023). With --sft.dft a token's loss is weighed by
+    its probability.
     """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        super().__init__(cfg, mesh)
+        if cfg.sft.dft:
+            self.objective = dft
 
     def open(self, split: Split, carried: Carried | None) -> ChatDataset:
         cfg = self.cfg
@@ -40,7 +53,7 @@ class Sft(Task):
             given = {"noise": self.noise(micro, alpha)} if alpha else None
             yield micro._replace(given=given)
 
-    def noise(self, micro: Micro, alpha: float) -> torch.Tensor:
+    def noise(self, micro: Micro, alpha: float) -> Tensor:
         """Alpha / sqrt(n D) at each token, n the tokens of its sequence, 0 at padding [B, S]."""
         sequences_BS = micro.given["sequences"]
         count = micro.given["numbers"].numel()
@@ -48,3 +61,8 @@ class Sft(Task):
         lengths[0] = 0
         amplitude = alpha / (lengths * self.cfg.model.dim).float().sqrt()
         return amplitude.where(lengths > 0, 0.0)[sequences_BS + 1]
+
+
+def dft(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+    """The objective of dynamic finetuning: sum over tokens of `losses.sft.sft`."""
+    return token_loss(h_TD, weight_VD, targets_T, partial(sft, dft=True)).loss
