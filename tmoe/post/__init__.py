@@ -1,0 +1,1 @@
+"""Post-training: losses of finetuning, preferences and policies, and what their tasks keep."""
