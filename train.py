@@ -124,7 +124,7 @@ class Trainer:
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
-        self.task.prepare(self.model, (self.data, self.val_data), run)
+        self.task.prepare(self.model, (self.data, self.val_data), run, self.step)
 
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
         facts = dict(data=self.data.describe(), **self.facts)

@@ -21,6 +21,7 @@ GROUPS = {
     "Optimizer": ["tmoe/optim"],
     "Checkpoints": ["tmoe/checkpoint"],
     "Hugging Face": ["tmoe/hf"],
+    "Post-training": ["tmoe/post"],
     "The process around a run": ["tmoe/run"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],

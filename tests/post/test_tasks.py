@@ -8,9 +8,6 @@ import pytest
 import runs
 import torch
 
-from tmoe.config.check import ConfigError
-from tmoe.data.tokenizer import DataError
-from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
 
 FLAGS = "--train.dtype fp32 --train.seq 64 --optim.lr 1e-3 --resume none --steps 4".split()
@@ -106,9 +103,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, gloo, task):
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_what_is_refused(data, tmp_path):
-    flags = words(data, tmp_path, "preference", ALONE, {})
-    with pytest.raises(DataError, match="rows of preference, which --task preference trains on, not"):
-        runs.run(0, 1, words(data, tmp_path, "sft", ALONE, {}, "--data.path", str(data / "preference.jsonl")))
-    with pytest.raises((ConfigError, SystemExit)):
-        parse([*flags, "--preference.smoothing", "0.5"], "", rank=0, world=1)
+def test_what_is_refused(data, tmp_path, capsys, gloo):
+    """Rows of the other task; settings that cannot be meant; a reference that is gone."""
+    flags = words(data, tmp_path, "sft", ALONE, {}, "--data.path", str(data / "preference.jsonl"))
+    with pytest.raises(BaseException, match="rows of preference, which --task preference trains on, not"):
+        gloo(1, runs.run, flags)
+    for more, said in (
+        (["--preference.smoothing", "0.5"], "--preference.smoothing=0.5"),
+        (["--model.dropout", "0.1"], "--model.dropout"),
+    ):
+        with pytest.raises(BaseException, match=said):
+            gloo(1, runs.run, words(data, tmp_path, "preference", ALONE, {}, *more))

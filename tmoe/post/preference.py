@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,19 +28,14 @@ from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.ops import logprobs
+from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.losses.hinge import hinge
-from tmoe.post.losses.ipo import ipo
-from tmoe.post.losses.orpo import orpo
+from tmoe.post.losses import LOSSES
 from tmoe.post.losses.pairs import pairs_of
-from tmoe.post.losses.robust import robust
-from tmoe.post.losses.sigmoid import sigmoid
-from tmoe.post.losses.simpo import simpo
 from tmoe.post.losses.sums import sequence_sums, trained_tokens
+from tmoe.post.reference import ReferenceStore, tokens_hash, weights_hash
 from tmoe.post.task import Task
 from tmoe.run.process import Runtime
-
-LOSSES = dict(sigmoid=sigmoid, robust=robust, hinge=hinge, ipo=ipo, simpo=simpo, orpo=orpo)
 
 
 class Preference(Task):
@@ -59,16 +55,10 @@ class Preference(Task):
         self.reference_N: Tensor | None = None  # log-probs of all sequences, fp64
         p = cfg.preference
         self.beta = p.beta or (2.0 if p.loss == "simpo" else 0.1)
-        self.needs_reference = p.loss not in ("simpo", "orpo")
-        more = dict(
-            sigmoid=dict(smoothing=p.smoothing),
-            robust=dict(smoothing=p.smoothing),
-            simpo=dict(gamma=p.gamma),
-        )
-        if p.loss == "orpo":
-            self.loss = partial(LOSSES["orpo"], weight=p.ratio)
-        else:
-            self.loss = partial(LOSSES[p.loss], beta=self.beta, **more.get(p.loss, {}))
+        self.needs_reference = LOSSES[p.loss].needs_reference
+        given = dict(beta=self.beta, smoothing=p.smoothing, gamma=p.gamma, weight=p.ratio)
+        options = {name: value for name, value in given.items() if name in LOSSES[p.loss].options}
+        self.loss = partial(LOSSES[p.loss].formula, **options)
 
     def open(self, split: Split, carried: Carried | None) -> ChatDataset:
         cfg = self.cfg
@@ -125,18 +115,41 @@ class Preference(Task):
 
     # ---- the reference ----
 
-    def prepare(self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime) -> None:
+    def prepare(
+        self, model: Transformer | Stages, data: Sequence[ChatDataset], run: Runtime, step: int
+    ) -> None:
         """Takes the reference's log-probs of all sequences, or finds those that the run has taken already."""
         if not self.needs_reference:
             return
-        self.reference_N = torch.full((data[0].sequences,), -math.inf, dtype=torch.float64)
-        model.eval()
-        for part in data:
-            self._pass(model, part, run)
-        model.train()
-        # Ranks without the last blocks have found nothing, and the last rows of a pass are some of its first.
-        dist.all_reduce(self.reference_N, dist.ReduceOp.MAX, group=run.control)
-        self.reference_N = self.reference_N.to(run.device)
+        store = run.together(lambda: self._store(data, run))
+        if gathered(store.missing() and "some", run.control)[0]:
+            gone = f"{store.folder}: lacks log-probs of the reference, which this run, after step {step}, is no more"
+            again = "bring the folder back, or start anew with --resume none"
+            run.together(lambda: require(step == 0, f"{gone}; {again}"))
+            self.reference_N = torch.full((data[0].sequences,), -math.inf, dtype=torch.float64)
+            model.eval()
+            for part in data:
+                self._pass(model, part, run)
+            model.train()
+            # Ranks without the last blocks have found nothing; the last rows of a pass are some of its first.
+            dist.all_reduce(self.reference_N, dist.ReduceOp.MAX, group=run.control)
+            for piece in store.pieces() if run.rank == 0 else ():
+                store.write(piece, self.reference_N[piece.start : piece.stop])
+            run.sums(0.0)  # the files are there
+        self.reference_N = run.together(store.read).to(run.device)
+
+    def _store(self, data: Sequence[ChatDataset], run: Runtime) -> ReferenceStore:
+        """Where the run keeps the reference's log-probs, under what they depend on; rank 0 hashes it."""
+        cfg, told = self.cfg, ("", "")
+        if run.rank == 0:
+            start = f"drawn from --seed={cfg.seed}"
+            weights = weights_hash(cfg.init) if cfg.init else start
+            rows = (source.sequence(i) for source in data[0].sources for i in range(len(source.lengths)))
+            told = weights, tokens_hash([torch.tensor(t) for t in row] for row in rows)
+        weights, tokens = gathered(told, run.control)[0]
+        settings = dict(data=data[0].facts(), dtype=cfg.train.dtype, seq=cfg.train.seq)
+        folder = Path(cfg.out) / "reference"
+        return ReferenceStore.open(folder, data[0].sequences, weights, tokens, settings)
 
     @torch.no_grad()
     def _pass(self, model: Transformer | Stages, data: ChatDataset, run: Runtime) -> None:

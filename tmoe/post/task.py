@@ -54,8 +54,8 @@ class Task:
         best = "a context-free model's best loss"
         return [f"unigram entropy of the validation bytes: {entropy:.3f} nats, {best}"]
 
-    def prepare(self, model: Transformer | Stages, data: Sequence[Dataset], run: Runtime) -> None:
-        """What must be known before the first step, of these weights. A collective of all ranks."""
+    def prepare(self, model: Transformer | Stages, data: Sequence[Dataset], run: Runtime, step: int) -> None:
+        """What must be known before the first step, of the weights after this step. A collective."""
 
     def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
         """A batch's micro-batches on the device, with what the objective is given."""

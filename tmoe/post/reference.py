@@ -1,0 +1,181 @@
+"""Log-probs of a frozen reference: worked out once, and kept under hashes of all that they depend on.
+
+    store = ReferenceStore.open(run / "reference", rows=len(pairs), weights=weights_hash(start),
+                                tokens=tokens_hash(rows), settings=dict(template=..., dtype="bf16", ...))
+    for piece in store.missing():                   # after a stop: what is left
+        store.write(piece, sums_of(piece))          # [rows of the piece, ...]
+    refs = store.read()                             # [rows, ...]
+
+A piece is a file of its own, whole or absent. A folder of other weights, tokens or settings is refused.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tmoe.checkpoint.manifest import is_step, read_manifest
+from tmoe.config.check import ConfigError
+from tmoe.disk import HashedFile, sync_folder
+
+NAME = "identity.json"
+PIECE = 4096  # rows of a file: some minutes of work, at most, that a stop costs
+
+
+class ReferenceStore:
+    """The reference's log-probs of `rows` rows, of any further shape. Every rank may have it open."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """What `open` has checked."""
+        self.folder, self.rows = folder, facts["rows"]
+        self.identity = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, rows: int, weights: str, tokens: str, settings: Mapping[str, Any]
+    ) -> Self:
+        """The store in this folder, made where there is none.
+
+        Args:
+            weights: `weights_hash` of the reference; with adapters that are off, of what they stand on.
+            tokens: `tokens_hash` of all rows in order.
+            settings: whatever else changes a log-prob, as JSON has it: chat template, tokenizer, dtype,
+                temperature, fp32_logits.
+
+        Raises ConfigError where the folder holds log-probs of something else.
+        """
+        folder = Path(folder)
+        facts = json.loads(
+            json.dumps(dict(rows=rows, weights=weights, tokens=tokens, settings=dict(settings)))
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = json.loads((folder / NAME).read_text())
+        except FileNotFoundError:
+            _write(folder / NAME, json.dumps(facts, indent=1, sort_keys=True).encode())
+            found = facts
+        except ValueError as error:
+            raise ConfigError(f"{folder / NAME}: is damaged ({error}): remove {folder}") from error
+        if found != facts:
+            words = "; ".join(_differences(found, facts))
+            raise ConfigError(
+                f"{folder}: holds reference log-probs of something else ({words}): "
+                "remove it, or name another folder"
+            )
+        return cls(folder, facts)
+
+    def pieces(self) -> list[range]:
+        """All rows, in the ranges that files hold: the same for any number of ranks."""
+        return [range(i, min(i + PIECE, self.rows)) for i in range(0, self.rows, PIECE)]
+
+    def missing(self) -> list[range]:
+        """Pieces without a file. Ranks that compute together take one rank's answer."""
+        return [piece for piece in self.pieces() if not self._path(piece).exists()]
+
+    def write(self, piece: range, values: Tensor) -> None:
+        """Keeps a piece's log-probs, [rows of the piece, ...]: one rank writes it."""
+        if piece not in self.pieces() or len(values) != len(piece):
+            shape = tuple(values.shape)
+            raise ValueError(f"piece: got {piece} with values {shape}, must be one of pieces() with its rows")
+        values = values.detach().cpu().contiguous()
+        about = {"identity": self.identity, "sha256": _digest(values)}
+        _write(self._path(piece), save({"logps": values}, about))
+
+    def read(self) -> Tensor:
+        """All rows, [rows, ...]. ConfigError, which names the file, for one that is missing or damaged."""
+        parts = [self._part(piece) for piece in self.pieces()]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    def _part(self, piece: range) -> Tensor:
+        path = self._path(piece)
+        try:
+            with safe_open(path, "pt") as file:
+                values, about = file.get_tensor("logps"), file.metadata() or {}
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: is missing: work it out again") from error
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path}: is damaged ({error}): remove it, and it is worked out again"
+            ) from error
+        if about.get("identity") != self.identity:
+            raise ConfigError(f"{path}: belongs to another store: remove it")
+        if len(values) != len(piece) or about.get("sha256") != _digest(values):
+            raise ConfigError(f"{path}: is damaged (its hash differs): remove it, and it is worked out again")
+        return values
+
+    def _path(self, piece: range) -> Path:
+        return self.folder / f"rows-{piece.start:09}.safetensors"
+
+
+def weights_hash(folder: str | Path) -> str:
+    """A hash of a model's weights: of a step folder's manifest, or of all bytes of a Hugging Face folder.
+
+    A manifest has the hashes of its tensors, so no weight is read. A step folder that was resharded has
+    another hash. ValueError for a folder with neither.
+    """
+    folder = Path(folder)
+    sha = hashlib.sha256()
+    if is_step(folder):
+        manifest = read_manifest(folder)
+        names = sorted(name for name in manifest.tensors if name.startswith("model."))
+        for name in names:
+            entry = manifest.tensors[name]
+            sha.update(f"{name} {entry.dtype} {entry.shape} {entry.sha256}\n".encode())
+        model = (manifest.info.get("config") or {}).get("model")  # its rope, its scalings
+        sha.update(json.dumps(model, sort_keys=True).encode())
+        return sha.hexdigest()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: has neither a manifest nor safetensors, so no weights to hash")
+    for path in [*files, *folder.glob("config.json")]:
+        with open(path, "rb") as file:
+            sha.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return sha.hexdigest()
+
+
+def tokens_hash(rows: Iterable[Iterable[Tensor]]) -> str:
+    """A hash of all rows in order; a row is its tensors: token ids, masks, where pairs lie."""
+    sha = hashlib.sha256()
+    for row in rows:
+        sha.update(b"row")
+        for t in row:
+            sha.update(f"{t.dtype} {tuple(t.shape)}\n".encode())
+            sha.update(_bytes(t))
+    return sha.hexdigest()
+
+
+def _bytes(t: Tensor) -> bytes:
+    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+def _digest(t: Tensor) -> str:
+    return hashlib.sha256(f"{t.dtype} {tuple(t.shape)}\n".encode() + _bytes(t)).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file, whole or absent, whichever ranks write it at once."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with HashedFile(aside) as file:
+            file.write(data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _differences(found: Any, wanted: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities, in words."""
+    if not isinstance(found, dict):
+        return ["it is no identity of tmoe's"]
+    old, new = ({**facts, **(facts.get("settings") or {})} for facts in (found, wanted))
+    names = sorted((old.keys() | new.keys()) - {"settings"})
+    return [f"{n}: {old.get(n)!r} there, {new.get(n)!r} here" for n in names if old.get(n) != new.get(n)]
