@@ -3,13 +3,24 @@
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import runs
 import torch
 
+from tmoe.config.check import ConfigError
+from tmoe.config.model import ModelConfig
+from tmoe.config.run import Config, DataConfig, PreferenceConfig
+from tmoe.data.tokenizer import DataError
+from tmoe.post.preference import Preference
+from tmoe.post.sft import Sft
 from tmoe.run.lines import read_steps
 
+ROOT = Path(__file__).parents[2]
 FLAGS = "--train.dtype fp32 --train.seq 64 --optim.lr 1e-3 --resume none --steps 4".split()
 # Flags of layouts with the same global batch: eight rows a step.
 ALONE = dict(batch=4, accumulate=2)
@@ -103,14 +114,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(data, tmp_path, gloo, task):
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_what_is_refused(data, tmp_path, capsys, gloo):
-    """Rows of the other task; settings that cannot be meant; a reference that is gone."""
-    flags = words(data, tmp_path, "sft", ALONE, {}, "--data.path", str(data / "preference.jsonl"))
-    with pytest.raises(BaseException, match="rows of preference, which --task preference trains on, not"):
-        gloo(1, runs.run, flags)
-    for more, said in (
-        (["--preference.smoothing", "0.5"], "--preference.smoothing=0.5"),
-        (["--model.dropout", "0.1"], "--model.dropout"),
-    ):
-        with pytest.raises(BaseException, match=said):
-            gloo(1, runs.run, words(data, tmp_path, "preference", ALONE, {}, *more))
+def test_what_cannot_be_meant_is_one_error(data):
+    rows = DataConfig(path=(str(data / "preference.jsonl"),))
+    with pytest.raises(DataError, match="which --task preference trains on, not --task sft"):
+        Sft(Config(task="sft", data=rows), cast(Any, None)).open("train", None)
+    with pytest.raises(ConfigError, match=r"--preference.smoothing=0.5: must be at least 0"):
+        PreferenceConfig(smoothing=0.5)
+    with pytest.raises(ConfigError, match=r"--model.dropout.*--task preference needs 0"):
+        Preference(Config(task="preference", model=ModelConfig(dropout=0.1)), cast(Any, None))
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_gone_is_named(data, tmp_path, gloo):
+    """The weights of a run that goes on are the reference's no more."""
+    flags = words(data, tmp_path, "preference", dict(batch=2), {}, "--resume", "auto")
+    gloo(1, runs.run, flags, 1)
+    next((tmp_path / "reference").glob("rows-*")).unlink()
+    again = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "lacks the reference's log-probs" in again.stderr

@@ -123,7 +123,7 @@ class Preference(Task):
             return
         store = run.together(lambda: self._store(data, run))
         if gathered(store.missing() and "some", run.control)[0]:
-            gone = f"{store.folder}: lacks log-probs of the reference, which this run, after step {step}, is no more"
+            gone = f"{store.folder}: lacks the reference's log-probs, and weights have moved for {step} steps"
             again = "bring the folder back, or start anew with --resume none"
             run.together(lambda: require(step == 0, f"{gone}; {again}"))
             self.reference_N = torch.full((data[0].sequences,), -math.inf, dtype=torch.float64)
