@@ -92,9 +92,27 @@ def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.dev
 kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(make_rope_table))
 
 
+def positions_in(documents_BS: Tensor) -> Tensor:
+    """Position of each token behind the first token of its document's number in the row, int64.
+
+    A number may come again later in a row: its positions then go on as the row does.
+    """
+    S = documents_BS.shape[1]
+    in_row_S = torch.arange(S, device=documents_BS.device)
+    sorted_BS, order_BS = documents_BS.sort(dim=1, stable=True)
+    begins_BS = sorted_BS.diff(dim=1, prepend=sorted_BS[:, :1] - 1) != 0
+    # of the sorted tokens: where in the sorted row their document begins, then where in the row that lies
+    head_BS = torch.where(begins_BS, in_row_S, 0).cummax(1).values
+    first_BS = torch.empty_like(order_BS).scatter_(1, order_BS, order_BS.gather(1, head_BS))
+    return in_row_S - first_BS
+
+
 def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype."""
+    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
+
+    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own.
+    """
     x = x_BSHC.float()
     left, right = x.chunk(2, -1)
-    turned = x * cos_SC[:, None] + torch.cat([-right, left], -1) * sin_SC[:, None]
+    turned = x * cos_SC.unsqueeze(-2) + torch.cat([-right, left], -1) * sin_SC.unsqueeze(-2)
     return turned.to(x_BSHC.dtype)

@@ -17,7 +17,7 @@ from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import cross_entropy_sum
-from tmoe.model.rope import rope_table
+from tmoe.model.rope import positions_in, rope_table
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
@@ -111,7 +111,7 @@ class Blocks(nn.ModuleList):
 class Context(NamedTuple):
     """What all blocks of a forward share."""
 
-    cos_SC: Tensor
+    cos_SC: Tensor  # [B, S, C] where there are documents, each with positions of its own
     sin_SC: Tensor
     masks: dict[int, Mask]  # by window
     padding_BS: Tensor | None  # of this rank's tokens
@@ -188,7 +188,8 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BS, targets_BS: int64; targets of -100 count nothing.
-            documents_BS: number of the document that a token belongs to; tokens attend inside their own only.
+            documents_BS: number of the document that a token belongs to; tokens attend inside their own only,
+                and their positions count from its first.
             padding_BS: bool, True at tokens that no other attends to, that go to no expert and count in no
                 loss.
             totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part
@@ -255,6 +256,7 @@ class Transformer(nn.Module):
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
+        positions_BS = None if documents_BS is None else positions_in(documents_BS)
         if padding_BS is not None:
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
@@ -263,7 +265,10 @@ class Transformer(nn.Module):
         device = tokens_BS.device
         cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
         rotated = self.spread.queries(S, device)
-        if rotated is not None:
+        if positions_BS is not None:
+            own_BS = positions_BS if rotated is None else positions_BS[:, rotated]
+            cos_SC, sin_SC = cos_SC[own_BS], sin_SC[own_BS]
+        elif rotated is not None:
             cos_SC, sin_SC = cos_SC[rotated], sin_SC[rotated]
 
         mla = self.cfg.mla
