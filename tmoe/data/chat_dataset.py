@@ -29,6 +29,7 @@ import jinja2
 import numpy as np
 import tokenizers
 import torch
+from rich.filesize import decimal
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
@@ -45,6 +46,7 @@ from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
+TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
 VERSION = 1  # of what is kept
 
 
@@ -110,8 +112,9 @@ class ChatSource:
         self.name = name
         self.seq = seq
         facts = json.loads((made / "facts.json").read_text())
-        self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r")
-        self.trained = np.memmap(made / "trained.bin", np.bool_, "r")
+        # views, for a slice of a memmap costs several times as much as one of an array
+        self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r").view(np.ndarray)
+        self.trained = np.memmap(made / "trained.bin", np.bool_, "r").view(np.ndarray)
         kept = np.load(made / "sequences.npz")
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
@@ -278,7 +281,7 @@ class ChatDataset(Dataset):
         four = (
             torch.from_numpy(t).view(accumulate, batch, -1) for t in (tokens, targets, documents, sequences)
         )
-        return ChatBatch(*four, numbers_AN=torch.tensor(padded))
+        return ChatBatch(*four, numbers_AN=torch.from_numpy(np.array(padded)))
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"template": self.template.digest}
@@ -319,14 +322,25 @@ def open_chat(
     return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, template)
 
 
+def first_row(source: Survey) -> tuple[Kind, dict]:
+    """What a source's rows are, and the first one. DataError where they are nothing to train a chat on."""
+    if source.form not in ("JSON lines", "JSON", "parquet"):
+        raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
+    rows = (row for path, found in source.files for _, row, _, _ in read_rows(path, found, ""))
+    first = next((row for row in rows if isinstance(row, dict)), {})
+    kind = kind_of(first)
+    if kind is None:
+        shown = ", ".join(list(map(str, first))[:12]) or "none"
+        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+    return kind, first
+
+
 class _Rows:
     """One source of chat rows, about to be tokenised."""
 
     def __init__(
         self, source: Survey, task: ChatTask, tokenizer: Tokenizer, template: ChatTemplate, cfg: DataConfig
     ) -> None:
-        if source.form not in ("JSON lines", "JSON", "parquet"):
-            raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
         self.source = source
         self.task = task
         self.tokenizer = tokenizer
@@ -337,12 +351,7 @@ class _Rows:
     def _kind(self) -> Kind:
         """What the source's rows are, by the first one. DataError where the task does not train on such."""
         name = self.source.name
-        rows = (row for path, found in self.source.files for _, row, _, _ in read_rows(path, found, ""))
-        first = next((row for row in rows if isinstance(row, dict)), None)
-        kind = kind_of(first) if first else None
-        if first is None or kind is None:
-            shown = ", ".join(list(map(str, first or {}))[:12]) or "none"
-            raise DataError(f"{name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+        kind, _ = first_row(self.source)
         if (kind == "preference") != (self.task == "preference"):
             other = "preference" if kind == "preference" else "sft"
             raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {self.task}")
@@ -365,7 +374,12 @@ class _Rows:
 
     def _make(self, made: Path) -> None:
         """Tokenise the source into the folder `made`."""
-        print(f"{self.source.name}: chat rows, tokenised once for this node, into {made}", file=sys.stderr)
+        size = sum(path.stat().st_size for path, _ in self.source.files)
+        if size > TOLD:
+            told = (
+                f"{self.source.name}: {decimal(size)} of chat rows, tokenised once for this node, into {made}"
+            )
+            print(told, file=sys.stderr, flush=True)
         skips = Skips(self.cfg.skip_malformed)
         encoder = Encoder(self.tokenizer, self.template)
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))
