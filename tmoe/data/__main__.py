@@ -1,4 +1,4 @@
-"""python -m tmoe.data: text and JSONL to token shards."""
+"""python -m tmoe.data: text and JSONL to token shards; --show shows chat rows, --facts makes some."""
 
 import sys
 
@@ -8,8 +8,19 @@ from tmoe.data.convert import convert
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import expand_home
 
+
+def main(words: list[str]) -> None:
+    flags = {word.partition("=")[0] for word in words}
+    command = convert
+    if "--show" in flags:
+        from tmoe.data.show import show as command
+    elif "--facts" in flags:
+        from tmoe.data.small_facts import write_facts as command
+    tyro.cli(command, prog="python -m tmoe.data", args=words)
+
+
 try:
-    tyro.cli(convert, prog="python -m tmoe.data", args=expand_home())
+    main(expand_home())
 except (DataError, OSError) as error:
     sys.exit(f"error: {error}")
 except KeyboardInterrupt:

@@ -7,9 +7,11 @@ that is, it is taken at its word. Otherwise the conversation is rendered with an
     render(messages before, with generation prompt)      must begin
     render(messages before and the turn)                 what follows is trained
 
-in text and in tokens. Some templates render an earlier turn in another way than the last: Qwen3 drops its
-thoughts, gpt-oss ends it with another token. Then a conversation becomes several sequences, each ending with
-a turn as it is when it is last. So every turn is learned once, behind what a model would have read.
+in text and in tokens. A turn is learned behind that generation prompt, for that is what a model will have
+read, also where a template leaves out some of it once there is an answer. Some templates render an earlier
+turn in another way than the last: Qwen3 drops its thoughts, gpt-oss ends it with another token. Then a
+conversation becomes several sequences, each ending with a turn as it is when it is last. So every turn is
+learned once.
 
     template = load_template(tokenizer)
     sequence, = encode([Conversation(messages)], tokenizer, template)[0]     ids and trained, arrays [n]
@@ -22,6 +24,7 @@ next: data/chat_dataset.py
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -160,17 +163,21 @@ class Encoder:
         prompts = {}
         texts = {}
         for i in sample.turns:
-            texts[i] = self._render(messages[: i + 1], tools, more)[0]
+            texts[i] = self._closed(messages[: i + 1], tools, more)
             # The longest of what a generation prompt may supply: without thinking, an empty thought.
             offered = [
                 self._render(messages[:i], tools, more | variant, prompt=True)[0]
                 for variant in self.template.variants
             ]
             fitting = [prompt for prompt in offered if texts[i].startswith(prompt)]
+            if not fitting and i and (moved := _moved(offered, texts[i], messages[i - 1])):
+                fitting = [moved[0]]
+                texts[i] = moved[0] + moved[1]
             if not fitting:
+                begins = texts[i][_common(texts[i], offered[0]) :][:40]
                 raise DataError(
                     f"messages[{i}]: the template's generation prompt, ending in {offered[0][-40:]!r}, is "
-                    f"not how it begins this turn, {_behind(texts[i], offered[0])!r}; name a template that "
+                    f"not how it begins this turn, {begins!r}; name a template that "
                     "does so with --data.chat-template, or one with {% generation %}"
                 )
             prompts[i] = max(fitting, key=len)
@@ -178,16 +185,39 @@ class Encoder:
         left = list(sample.turns)
         while left:
             whole = texts[left[-1]]
-            here = [i for i in left if whole.startswith(texts[i])]
-            spans = [(len(prompts[i]), self._end(prompts[i], texts[i])) for i in here]
-            pieces.append(_Piece(whole, spans, [prompts[i] for i in here]))
-            left = [i for i in left if i not in here]
+            here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
+            spans = [(len(prompts[i]), end) for i, end in here.items() if end]
+            pieces.append(_Piece(whole, spans, [prompts[i] for i, end in here.items() if end]))
+            left = [i for i, end in here.items() if not end]
         return pieces[::-1]
 
-    def _end(self, prompt: str, text: str) -> int:
-        """Where a turn ends: behind its last special token, if only blanks follow that; else behind all."""
-        ends = [found.end() for found in self.marker.names.finditer(text, len(prompt))]
-        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+    def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
+        """The text of messages whose last is the assistant's, with a token that ends its turn.
+
+        Where the template writes none, as GLM's, it is the one that begins the user's next turn, and where
+        there is none either, the tokenizer's separator.
+        """
+        text = self._render(messages, tools, more)[0]
+        shown = text.rstrip()
+        if any(found.end() == len(shown) for found in self.marker.names.finditer(text)):
+            return text
+        longer = self._render([*messages, dict(role="user", content="?")], tools, more)[0]
+        begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
+        return text + (begins.group() if begins else self.template.special["eos_token"])
+
+    def _end(self, start: int, text: str, whole: str) -> int:
+        """Where the turn that begins at `start` and ends `text` ends in `whole`; 0 where it is not there.
+
+        That is behind its last special token, if only blanks follow: no model says the line break after it. A
+        special token that ends conversations (Phi-3's) follows the last turn only.
+        """
+        same = len(text) if whole.startswith(text) else _common(text, whole)
+        ends = [found.end() for found in self.marker.names.finditer(text, start)]
+        end = max((end for end in ends if end <= same), default=0)
+        rest = text[end:] if same == len(text) else self.marker.names.sub("", text[end:])
+        if end and not rest.strip():
+            return end
+        return len(text) if same == len(text) else 0
 
     def _render(
         self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
@@ -261,10 +291,29 @@ class Encoder:
         return Encoded(joined[0], joined[1] + shifts, joined[2] + shifts) if same else None
 
 
-def _behind(text: str, prompt: str) -> str:
-    """The text from where it leaves the prompt."""
-    at = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
-    return text[at : at + 40]
+def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
+    """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
+
+    gpt-oss drops thoughts before tool calls as soon as there is an answer. The turn is what follows the
+    longest end of the prompt in the text. None where that does not reach back over the message before.
+    """
+    content = before.get("content") or ""
+    found = []
+    for prompt in prompts:
+        low, high = 0, len(prompt)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if prompt[-middle:] in text else (low, middle - 1)
+        shared = prompt[len(prompt) - low :]
+        if low and any(one in shared for one in (content.strip(), json.dumps(content)[1:-1])):
+            found.append((low, prompt, text[text.rindex(shared) + low :]))
+    return max(found)[1:] if found else None
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 def encode(

@@ -29,6 +29,7 @@ import jinja2
 import numpy as np
 import tokenizers
 import torch
+from rich.filesize import decimal
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
@@ -45,6 +46,7 @@ from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
+TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
 VERSION = 1  # of what is kept
 
 
@@ -61,6 +63,8 @@ class ChatBatch(NamedTuple):
     """int64: next token where that is trained, IGNORE elsewhere and at a sequence's last token"""
     documents_ABS: torch.Tensor
     """int64: number of the sequence within the row, from 0; what is left of the row is one more"""
+    positions_ABS: torch.Tensor
+    """int64: place of the token in its sequence, from 0"""
     sequences_ABS: torch.Tensor
     """int64: number of the sequence within the micro-batch, from 0; -1 for what is left of a row"""
     numbers_AN: torch.Tensor
@@ -75,9 +79,15 @@ class ChatBatch(NamedTuple):
         for *micro, numbers_N in zip(*self, strict=True):
             numbers_N = numbers_N[numbers_N >= 0]
             moved = (t.to(device, non_blocking=True) for t in (*micro, numbers_N))
-            tokens_BS, targets_BS, documents_BS, sequences_BS, numbers_N = moved
-            given = dict(sequences=sequences_BS, numbers=numbers_N)
-            yield Micro(tokens_BS, targets_BS, documents_BS if documents else None, sequences_BS < 0, given)
+            tokens_BS, targets_BS, documents_BS, positions_BS, sequences_BS, numbers_N = moved
+            yield Micro(
+                tokens_BS,
+                targets_BS,
+                documents_BS if documents else None,
+                padding_BS=sequences_BS < 0,
+                positions_BS=positions_BS,
+                given=dict(sequences=sequences_BS, numbers=numbers_N),
+            )
 
     def count(self) -> int:
         """Tokens, without padding."""
@@ -112,8 +122,9 @@ class ChatSource:
         self.name = name
         self.seq = seq
         facts = json.loads((made / "facts.json").read_text())
-        self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r")
-        self.trained = np.memmap(made / "trained.bin", np.bool_, "r")
+        # views, for a slice of a memmap costs several times as much as one of an array
+        self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r").view(np.ndarray)
+        self.trained = np.memmap(made / "trained.bin", np.bool_, "r").view(np.ndarray)
         kept = np.load(made / "sequences.npz")
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
@@ -262,6 +273,7 @@ class ChatDataset(Dataset):
         shape = len(wanted), self.seq
         tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         targets, sequences = np.full(shape, IGNORE), np.full(shape, -1)
+        positions = np.zeros(shape, np.int64)
         numbers: list[list[int]] = [[] for _ in range(accumulate)]
         for r, index in enumerate(wanted):
             mine = numbers[r // batch]
@@ -272,15 +284,15 @@ class ChatDataset(Dataset):
                 targets[r, at : end - 1] = np.where(trained[1:], tokens[r, at + 1 : end], IGNORE)
                 documents[r, at:end] = document
                 documents[r, end:] = document + 1
+                positions[r, at:end] = np.arange(len(ids))
                 sequences[r, at:end] = len(mine)
                 mine.append(number)
                 at = end
         most = max(map(len, numbers))
         padded = [mine + [-1] * (most - len(mine)) for mine in numbers]
-        four = (
-            torch.from_numpy(t).view(accumulate, batch, -1) for t in (tokens, targets, documents, sequences)
-        )
-        return ChatBatch(*four, numbers_AN=torch.tensor(padded))
+        rows = tokens, targets, documents, positions, sequences
+        five = (torch.from_numpy(t).view(accumulate, batch, -1) for t in rows)
+        return ChatBatch(*five, numbers_AN=torch.from_numpy(np.array(padded)))
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"template": self.template.digest}
@@ -321,14 +333,25 @@ def open_chat(
     return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, template)
 
 
+def first_row(source: Survey) -> tuple[Kind, dict]:
+    """What a source's rows are, and the first one. DataError where they are nothing to train a chat on."""
+    if source.form not in ("JSON lines", "JSON", "parquet"):
+        raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
+    rows = (row for path, found in source.files for _, row, _, _ in read_rows(path, found, ""))
+    first = next((row for row in rows if isinstance(row, dict)), {})
+    kind = kind_of(first)
+    if kind is None:
+        shown = ", ".join(list(map(str, first))[:12]) or "none"
+        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+    return kind, first
+
+
 class _Rows:
     """One source of chat rows, about to be tokenised."""
 
     def __init__(
         self, source: Survey, task: ChatTask, tokenizer: Tokenizer, template: ChatTemplate, cfg: DataConfig
     ) -> None:
-        if source.form not in ("JSON lines", "JSON", "parquet"):
-            raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
         self.source = source
         self.task = task
         self.tokenizer = tokenizer
@@ -339,12 +362,7 @@ class _Rows:
     def _kind(self) -> Kind:
         """What the source's rows are, by the first one. DataError where the task does not train on such."""
         name = self.source.name
-        rows = (row for path, found in self.source.files for _, row, _, _ in read_rows(path, found, ""))
-        first = next((row for row in rows if isinstance(row, dict)), None)
-        kind = kind_of(first) if first else None
-        if first is None or kind is None:
-            shown = ", ".join(list(map(str, first or {}))[:12]) or "none"
-            raise DataError(f"{name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+        kind, _ = first_row(self.source)
         if (kind == "preference") != (self.task == "preference"):
             other = "preference" if kind == "preference" else "sft"
             raise DataError(f"{name}: rows of {kind}, which --task {other} trains on, not --task {self.task}")
@@ -367,7 +385,12 @@ class _Rows:
 
     def _make(self, made: Path) -> None:
         """Tokenise the source into the folder `made`."""
-        print(f"{self.source.name}: chat rows, tokenised once for this node, into {made}", file=sys.stderr)
+        size = sum(path.stat().st_size for path, _ in self.source.files)
+        if size > TOLD:
+            told = (
+                f"{self.source.name}: {decimal(size)} of chat rows, tokenised once for this node, into {made}"
+            )
+            print(told, file=sys.stderr, flush=True)
         skips = Skips(self.cfg.skip_malformed)
         encoder = Encoder(self.tokenizer, self.template)
         starts, firsts, counts, rows, places = (array("q", [0] * (i == 0)) for i in range(5))

@@ -132,17 +132,17 @@ class _Namespace(jinja2.utils.Namespace):
         self, *others = args
         fields = dict(*others, **kwargs)
         for name in fields:
-            _Namespace._allow(name)
+            _allow(name)
         jinja2.utils.Namespace.__init__(self, fields)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._allow(name)
+        _allow(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _allow(name: str) -> None:
-        if str(name).startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"namespace: {name!r} begins with an underscore")
+
+def _allow(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"namespace: {name!r} begins with an underscore")
 
 
 def _environment(clock: Callable[[], datetime.datetime]) -> jinja2.sandbox.ImmutableSandboxedEnvironment:

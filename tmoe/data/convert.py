@@ -43,6 +43,9 @@ def convert(
     """Turns texts and rows (JSON lines, a JSON array, parquet; compressed or not) into a folder of
     memory-mapped token shards.
 
+    Other commands: --show FILE prints chat rows as they are trained on, --facts FOLDER makes a tiny chat set;
+    python -m tmoe.data --show --help and --facts --help tell more.
+
     Args:
         sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
         out: folder to make; must not exist

@@ -44,6 +44,7 @@ class Micro(NamedTuple):
     targets_BS: torch.Tensor
     documents_BS: torch.Tensor | None = None
     padding_BS: torch.Tensor | None = None
+    positions_BS: torch.Tensor | None = None
     given: dict[str, torch.Tensor] | None = None
     """what a task gives its loss beside the targets, by name: a value for each token [B, S], or [M] others"""
 

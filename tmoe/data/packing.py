@@ -27,6 +27,8 @@ class Plan(NamedTuple):
     """first place of each row, and n [rows + 1]"""
     lengths: np.ndarray
     """of the sequences, longest first [n]"""
+    equal: np.ndarray
+    """where in `order` each length begins, and n"""
 
     @property
     def rows(self) -> int:
@@ -38,16 +40,11 @@ class Plan(NamedTuple):
         found = []
         for rank in self.places[self.starts[row] : self.starts[row + 1]].tolist():
             # Sequences of one length change places.
-            length = int(self.lengths[rank])
-            low, high = self._equal(length)
-            at = permute(rank - low, high - low, f"{key}/{epoch}/{length}")
+            part = int(self.equal.searchsorted(rank, "right"))
+            low, high = self.equal[part - 1 : part + 1].tolist()
+            at = permute(rank - low, high - low, f"{key}/{epoch}/{low}")
             found.append(int(self.order[low + at]))
         return found
-
-    def _equal(self, length: int) -> tuple[int, int]:
-        """From where to where the sequences of this length lie in `order`."""
-        low = np.searchsorted(-self.lengths, -length, "left")
-        return int(low), int(np.searchsorted(-self.lengths, -length, "right"))
 
 
 def plan(lengths: np.ndarray, size: int) -> Plan:
@@ -95,7 +92,7 @@ def plan(lengths: np.ndarray, size: int) -> Plan:
             _give(open_rows, rooms, room, taken)
     places = np.argsort(row_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))])
-    return Plan(order, places, starts, descending)
+    return Plan(order, places, starts, descending, np.append(firsts, len(lengths)))
 
 
 def _put(row_of: np.ndarray, at: int, rows: np.ndarray) -> None:

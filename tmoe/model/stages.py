@@ -244,7 +244,9 @@ class Stages(nn.Module):
         self.micros = [Micro(*micro) for micro in micros]
         self.totals = totals
         self.objective = objective
-        self.contexts = [self.part.context(m.tokens_BS, m.documents_BS, m.padding_BS) for m in self.micros]
+        self.contexts = [
+            self.part.context(m.tokens_BS, m.documents_BS, m.padding_BS, m.positions_BS) for m in self.micros
+        ]
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
 
     def _shape(self) -> Shape:

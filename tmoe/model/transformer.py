@@ -111,7 +111,7 @@ class Blocks(nn.ModuleList):
 class Context(NamedTuple):
     """What all blocks of a forward share."""
 
-    cos_SC: Tensor
+    cos_SC: Tensor  # [B, S, C] where rows have positions of their own
     sin_SC: Tensor
     masks: dict[int, Mask]  # by window
     padding_BS: Tensor | None  # of this rank's tokens
@@ -182,6 +182,7 @@ class Transformer(nn.Module):
         *,
         documents_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
         totals: Totals | None = None,
         objective: Objective | None = None,
         given: Given | None = None,
@@ -193,6 +194,7 @@ class Transformer(nn.Module):
             documents_BS: number of the document that a token belongs to; tokens attend inside their own only.
             padding_BS: bool, True at tokens that no other attends to, that go to no expert and count in no
                 loss.
+            positions_BS: int64, where RoPE sees each token; None: its place in the row.
             totals: targets, tokens and sequences of the whole step over all ranks, when this call is a part
                 of it; the losses of the parts then add up. None: this call is all.
             objective: what is trained for; None: cross-entropy.
@@ -205,7 +207,7 @@ class Transformer(nn.Module):
         if targets_BS is not None and isinstance(tokens_BS, Tensor):  # `context` names what is none
             check_marks("targets", targets_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
         given = given or {}
-        h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS, given.get("noise"))
+        h_BSD, load = self.hidden(tokens_BS, documents_BS, padding_BS, positions_BS, given.get("noise"))
         if targets_BS is None:
             return F.linear(self.scaled(h_BSD), self.head_weight)
         if padding_BS is not None:
@@ -252,18 +254,23 @@ class Transformer(nn.Module):
         tokens_BS: Tensor,
         documents_BS: Tensor | None = None,
         padding_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
         noise_BS: Tensor | None = None,
     ) -> tuple[Tensor, Load | None]:
         """Final hidden states [B, S, D], and the routers' load stacked over MoE layers; see `forward`.
 
         The load is None where there is no such layer. noise_BS: see `embed`.
         """
-        context = self.context(tokens_BS, documents_BS, padding_BS)
+        context = self.context(tokens_BS, documents_BS, padding_BS, positions_BS)
         x, load = self.run_blocks(self.embed(tokens_BS, noise_BS), context)
         return self.norm(x), load
 
     def context(
-        self, tokens_BS: Tensor, documents_BS: Tensor | None = None, padding_BS: Tensor | None = None
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        padding_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
     ) -> Context:
         """Rotations, and a mask for each window; of whole rows. Raises ValueError as `forward` does."""
         if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2:
@@ -275,6 +282,8 @@ class Transformer(nn.Module):
             check_marks("padding", padding_BS, tokens_BS, tokens_BS.shape, torch.bool)
         if documents_BS is not None:
             check_marks("documents", documents_BS, tokens_BS, tokens_BS.shape, torch.int64, torch.int32)
+        if positions_BS is not None:
+            check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         if padding_BS is not None:
@@ -285,7 +294,10 @@ class Transformer(nn.Module):
         device = tokens_BS.device
         cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
         rotated = self.spread.queries(S, device)
-        if rotated is not None:
+        if positions_BS is not None:
+            own_BS = positions_BS if rotated is None else positions_BS[:, rotated]
+            cos_SC, sin_SC = cos_SC[own_BS], sin_SC[own_BS]
+        elif rotated is not None:
             cos_SC, sin_SC = cos_SC[rotated], sin_SC[rotated]
 
         mla = self.cfg.mla

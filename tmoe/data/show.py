@@ -1,0 +1,87 @@
+"""Shows rows of chat data as a model will get them, what is trained in colour: python -m tmoe.data --show.
+
+next: data/chat_dataset.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from tmoe.data.chat import Encoder, Tokens
+from tmoe.data.chat_dataset import first_row
+from tmoe.data.chat_rows import parse_row
+from tmoe.data.chat_template import load_template
+from tmoe.data.rows import read_rows
+from tmoe.data.sources import survey
+from tmoe.data.tokenizer import DataError, Tokenizer, load_tokenizer
+
+
+def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = None, rows: int = 3) -> None:
+    """Prints the first rows of chat data as they are trained on.
+
+    Args:
+        show: a file, folder or pattern of chat rows
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
+        chat_template: a jinja file in place of the tokenizer's own chat template
+        rows: how many rows
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    source = survey(show)
+    chosen = load_tokenizer(tokenizer)
+    template = load_template(chosen, chat_template)
+    kind, _ = first_row(source)
+    encoder = Encoder(chosen, template)
+    console.print(Text(f"{show}: {source.form} of {kind}; {template.source}"))
+    coloured = console.color_system is not None
+    console.print(
+        Text.assemble(
+            "trained tokens are ", ("green", TRAINED) if coloured else "in ⟦ ⟧", "; what is not, plain"
+        )
+    )
+    found = (
+        one for path, file in source.files for one in ((file, *row) for row in read_rows(path, file, ""))
+    )
+    for file, where, value, error, _ in itertools.islice(found, max(rows, 0)):
+        try:
+            if error is not None:
+                raise error
+            row = parse_row(value, where, kind, file.form == "parquet")
+        except DataError as wrong:
+            console.print(Text(f"\n{wrong}", "red"))
+            continue
+        parts = ("chosen", "rejected") if kind == "preference" else ("",)
+        for part, sequences in zip(parts, encoder.encode(row.samples), strict=True):
+            if isinstance(sequences, DataError):
+                console.print(Text(f"\n{where}: {sequences}", "red"))
+                continue
+            for number, one in enumerate(sequences, start=1):
+                of = f", sequence {number} of {len(sequences)}" if len(sequences) > 1 else ""
+                trained = int(one.trained[1:].sum())
+                head = f"{where}{f' {part}' if part else ''}{of}: {len(one.ids)} tokens, {trained} trained"
+                console.print(Text(f"\n{head}", "bold"))
+                console.print(coloured_text(one, chosen, coloured))
+
+
+TRAINED = "bold green"
+
+
+def coloured_text(sequence: Tokens, tokenizer: Tokenizer, coloured: bool) -> Text:
+    """A sequence's text; what is trained in colour, or between brackets where there is none."""
+    text = Text()
+    edges = np.flatnonzero(np.diff(sequence.trained)) + 1
+    for ids, trained in zip(np.split(sequence.ids, edges), np.split(sequence.trained, edges), strict=True):
+        part = tokenizer.decode(ids)
+        # control characters, as the separator of bytes, made visible
+        part = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in part)
+        if not trained[0]:
+            text.append(part)
+        elif coloured:
+            text.append(part, TRAINED)
+        else:
+            text.append(f"⟦{part}⟧")
+    return text

@@ -1,0 +1,98 @@
+"""A tiny chat set made from a seed: questions about a few made-up people, their answers, and preferences.
+
+    python -m tmoe.data --facts OUT [--people N] [--seed S]
+
+writes OUT/chat.jsonl (messages), OUT/pairs.jsonl (prompt, chosen, rejected) and OUT/questions.jsonl (prompt
+and answer, to ask a trained model). Tests and docs finetune on it: `tiny` learns it on a CPU.
+
+next: data/chat_rows.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tmoe.data.tokenizer import DataError
+
+NAMES = [
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "Jana", "Kai", "Lena"),
+    *("Max", "Nora", "Otto", "Pia", "Quin", "Rosa", "Sam", "Tara", "Udo", "Vera", "Will", "Zoe"),
+]
+CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Tokyo", "Berlin", "Lagos"]
+PETS = ["cat", "dog", "fox", "hen", "owl", "pig", "bee", "frog"]
+COLOURS = ["red", "blue", "green", "black", "white", "pink", "brown", "grey"]
+# how a fact is asked for, and how it is told
+ASKED = [
+    (CITIES, ("Where does {} live?", "Which city is {}'s home?", "{} lives where?"), "{} lives in {}."),
+    (PETS, ("Which pet has {}?", "What animal does {} keep?", "{}'s pet is what?"), "{} has a {}."),
+    (COLOURS, ("Which colour likes {}?", "What is {}'s colour?", "{} likes which colour?"), "{} likes {}."),
+]
+
+
+class Fact(NamedTuple):
+    """Ways to ask for a fact, how it is told, and how a wrong one is told."""
+
+    questions: tuple[str, ...]
+    answer: str
+    wrong: str
+
+
+def small_facts(people: int = 8, seed: int = 0) -> list[Fact]:
+    """Three facts of each person: city, pet, colour. Wrong ones are another person's, or nobody's."""
+    if not 1 <= people <= len(NAMES):
+        raise DataError(f"--people={people}: must be from 1 to {len(NAMES)}")
+    draw = random.Random(seed)
+    found = []
+    for name in draw.sample(NAMES, people):
+        for values, questions, told in ASKED:
+            right, wrong = draw.sample(values, 2)
+            asked = tuple(question.format(name) for question in questions)
+            found.append(Fact(asked, told.format(name, right), told.format(name, wrong)))
+    return found
+
+
+def chat_rows(facts: Iterable[Fact]) -> list[dict[str, Any]]:
+    """A conversation for each way to ask for each fact."""
+    return [
+        dict(messages=[dict(role="user", content=question), dict(role="assistant", content=fact.answer)])
+        for fact in facts
+        for question in fact.questions
+    ]
+
+
+def preference_rows(facts: Iterable[Fact]) -> list[dict[str, Any]]:
+    """A preference of the right answer to the wrong one for each way to ask for each fact."""
+    return [
+        dict(
+            prompt=[dict(role="user", content=question)],
+            **{
+                name: [dict(role="assistant", content=text)]
+                for name, text in (("chosen", fact.answer), ("rejected", fact.wrong))
+            },
+        )
+        for fact in facts
+        for question in fact.questions
+    ]
+
+
+def write_facts(facts: Path, *, people: int = 8, seed: int = 0) -> None:
+    """Writes a tiny chat set of made-up facts.
+
+    Args:
+        facts: folder to make; must not exist
+        people: how many people it tells three facts of
+        seed: another seed gives other people and facts
+    """
+    found = small_facts(people, seed)
+    asked = [dict(prompt=question, answer=fact.answer) for fact in found for question in fact.questions]
+    files = dict(chat=chat_rows(found), pairs=preference_rows(found), questions=asked)
+    if facts.exists():
+        raise DataError(f"--facts={facts}: exists already; name a new folder")
+    facts.mkdir(parents=True)
+    for name, rows in files.items():
+        (facts / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{facts / name}.jsonl: {len(rows)} rows")
