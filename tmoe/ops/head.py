@@ -41,11 +41,11 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * factor (0-dim fp32), rounded once to dtype.
+def times(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool = False) -> Tensor:
+    """grad * factor (0-dim fp32), rounded once to dtype. in_place: grad is not needed any more.
 
     The factor in bf16 would be off by up to 0.2%, the same for all tokens of a step.
     """
     if grad.is_cuda:
-        return scaled(grad, factor, dtype)
+        return scaled(grad, factor, dtype, in_place)
     return (grad.to(summed_type(grad.dtype)) * factor).to(dtype)

@@ -77,7 +77,8 @@ def token_loss(
 
     As f(logprobs(h, W, targets), ...).sum(), but f is called with the tokens of a chunk, and differentiated
     by autograd while the chunk's logits exist: a quarter of the products less. Differentiable once, in h and
-    weight. Where a compiler traces it, f is called once with all tokens, behind `logprobs`.
+    weight, and by one backward. Where a compiler traces it, f is called once with all tokens, behind
+    `logprobs`.
 
     Args:
         f: elementwise: from vectors of R tokens to their R losses. What it gives for targets of -100 is left
@@ -367,7 +368,10 @@ def _losses(
 
 
 class _TokenLoss(torch.autograd.Function):
-    """The loss in eager code; its backward only multiplies by the incoming scale."""
+    """The loss in eager code; its backward only multiplies by the incoming scale.
+
+    The gradients are no saved tensors: a backward takes them, and that by h is not held twice.
+    """
 
     @staticmethod
     @record_function("loss")
@@ -399,7 +403,7 @@ class _TokenLoss(torch.autograd.Function):
                 by = _derivatives(total, of, keep)
                 sums.add(at, chunks.gradient(logits, at, (lse, H.detach()), by))
             del logits  # beside which the next chunk would be made
-        ctx.save_for_backward(sums.h, sums.of_weight())
+        ctx.made = sums.h, sums.of_weight()
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(logps, entropies)
         ctx.set_materialize_grads(False)
@@ -409,11 +413,13 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # the logits are gone
             raise RuntimeError("the loss has no second derivative: no create_graph")
-        by_h, by_weight = ctx.saved_tensors
         if by_loss is None:
             return (None,) * 6
+        if ctx.made is None:
+            raise RuntimeError("token_loss: was differentiated before, and its gradients are made once")
+        (by_h, by_weight), ctx.made = ctx.made, None
         if by_h is not None:
-            by_h = times(by_h, by_loss, by_h.dtype)
+            by_h = times(by_h, by_loss, by_h.dtype, in_place=True)
         if by_weight is not None:
             by_weight = times(by_weight, by_loss, ctx.weight_dtype)
         return by_h, by_weight, *(None,) * 4
