@@ -308,8 +308,8 @@ def test_a_batch(facts: Path):
     dataset = chat(facts / "chat.jsonl", seq=200)
     batch = dataset.batch(0, batch=2, accumulate=3)
     assert batch.tokens_ABS.shape == (3, 2, 200)
-    for a in range(3):
-        sequences_BS, numbers_N = batch.sequences(a, torch.device("cpu"))
+    for a, micro in enumerate(batch.micros(torch.device("cpu"), True)):
+        sequences_BS, numbers_N = micro.given["sequences"], micro.given["numbers"]
         assert sequences_BS.max() + 1 == len(numbers_N) == len(set(numbers_N.tolist()))
         at = 0
         for b in range(2):
@@ -326,15 +326,15 @@ def test_a_batch(facts: Path):
                 at += 1
             assert (batch.targets_ABS[a, b, place:] == IGNORE).all() and (sequences_BS[b, place:] == -1).all()
             assert set(batch.documents_ABS[a, b, place:].tolist()) <= {len(row)}
-    tokens_BS, _, documents_BS = next(batch.micros(torch.device("cpu"), True))
-    assert torch.equal(tokens_BS, batch.tokens_ABS[0]) and torch.equal(documents_BS, batch.documents_ABS[0])
+        assert torch.equal(micro.tokens_BS, batch.tokens_ABS[a])
+        assert torch.equal(micro.documents_BS, batch.documents_ABS[a])
 
 
 def test_pairs_stay_in_one_row(facts: Path):
     dataset = chat(facts / "pairs.jsonl", seq=256, task="preference")
     batch = dataset.batch(0, batch=2, accumulate=2)
-    for a in range(2):
-        sequences_BS, numbers_N = batch.sequences(a, torch.device("cpu"))
+    for micro in batch.micros(torch.device("cpu"), True):
+        sequences_BS, numbers_N = micro.given["sequences"], micro.given["numbers"]
         assert len(numbers_N) % 2 == 0
         for pair in range(len(numbers_N) // 2):
             rows = [
