@@ -21,6 +21,7 @@ GROUPS = {
     "Optimizer": ["tmoe/optim"],
     "Checkpoints": ["tmoe/checkpoint"],
     "Hugging Face": ["tmoe/hf"],
+    "Generation": ["tmoe/generate"],
     "The process around a run": ["tmoe/run"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],

@@ -93,8 +93,11 @@ kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(mak
 
 
 def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype."""
+    """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
+
+    cos_SC, sin_SC: of all sequences; or [B, S, C], where each is at positions of its own.
+    """
     x = x_BSHC.float()
     left, right = x.chunk(2, -1)
-    turned = x * cos_SC[:, None] + torch.cat([-right, left], -1) * sin_SC[:, None]
+    turned = x * cos_SC.unsqueeze(-2) + torch.cat([-right, left], -1) * sin_SC.unsqueeze(-2)
     return turned.to(x_BSHC.dtype)
