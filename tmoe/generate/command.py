@@ -139,16 +139,16 @@ def run(flags: Flags) -> None:
     loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype)
     engine = loaded.engine(flags.slots, flags.pool_gib)
     sampling = flags.sampling(loaded)
-    told = (
-        f"{loaded.path}, {engine.model.head_weight.device.type}, {time.perf_counter() - begun:.1f} s to load"
-    )
-    note(f"{told}; temperature {sampling.temperature:g}")
+    took = time.perf_counter() - begun
+    device = engine.model.head_weight.device
+    note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}")
+    speaker = Speaker(engine, sampling, flags, loaded.seq)
     if talks:
-        return converse(engine, sampling, flags)
-    if rows is not None:
-        return work_through(engine, sampling, flags, rows)
-    assert prompt is not None
-    answer(engine, sampling, flags, prompt)
+        speaker.converse()
+    elif rows is not None:
+        speaker.work_through(rows)
+    else:
+        speaker.answer(prompt)
 
 
 def note(text: str) -> None:
@@ -211,11 +211,12 @@ class Speaker:
     def work_through(self, rows: list[dict[str, Any]]) -> None:
         """A file of prompts."""
         flags = self.flags
-        chat = flags.chat or any(is_chat(row) for row in rows)
+        chat = flags.chat or is_chat(rows[0])
+        mixed = not flags.chat and any(is_chat(row) != chat for row in rows)
+        require(not mixed, f"--file={flags.file}: rows with prompt and rows with messages: need --chat")
         if chat:
-            prompts = [
-                self.ids_of(row["messages"] if is_chat(row) else [user(row["prompt"])]) for row in rows
-            ]
+            talks = [row["messages"] if is_chat(row) else [user(row["prompt"])] for row in rows]
+            prompts = [self.ids_of(messages) for messages in talks]
         else:
             prompts = [self.engine.ids_of(i, row["prompt"]) for i, row in enumerate(rows)]
         clock = Clock()

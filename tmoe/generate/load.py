@@ -84,7 +84,7 @@ def load(
     else:
         manifest = read_manifest(path)
         run: Any = manifest.info.get("config")
-        settings = run.get("model") if isinstance(run, dict) else None
+        settings: Any = run.get("model") if isinstance(run, dict) else None
         require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
         found = tokenizer_of(path, manifest, tokenizer)
         model = empty(build_config(settings), where, kind)
@@ -145,7 +145,7 @@ def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
 
 
 def tokenizer_of(path: Path, manifest: Manifest | None, spec: str | None) -> Tokenizer:
-    """The tokenizer that --tokenizer names, else the folder's. DataError for none, and for another than it."""
+    """The tokenizer that --tokenizer names, else the folder's. DataError for none, or for another than it."""
     carried = carried_by(path)
     if spec is not None:
         found = load_tokenizer(spec)
