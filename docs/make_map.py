@@ -22,6 +22,7 @@ GROUPS = {
     "Checkpoints": ["tmoe/checkpoint"],
     "Hugging Face": ["tmoe/hf"],
     "Post-training": ["tmoe/post"],
+    "Generation": ["tmoe/generate"],
     "The process around a run": ["tmoe/run"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],

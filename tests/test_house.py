@@ -23,6 +23,7 @@ FLOORS = [
     ("moe",),
     ("model",),
     ("hf",),
+    ("generate",),
     ("run",),
     ("post",),
     ("report", "upcycle", "warmup"),

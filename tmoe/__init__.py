@@ -9,15 +9,20 @@ from types import ModuleType
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.generate.engine import Engine, Samples
+from tmoe.generate.sampler import Sampling
 from tmoe.model.transformer import Transformer
 from tmoe.moe.layer import MoE, balancing_loss
 
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "Engine",
     "MoE",
     "MoEConfig",
     "ModelConfig",
+    "Samples",
+    "Sampling",
     "Transformer",
     "balancing_loss",
     "hf",

@@ -346,7 +346,7 @@ def test_pairs_stay_in_one_row(facts: Path):
             assert chosen % 2 == 0 and rejected == chosen + 1
             line = json.loads((facts / "pairs.jsonl").read_text().splitlines()[chosen // 2])
             for number, name in ((2 * pair, "chosen"), (2 * pair + 1, "rejected")):
-                text = bytes(batch.tokens_ABS[a][sequences_BS == number].tolist()).decode()
+                text = bytes(micro.tokens_BS[sequences_BS == number].tolist()).decode()
                 assert text.endswith(line[name][0]["content"] + "\0")
 
 

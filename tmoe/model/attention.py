@@ -39,6 +39,18 @@ class Attention(nn.Module):
         cos_SC, sin_SC: rope_table's, of the tokens that tp gathers. mask: make_mask's; None for plain causal
         attention.
         """
+        spread, C = self.spread, self.cfg.head_dim
+        q, k, v = self.project(x_BSD, cos_SC, sin_SC)
+        if spread.by_keys:  # together: one exchange
+            k, v = spread.gather_keys(torch.cat([k, v], -1)).split(C, -1)
+        q, k, v = spread.to_heads(q, k, v)
+        window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
+        sinks_H = spread.of_heads(self.sinks)
+        y = attend(q, k, v, mask, self.cfg.attention_multiplier, window, sinks_H)
+        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+
+    def project(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys [B, S, heads, C], normed and rotated, and values of this rank's heads."""
         cfg, spread, C = self.cfg, self.spread, self.cfg.head_dim
         H, G = cfg.heads, cfg.kv_heads
         heads, key_heads = spread.heads(H), spread.key_heads(G)
@@ -59,12 +71,4 @@ class Attention(nn.Module):
         if cfg.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q = rotate(q, cos_SC, sin_SC)
-        k = rotate(k, cos_SC, sin_SC)
-
-        if spread.by_keys:  # together: one exchange
-            k, v = spread.gather_keys(torch.cat([k, v], -1)).split(C, -1)
-        q, k, v = spread.to_heads(q, k, v)
-        window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
-        y = attend(q, k, v, mask, cfg.attention_multiplier, window, spread.of_heads(self.sinks))
-        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+        return rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC), v

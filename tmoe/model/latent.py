@@ -19,7 +19,7 @@ LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """DeepSeek-V2's attention (2024, sections 2.1.2 and 2.1.3), causal, as it is trained.
 
-    Nothing is absorbed, and there is no cache.
+    Nothing is absorbed: generate/forward.py does that, over a cache of latents.
 
         latent_q, latent_kv, k_rot = qkv_a x
         q = q_b norm(latent_q)               for each of H heads
@@ -55,21 +55,34 @@ class LatentAttention(nn.Module):
         cos_SC, sin_SC: rope_table's of `rope_dim` channels, of the tokens that tp gathers. mask: make_mask's;
         None for plain causal attention.
         """
-        mla, spread = self.mla, self.spread
+        spread = self.spread
+        q_nope, q_rot, latent, k_rot = self.narrow(x_BSD, cos_SC, sin_SC)
+        if spread.by_keys:  # the latents travel, which are narrower than the keys and values of all heads
+            latent, k_rot = self.gather_latents(latent, k_rot)
+
+        q = torch.cat([q_nope, q_rot], -1)
+        q, k, v = spread.to_heads(q, *self.widen(latent, k_rot))
+        y = attend(q, k, v, mask, self.scale)
+        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+
+    def narrow(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries without and with position [B, S, heads, ...], the normed latent [B, S, kv_rank], and k_rot.
+
+        k_rot is [B, S, 1, rope_dim], rotated as the queries are.
+        """
+        mla = self.mla
         q, latent, k_rot = self.latents(x_BSD)
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rot = q.split([mla.nope_dim, mla.rope_dim], -1)
         q_rot, k_rot = (rotate(self.halves(t), cos_SC, sin_SC) for t in (q_rot, k_rot.unsqueeze(2)))
-        if spread.by_keys:  # the latents travel, which are narrower than the keys and values of all heads
-            latent, k_rot = self.gather_latents(latent, k_rot)
+        return q_nope, q_rot, latent, k_rot
 
+    def widen(self, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, S, heads, nope_dim + rope_dim] and values [B, S, heads, v_dim] of what `narrow` gave."""
+        mla = self.mla
         kv = linear_of_rows(self.kv_b, latent, self.rows(mla.nope_dim + mla.v_dim))
         k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split([mla.nope_dim, mla.v_dim], -1)
-        q = torch.cat([q_nope, q_rot], -1)
-        k = torch.cat([k_nope, k_rot.expand(-1, -1, k_nope.shape[2], -1)], -1)
-        q, k, v = spread.to_heads(q, k, v)
-        y = attend(q, k, v, mask, self.scale)
-        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+        return torch.cat([k_nope, k_rot.expand(-1, -1, k_nope.shape[2], -1)], -1), v
 
     def rows(self, width: int) -> slice:
         """Rows of this rank's heads in a matrix that has `width` rows a head."""

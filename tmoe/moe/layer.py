@@ -16,7 +16,7 @@ from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
-from tmoe.moe.router import Router
+from tmoe.moe.router import Router, Routing
 from tmoe.ops.check import autocasts, require
 
 
@@ -148,6 +148,13 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
+        y_TD, routing = self.mix(x, padding, experts)
+        padding_T = None if padding is None else padding.flatten()
+        sequences = x.shape[0] if x.dim() == 3 else 1
+        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+
+    def mix(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Routing]:
+        """y [T, D], and where its tokens went; no load is measured."""
         if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
             valid = f"all {self.router.cfg.experts}, or spread by parallelize"
             require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
@@ -171,9 +178,7 @@ class MoE(nn.Module):
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
 
-        y_TD = y_TD.to(x.dtype)
-        sequences = x.shape[0] if x.dim() == 3 else 1
-        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+        return y_TD.to(x.dtype), routing
 
 
 def balancing_loss(

@@ -1,0 +1,275 @@
+"""The command line: a model goes on with a text, answers in a chat, or works through a file of prompts.
+
+    python -m tmoe.generate runs/tiny "def mean(values):"               the last whole step of a run
+    python -m tmoe.generate STEP "def mean(values):" -n 4 --seed 1      four answers
+    python -m tmoe.generate HF_DIR --chat                               a conversation in the terminal
+    python -m tmoe.generate HF_DIR --file prompts.jsonl --out answers.jsonl
+
+The text goes to stdout, what is told of it to stderr. Without a prompt it is read from stdin, if that is no
+terminal. Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line.
+
+next: generate/load.py, generate/engine.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.config.check import require
+from tmoe.disk import expand_home
+from tmoe.generate.chat import chat_prompt, turn_end
+from tmoe.generate.engine import Engine, Piece
+from tmoe.generate.load import Loaded, load
+from tmoe.generate.prompts import is_chat, read_prompts, write_answers
+from tmoe.generate.sampler import Sampling
+
+TOKENS = 256  # of an answer, at most, where no flag says
+TEMPERATURE = 0.8  # where neither the flag nor generation_config.json says
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Of `python -m tmoe.generate`."""
+
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|STEP|HF_DIR")]
+    """a run folder, of which the last whole step is taken; a step folder; or a Hugging Face folder"""
+    prompt: Annotated[str, tyro.conf.Positional] = ""
+    """the text to go on with; none: from stdin"""
+    chat: bool = False
+    """take prompts as a user's messages; without a prompt, a conversation in the terminal"""
+    system: str = ""
+    """a system message in front of every conversation"""
+    max_tokens: int | None = None
+    """end an answer after so many tokens;
+    none: 256, but of a run no more than the sequences that it was trained on leave room for"""
+    min_tokens: int = 0
+    """no answer ends by itself before so many tokens"""
+    temperature: float | None = None
+    """divisor of the logits; 0: always the most probable token;
+    none: what generation_config.json says, else 0.8"""
+    top_k: int | None = None
+    """keep the k most probable tokens; 0: all"""
+    top_p: float | None = None
+    """keep the most probable tokens that together reach this probability; 1: all"""
+    min_p: float | None = None
+    """keep tokens at least this many times as probable as the most probable one; 0: all"""
+    seed: int = 0
+    """equal seeds give equal answers"""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    r"""a text that ends an answer, and is left out of it; \n is a line's end; may be given several times"""
+    file: Path | None = None
+    """prompts: rows of .jsonl or .json with prompt or messages, or a text with a prompt a line"""
+    out: Path | None = None
+    """with --file: a new file for the answers, a line of JSON each; none: stdout"""
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
+    """answers to each prompt"""
+    slots: int = 64
+    """answers that are made at the same time, at most"""
+    pool_gib: float | None = None
+    """room for keys and values; none: what the slots need, on a GPU at most 80% of what is free"""
+    tokenizer: str | None = None
+    """'bytes', or a tokenizer.json, where the folder has none"""
+    device: str | None = None
+    """cpu, cuda or cuda:N; none: a GPU if there is one"""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """type of weights and computation; none: bf16 on a GPU, else fp32"""
+
+    def __post_init__(self) -> None:
+        require(self.n >= 1, f"-n={self.n}: must be at least 1")
+        require(not (self.prompt and self.file), "a prompt and --file: give one of them")
+        require(self.out is None or self.file is not None, f"--out={self.out}: needs --file")
+        exists = self.out is not None and self.out.exists()
+        require(not exists, f"--out={self.out}: is there already; name a new file")
+        chat = self.chat or self.file is not None
+        require(not self.system or chat, f"--system={self.system!r}: needs --chat")
+
+    def sampling(self, loaded: Loaded) -> Sampling:
+        """Flags, else what the folder says, else the defaults."""
+        named = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        given = {name: value for name, value in named.items() if value is not None}
+        settings: dict[str, Any] = dict(temperature=TEMPERATURE) | loaded.sampling | given
+        stop = tuple(text.replace("\\n", "\n") for text in self.stop)
+        lengths = dict(max_tokens=self.max_tokens or TOKENS, min_tokens=self.min_tokens)
+        return Sampling(**settings, **lengths, stop=stop, seed=self.seed)
+
+
+class Clock:
+    """Counts tokens and the time since the first of them."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.first: float | None = None
+        self.tokens = 0
+
+    def tell(self, finish: str = "") -> str:
+        """Tokens a second behind the first piece, and how long that took."""
+        now = time.perf_counter()
+        first = self.first or now
+        rate = max(self.tokens - 1, 0) / max(now - first, 1e-9)
+        end = f" ({finish})" if finish else ""
+        return f"{self.tokens} tokens{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
+
+    def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """The same pieces, counted."""
+        for piece in pieces:
+            self.first = self.first or time.perf_counter()
+            self.tokens += len(piece.done.ids) if piece.done else 0
+            yield piece
+
+
+def run(flags: Flags) -> None:
+    """Does what the command line asks for."""
+    rows = read_prompts(flags.file) if flags.file else None
+    prompt = flags.prompt
+    talks = flags.chat and not prompt and rows is None and sys.stdin.isatty()
+    if not prompt and rows is None and not talks:
+        require(not sys.stdin.isatty(), 'give a prompt ("..."), --file PROMPTS or --chat')
+        prompt = sys.stdin.read()
+    begun = time.perf_counter()
+    loaded = load(flags.path, flags.tokenizer, flags.device, flags.dtype)
+    engine = loaded.engine(flags.slots, flags.pool_gib)
+    sampling = flags.sampling(loaded)
+    took = time.perf_counter() - begun
+    device = engine.model.head_weight.device
+    note(f"{loaded.path} on {device}, {took:.1f} s to load; temperature {sampling.temperature:g}")
+    speaker = Speaker(engine, sampling, flags, loaded.seq)
+    if talks:
+        speaker.converse()
+    elif rows is not None:
+        speaker.work_through(rows)
+    else:
+        speaker.answer(prompt)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Text to stdout, at once; characters that a terminal has no room for become '?'."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+class Speaker:
+    """What is the same for all that one command line asks of a model."""
+
+    def __init__(self, engine: Engine, sampling: Sampling, flags: Flags, seq: int | None):
+        """seq: tokens of the sequences that the model was trained on, where that is known."""
+        self.engine, self.sampling, self.flags, self.seq = engine, sampling, flags, seq
+
+    def stream(self, prompts: list[list[int]], chat: bool, turn: int = 0) -> Iterator[Piece]:
+        """Pieces of the answers to prompts; those of a chat end where a turn does."""
+        sampling = self.sampling
+        if chat:
+            assert self.engine.tokenizer
+            sampling = replace(sampling, stop_ids=(turn_end(self.engine.tokenizer),))
+        if self.seq is not None and self.flags.max_tokens is None:
+            room = max(self.seq - max(map(len, prompts)), self.sampling.min_tokens, 1)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        numbers = range(turn, turn + len(prompts))
+        return self.engine.stream(prompts, self.flags.n, sampling, numbers=numbers)
+
+    def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
+        """A conversation as the model is given it."""
+        system = [dict(role="system", content=self.flags.system)] if self.flags.system else []
+        assert self.engine.tokenizer
+        return [int(i) for i in chat_prompt([*system, *messages], self.engine.tokenizer)]
+
+    def answer(self, prompt: str) -> None:
+        """One prompt: its answer as it comes, or several, one behind the other."""
+        chat = self.flags.chat
+        ids = self.ids_of([user(prompt)]) if chat else self.engine.ids_of(0, prompt)
+        shown = "" if chat else prompt
+        clock = Clock()
+        pieces = clock.over(self.stream([ids], chat))
+        if self.flags.n == 1:
+            say(shown)
+            finish = ""
+            for piece in pieces:
+                say(piece.text)
+                finish = piece.done.finish if piece.done else finish
+            say("\n")
+            return note(clock.tell(finish))
+        found = {piece.sample: piece.done for piece in pieces if piece.done}
+        for number, done in sorted(found.items()):
+            note(f"--- {number + 1} of {self.flags.n} ({done.finish})")
+            say(f"{shown}{done.text}\n")
+        note(clock.tell())
+
+    def work_through(self, rows: list[dict[str, Any]]) -> None:
+        """A file of prompts."""
+        flags = self.flags
+        chat = flags.chat or is_chat(rows[0])
+        mixed = not flags.chat and any(is_chat(row) != chat for row in rows)
+        require(not mixed, f"--file={flags.file}: rows with prompt and rows with messages: need --chat")
+        if chat:
+            talks = [row["messages"] if is_chat(row) else [user(row["prompt"])] for row in rows]
+            prompts = [self.ids_of(messages) for messages in talks]
+        else:
+            prompts = [self.engine.ids_of(i, row["prompt"]) for i, row in enumerate(rows)]
+        clock = Clock()
+        with flags.out.open("x", encoding="utf-8") if flags.out else nullcontext(sys.stdout) as file:
+            for _ in write_answers(rows, flags.n, clock.over(self.stream(prompts, chat)), file.write):
+                file.flush()
+        note(f"{len(rows)} prompts, {clock.tell()}")
+
+    def converse(self) -> None:
+        """Turns in the terminal, until it is closed (Ctrl-D). Ctrl-C ends an answer."""
+        note("/new begins anew, Ctrl-C ends an answer, Ctrl-D the conversation")
+        messages: list[dict[str, Any]] = []
+        for turn in itertools.count():
+            try:
+                text = input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                return say("\n")
+            if text == "/new":
+                messages = []
+            if not text or text == "/new":
+                continue
+            clock = Clock()
+            said = ""
+            try:
+                for piece in clock.over(self.stream([self.ids_of([*messages, user(text)])], True, turn)):
+                    say(piece.text)
+                    said += piece.text
+                note(f"\n{clock.tell()}")
+            except KeyboardInterrupt:
+                note("\nended")
+            except ValueError as error:  # longer than the model's range of positions: /new
+                note(f"error: {error}")
+                continue
+            messages += [user(text), dict(role="assistant", content=said)]
+
+
+def user(text: str) -> dict[str, Any]:
+    return dict(role="user", content=text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line. An error ends the process with one message."""
+    description = (__doc__ or "").partition("\nnext:")[0]
+    try:
+        flags = tyro.cli(
+            Flags,
+            prog="python -m tmoe.generate",
+            description=description,
+            args=expand_home(argv),
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        run(flags)
+    except (CheckpointError, OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("error: interrupted") from None

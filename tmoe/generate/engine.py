@@ -1,0 +1,265 @@
+"""The engine: prompts in, sampled answers with their log-probabilities out.
+
+    engine = tmoe.Engine(model)
+    samples = engine.generate([[5, 3, 8], [7]], n=4, sampling=tmoe.Sampling(temperature=0.8, seed=1))
+    samples[1][3].ids, samples[1][3].logprobs
+
+next: generate/slots.py
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tmoe.config.check import require
+from tmoe.generate.cache import bytes_a_token
+from tmoe.generate.sampler import Sampling, uniforms
+from tmoe.generate.slots import Request, Room, Slots
+from tmoe.generate.text import Text
+from tmoe.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from tmoe.data.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Tensor
+FREE = 0.8  # of a GPU's free memory that a call takes at most, where pool_gib does not say
+
+
+class Sample(NamedTuple):
+    """One answer of n tokens. All tensors are on the CPU."""
+
+    ids: Tensor
+    """int64 [n]; the last is a token that ended the answer, or part of a stop text, where finish is 'stop'"""
+    logprobs: Tensor
+    """fp32 [n], by the softmax of logits / temperature over the whole vocabulary: what training computes.
+    At temperature 0, of the logits themselves."""
+    sampler_logprobs: Tensor
+    """fp32 [n], by what top_k, top_p and min_p left of it: by what the token was drawn from.
+    At temperature 0: 0."""
+    routes: Tensor | None
+    """int16 [MoE layers, n, K], where they were asked for: the experts that each token's predecessor went to,
+    from whose output the token was drawn"""
+    finish: Literal["stop", "length"]
+    """'stop': a token or a text that ends answers; 'length': max_tokens, or the model's range of positions"""
+    text: str | None
+    """without what ended it; None for an engine without a tokenizer"""
+
+
+class Samples(tuple[tuple[Sample, ...], ...]):
+    """The answers to each prompt: samples[prompt][number] is a Sample."""
+
+
+class Piece(NamedTuple):
+    """What a step added to an answer."""
+
+    prompt: int
+    sample: int
+    text: str
+    """whole characters; "" for an engine without a tokenizer"""
+    done: Sample | None
+    """the answer, once it is over"""
+
+
+class Engine:
+    """Samples answers of a model, many at a time.
+
+    model: a Transformer that lies whole on one device. It computes as in evaluation: no dropout, no jitter,
+        no token dropped. Its weights are read anew in every call.
+    tokenizer: for prompts and stop texts given as text, and for the texts of answers.
+    eos: tokens that end an answer; None: the tokenizer's `eos`.
+    begin: tokens in front of every prompt given as text.
+    slots: answers that are made at the same time, at most.
+    pool_gib: room for their keys and values, taken for a call and given back after. Fewer slots are used
+        where it does not hold all of them. None: what they need, on a GPU at most 80% of what is free.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        *,
+        eos: Sequence[int] | None = None,
+        begin: Sequence[int] = (),
+        slots: int = 64,
+        pool_gib: float | None = None,
+    ):
+        kind = type(model).__name__
+        require(isinstance(model, Transformer), f"model: got a {kind}, valid is a Transformer")
+        spread = any(isinstance(p, DTensor) for p in model.parameters())
+        require(not spread, "model: laid out over ranks; an engine takes one that lies whole on one device")
+        require(slots >= 1, f"--slots={slots}: must be at least 1")
+        require(pool_gib is None or pool_gib > 0, f"--pool-gib={pool_gib}: must be above 0")
+        self.model = model
+        self.tokenizer = tokenizer
+        own = () if tokenizer is None else (tokenizer.eos,)
+        self.eos = tuple(own if eos is None else eos)
+        self.begin = tuple(begin)
+        self.slots = slots
+        self.pool_gib = pool_gib
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+        routes: bool = False,
+    ) -> Samples:
+        """n answers to each prompt.
+
+        Which tokens are drawn depends on the seed, the prompt's number, the answer's and the place in it, and
+        on nothing else of the call.
+
+        Args:
+            prompts: token ids, or texts where the engine has a tokenizer.
+            sampling: None: Sampling().
+            numbers: the prompts' numbers in a batch that these are a part of; None: 0, 1, ...
+            routes: keep the experts that tokens went to.
+
+        Raises ValueError for prompts that are empty or longer than the model's range of positions, for ids
+        outside its vocabulary, and where the pool has no room for one answer.
+        """
+        found: list[list[Sample]] = [[] for _ in prompts]
+        by_number: dict[tuple[int, int], Sample] = {}
+        for prompt, sample, _, done in self._pieces(prompts, n, sampling, numbers, routes, live=False):
+            if done is not None:
+                by_number[prompt, sample] = done
+        for (prompt, _), done in sorted(by_number.items(), key=lambda item: item[0]):
+            found[prompt].append(done)
+        return Samples(tuple(answers) for answers in found)
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[Piece]:
+        """The same answers while they are made: a piece for each that a step has added to."""
+        return self._pieces(prompts, n, sampling, numbers, False, live=True)
+
+    # ---- a call ----
+
+    def _pieces(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling | None,
+        numbers: Sequence[int] | None,
+        routes: bool,
+        live: bool,
+    ) -> Iterator[Piece]:
+        """live: texts are made while tokens come, not at the end."""
+        sampling = Sampling() if sampling is None else sampling
+        require(n >= 1, f"n={n}: must be at least 1")
+        valid = "needs a tokenizer: Engine(model, tokenizer)"
+        require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
+        ids = [self.ids_of(i, prompt) for i, prompt in enumerate(prompts)]
+        keys = list(range(len(ids)) if numbers is None else numbers)
+        ok = len(keys) == len(ids) and all(0 <= key < 2**64 for key in keys)
+        require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
+        if not ids:
+            return iter(())
+        return self._run(ids, n, sampling, keys, routes, live)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        ids: list[list[int]],
+        n: int,
+        sampling: Sampling,
+        keys: list[int],
+        routes: bool,
+        live: bool,
+    ) -> Iterator[Piece]:
+        live = live or bool(sampling.stop)
+        most = [min(sampling.max_tokens, self.model.cfg.rope.max_seq - len(one) + 1) for one in ids]
+        queue = deque(
+            Request(
+                i,
+                sample,
+                first=len(ids[i]) - 1,
+                most=most[i],
+                uniform=uniforms(sampling.seed, keys[i], sample, most[i]),
+                text=Text(self.tokenizer, sampling.stop) if self.tokenizer and live else None,
+            )
+            for i in range(len(ids))
+            for sample in range(n)
+        )
+        ends = {*self.eos, *sampling.stop_ids}
+        room = self.room(len(queue), max(len(one) + m - 1 for one, m in zip(ids, most, strict=True)))
+        known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
+        slots = Slots(self.model, ids, sampling, ends, room, known, routes)
+        training = self.model.training
+        try:
+            self.model.eval()
+            for requests in slots.run(queue):
+                for request in requests:
+                    text = request.text.news(bool(request.finish)) if request.text else ""
+                    done = self.sample_of(request) if request.finish else None
+                    if text or done or self.tokenizer is None:
+                        yield Piece(request.prompt, request.sample, text, done)
+        finally:
+            self.model.train(training)
+
+    def ids_of(self, number: int, prompt: Prompt) -> list[int]:
+        """A prompt's tokens, checked."""
+        where = f"prompts[{number}]"
+        cfg = self.model.cfg
+        if isinstance(prompt, str):
+            require(
+                self.tokenizer is not None, f"{where}: a text needs a tokenizer: Engine(model, tokenizer)"
+            )
+            assert self.tokenizer
+            ids = [*self.begin, *self.tokenizer.encode(prompt).tolist()]
+        else:
+            ids = prompt.tolist() if isinstance(prompt, Tensor) else [int(i) for i in prompt]
+        require(len(ids) > 0, f"{where}: is empty; valid is at least one token to go on from")
+        top = cfg.rope.max_seq
+        require(len(ids) <= top, f"{where}: {len(ids)} tokens, but model.rope.max_seq={top}")
+        low, high = min(ids), max(ids)
+        valid = f"from 0 to {cfg.vocab - 1} (model.vocab={cfg.vocab})"
+        require(
+            low >= 0 and high < cfg.vocab,
+            f"{where}: has the id {low if low < 0 else high}; valid are ids {valid}",
+        )
+        return ids
+
+    def room(self, requests: int, capacity: int) -> Room:
+        """How many slots of so many tokens the pool holds."""
+        weight = self.model.head_weight
+        a_slot = capacity * bytes_a_token(self.model.cfg, weight.dtype)
+        slots = min(self.slots, requests)
+        pool = None if self.pool_gib is None else self.pool_gib * 2**30
+        if pool is None and weight.is_cuda:
+            pool = FREE * torch.cuda.mem_get_info(weight.device)[0]
+        if pool is not None:
+            has = f"{pool / 2**30:.3f} GiB for keys and values"
+            needs = f"one answer of {capacity} tokens, its prompt included, needs {a_slot / 2**30:.3f}"
+            require(pool >= a_slot, f"--pool-gib: {has}, but {needs}; a larger pool, or fewer tokens")
+            slots = min(slots, int(pool // a_slot))
+        return Room(slots, capacity)
+
+    def sample_of(self, request: Request) -> Sample:
+        """What a request has become."""
+        text = request.text
+        if text is None and self.tokenizer is not None:
+            text = Text(self.tokenizer)
+            text.add(request.ids[:-1] if request.finish == "stop" else request.ids)
+            text.end()
+        return Sample(
+            torch.tensor(request.ids, dtype=torch.int64),
+            torch.tensor(request.logprobs, dtype=torch.float32),
+            torch.tensor(request.sampler_logprobs, dtype=torch.float32),
+            torch.stack(request.routes, 1) if request.routes else None,
+            "stop" if request.finish == "stop" else "length",
+            None if text is None else text.text,
+        )

@@ -1,0 +1,203 @@
+"""An engine of a run folder, a step folder or a Hugging Face folder, with the tokenizer that each has.
+
+next: generate/chat.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tokenizers
+import torch
+
+from tmoe.checkpoint import folders
+from tmoe.checkpoint.checkpoints import Checkpoints
+from tmoe.checkpoint.errors import refuse
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from tmoe.checkpoint.rewrite import read_whole
+from tmoe.config.check import require
+from tmoe.config.model import ModelConfig
+from tmoe.config.same import build_config
+from tmoe.data.tokenizer import ByteTokenizer, DataError, Tokenizer, load_tokenizer
+from tmoe.generate.engine import Engine
+from tmoe.hf.files import CONFIG, FILE, MODEL, Folder, is_folder
+from tmoe.hf.plan import plan_folder
+from tmoe.hf.start import load_hf
+from tmoe.hf.tokenizer import carried_by
+from tmoe.model.transformer import Transformer
+
+GENERATION = "generation_config.json"
+DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
+KINDS = "a run folder, a step folder or a Hugging Face folder"
+CHOSEN = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json that Sampling has
+
+
+class Loaded(NamedTuple):
+    """What a folder holds of a model that is to speak."""
+
+    path: Path
+    """the step folder or Hugging Face folder"""
+    model: Transformer
+    tokenizer: Tokenizer
+    eos: tuple[int, ...]
+    begin: tuple[int, ...]
+    """tokens that the tokenizer puts in front of every text, where the weights were trained so"""
+    sampling: dict[str, float]
+    """settings of Sampling that generation_config.json names"""
+    seq: int | None
+    """tokens of the sequences that a run trained it on"""
+
+    def engine(self, slots: int = 64, pool_gib: float | None = None) -> Engine:
+        eos, begin = self.eos, self.begin
+        return Engine(self.model, self.tokenizer, eos=eos, begin=begin, slots=slots, pool_gib=pool_gib)
+
+
+def load(
+    path: str | Path,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    dtype: Literal["bf16", "fp32"] | None = None,
+) -> Loaded:
+    """A model with its tokenizer, from a folder.
+
+    path: of a run, whose last whole step is taken; of a step; or of Hugging Face.
+    tokenizer: 'bytes' or a tokenizer.json, where the folder does not say.
+    device: None: a GPU if there is one. dtype: None: bf16 on a GPU, else fp32.
+
+    Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
+    does not compute and where no tokenizer is known.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(device)
+    kind = DTYPES[dtype] if dtype else torch.bfloat16 if where.type == "cuda" else torch.float32
+    path = find(Path(path))
+    seq = None
+    if is_folder(path):
+        cfg = plan_folder(Folder(path)).cfg
+        found = tokenizer_of(path, None, tokenizer)
+        model = empty(cfg, where, kind)
+        load_hf(path, model.state_dict(), cfg)
+        files = {name: (path / name).read_bytes() for name in (GENERATION, CONFIG) if (path / name).is_file()}
+        published = True
+    else:
+        manifest = read_manifest(path)
+        run: Any = manifest.info.get("config")
+        settings: Any = run.get("model") if isinstance(run, dict) else None
+        require(isinstance(settings, dict), f"{path}: its manifest does not say what the model is")
+        found = tokenizer_of(path, manifest, tokenizer)
+        model = empty(build_config(settings), where, kind)
+        fill(model, path, manifest)
+        entries = {name: manifest.tensors.get(FILE + name) for name in (GENERATION, CONFIG)}
+        files = {n: read_whole(path, entry).numpy().tobytes() for n, entry in entries.items() if entry}
+        published = "hf" in manifest.info
+        seq = run.get("train", {}).get("seq")
+    require(
+        found.vocab <= model.cfg.vocab,
+        f"{path}: its tokenizer has {found.vocab} ids, but model.vocab={model.cfg.vocab}",
+    )
+    ends, sampling = told(files)
+    begin = opening(path) if published and tokenizer is None else ()
+    return Loaded(path, model.eval(), found, tuple({*ends, found.eos}), begin, sampling, seq)
+
+
+def find(path: Path) -> Path:
+    """The step folder or Hugging Face folder that a path means."""
+    require(path.is_dir(), f"{path}: no such folder; valid: {KINDS}")
+    if is_folder(path):
+        return path
+    for steps in (path / "checkpoints", path):
+        if steps.is_dir() and folders.entries(steps, published=True):
+            step = Checkpoints(steps, keep=0, mode="sync", info={}).find("auto")
+            assert step is not None
+            return step
+    step = folders.resolve(path)
+    try:
+        read_manifest(step)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: must be {KINDS}\n{error}") from None
+    return step
+
+
+def empty(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model whose tensors hold nothing yet; the whole is never there in another type or place."""
+    with torch.device("meta"):
+        model = Transformer(cfg).to(dtype)
+    return model.to_empty(device=device)
+
+
+@torch.no_grad()
+def fill(model: Transformer, step: Path, manifest: Manifest) -> None:
+    """The model's tensors from a step folder, one after the other, checked as they are read."""
+    wanted = model.state_dict()
+    entries = {n.removeprefix(MODEL): e for n, e in manifest.tensors.items() if n.startswith(MODEL)}
+    problems = [f"{name}: not in the step" for name in wanted.keys() - entries.keys()]
+    problems += [f"{name}: not in the model" for name in entries.keys() - wanted.keys()]
+    problems += [
+        f"{name}: shape {entries[name].shape} in the step, {tuple(t.shape)} in the model"
+        for name, t in wanted.items()
+        if name in entries and entries[name].shape != tuple(t.shape)
+    ]
+    refuse(f"{step} does not fit its own settings", sorted(problems))
+    for name, tensor in wanted.items():
+        tensor.copy_(read_whole(step, entries[name]))
+
+
+def tokenizer_of(path: Path, manifest: Manifest | None, spec: str | None) -> Tokenizer:
+    """The tokenizer that --tokenizer names, else the folder's. DataError for none, or for another than it."""
+    carried = carried_by(path)
+    if spec is not None:
+        found = load_tokenizer(spec)
+        if carried is not None and carried.fingerprint != found.fingerprint:
+            raise DataError(
+                f"--tokenizer={spec}: is {found.fingerprint}; the weights of {path} are of "
+                f"{carried.fingerprint}, for which ids mean other text; name that one, or none"
+            )
+        return found
+    if carried is not None and carried.files is not None:
+        return carried.load()
+    if carried is not None and carried.fingerprint == ByteTokenizer.fingerprint:
+        return ByteTokenizer()
+    config: Any = manifest.info.get("config", {}) if manifest else {}
+    named = config.get("data", {}).get("tokenizer") if isinstance(config, dict) else None
+    if carried is not None and isinstance(named, str) and Path(named).exists():
+        found = load_tokenizer(named)
+        if found.fingerprint == carried.fingerprint:
+            return found
+    which = (
+        f"tokenizer {carried.fingerprint}, which is not there" if carried else "no tokenizer that is known"
+    )
+    raise DataError(f"{path}: has {which}; name it with --tokenizer, 'bytes' or a tokenizer.json")
+
+
+def told(files: dict[str, bytes]) -> tuple[list[int], dict[str, float]]:
+    """Ids that end an answer, and settings of Sampling, of generation_config.json and config.json."""
+    config, generation = (_object(files.get(name)) for name in (CONFIG, GENERATION))
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = ends if isinstance(ends, list) else [ends]
+    sampling = {}
+    if generation.get("do_sample") is True:
+        given = {name: generation.get(name) for name in CHOSEN}
+        sampling = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    return [i for i in ends if isinstance(i, int) and i >= 0], sampling
+
+
+def _object(raw: bytes | None) -> dict[str, Any]:
+    try:
+        value = json.loads(raw) if raw else {}
+    except ValueError:
+        return {}  # a file that transformers could not read either
+    return value if isinstance(value, dict) else {}
+
+
+def opening(path: Path) -> tuple[int, ...]:
+    """Tokens that a folder's tokenizer puts in front of a text by itself."""
+    carried = carried_by(path)
+    if carried is None or carried.files is None:
+        return ()
+    tokenizer = tokenizers.Tokenizer.from_buffer(carried.files.raw)
+    whole = tokenizer.encode("a").ids
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+    return tuple(whole[: starts[0]]) if plain and starts else ()

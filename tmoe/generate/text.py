@@ -1,0 +1,77 @@
+"""The text of an answer while its tokens come: whole characters only, and cut where a stop text begins.
+
+next: generate/load.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tmoe.data.tokenizer import Tokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class Text:
+    """Grows by tokens. `text` is settled: no later token changes it.
+
+    A token may end within a character. What it adds is held back until the character is whole, or until other
+    text shows that it never will be; then U+FFFD stands for its bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""
+        self.stopped = False  # at a stop text, which is cut off
+        self.sent = 0  # characters that `news` has given
+        self.ids: list[int] = []
+        # ids[begin:read] are in `text`, and decoded again for what comes behind them: a tokenizer may write
+        # a token differently at the start
+        self.begin = self.read = 0
+
+    def add(self, ids: Sequence[int], may_stop: bool = True) -> None:
+        """Appends tokens. may_stop: look for stop texts in what they add, and in what they complete."""
+        self.ids += ids
+        known = self.tokenizer.decode(self.ids[self.begin : self.read])
+        found = self.tokenizer.decode(self.ids[self.begin :])
+        if len(found) > len(known) and not unfinished(found):
+            self.settle(found[len(known) :], may_stop)
+            self.begin, self.read = self.read, len(self.ids)
+
+    def end(self, may_stop: bool = True) -> None:
+        """No token comes any more: what was held back becomes text."""
+        known = self.tokenizer.decode(self.ids[self.begin : self.read])
+        found = self.tokenizer.decode(self.ids[self.begin :])
+        self.begin, self.read = self.read, len(self.ids)
+        self.settle(found[len(known) :], may_stop)
+
+    def settle(self, more: str, may_stop: bool) -> None:
+        """Adds to `text`, up to a stop text."""
+        if self.stopped:
+            return
+        before = len(self.text)
+        # bytes that are no text are lone surrogates of a ByteTokenizer
+        self.text += more.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        ends = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.stop if may_stop]
+        if places := [place for place in ends if place >= 0]:
+            self.text = self.text[: min(places)]
+            self.stopped = True
+
+    def news(self, over: bool = False) -> str:
+        """Text since the last call; the possible beginning of a stop text waits until the answer is over."""
+        held = 0 if over or self.stopped else max((self.overlap(stop) for stop in self.stop), default=0)
+        more = self.text[self.sent : len(self.text) - held]
+        self.sent += len(more)
+        return more
+
+    def overlap(self, stop: str) -> int:
+        """How many characters at the text's end are the beginning of `stop`."""
+        return next((n for n in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:n])), 0)
+
+
+def unfinished(text: str) -> bool:
+    """Whether a text ends in bytes that may be the beginning of a character."""
+    return text.endswith(BROKEN) or 0xDC80 <= ord(text[-1]) <= 0xDCFF
