@@ -89,6 +89,10 @@ class Trainer:
         self.carried = run.together(lambda: carried_by_start(cfg))
         self.data, self.val_data = run.together(lambda: [self.open_split("train"), self.open_split("val")])
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
+        self.test_data: Dataset | None = None
+        if cfg.data.held_out[1]:
+            self.test_data = run.together(lambda: self.open_split("test"))
+            run.alike(self.test_data.extent("test"))
         self.entropy = run.together(lambda: unigram_entropy(self.val_data))
 
         # Model and optimizer.
@@ -151,7 +155,8 @@ class Trainer:
             result = "stopped"
             if val_loss is not None:
                 result = f"validation loss {val_loss:.4f} after step {self.step}"
-            return self.metrics.note(result)
+            self.metrics.note(result)
+            return self.test()
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             saving = self.checkpoints.saving
@@ -214,6 +219,8 @@ class Trainer:
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
             self.metrics.validated(val_loss)
+        if last and not stop:
+            self.test()
         if profile:
             run.watch.pause()  # writing a trace takes its time
             profile.step()
@@ -256,10 +263,10 @@ class Trainer:
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
-    def validate(self) -> float | None:
-        """Mean cross-entropy over the first eval_batches validation batches; None once told to stop.
+    def validate(self, data: Dataset | None = None) -> float | None:
+        """Mean cross-entropy over the first eval_batches batches of held-out data; None once told to stop.
 
-        Of the averaged weights, if the run keeps an average.
+        Of the averaged weights, if the run keeps an average. data: the validation data unless given.
         """
         cfg, model, device = self.cfg, self.model, self.run.device
         total, targets = torch.zeros((), device=device), 0
@@ -269,7 +276,7 @@ class Trainer:
             for i in range(cfg.train.eval_batches):
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break
-                batch = self.val_data.batch(i, **self.shape())
+                batch = (data or self.val_data).batch(i, **self.shape())
                 targets += (batch.targets_ABS != IGNORE).sum().item() if self.counts else 0
                 micros = batch.micros(device, cfg.train.isolate_documents)
                 if isinstance(model, Stages):
@@ -284,6 +291,14 @@ class Trainer:
         if stopped:
             return None
         return sum_over_all(total).item() / max(self.run.sums(targets)[0], 1)
+
+    def test(self) -> None:
+        """The loss of the test data, if some were held out: a line of its own in the log, and a note."""
+        if self.test_data is None or (loss := self.validate(self.test_data)) is None:
+            return
+        if not self.cfg.eval_only:
+            self.metrics.validated(loss, "test_loss")
+        self.metrics.note(f"test loss {loss:.4f} after step {self.step}")
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards a step and writes it down. Waits until its numbers are on the host."""
@@ -343,14 +358,17 @@ class Trainer:
         self.changes = run.together(
             lambda: resume.require_same_run(path, cfg, self.data.facts(), self.mesh.axes.readers)
         )
-        wanted = ("model.", "ema.") if cfg.eval_only else None
-        state, rng = self.checkpoints.load(path, self.tensors(), wanted)
+        anew = cfg.eval_only or not cfg.load_optim
+        wanted = ("model.", "ema.") if anew else None
+        tensors = self.tensors(("model", "ema")) if anew else self.tensors()
+        draws = cfg.load_rng and not cfg.eval_only
+        state, rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
         self.data.go_on(self.step, self.tokens, **self.shape())
-        if rng is not None:  # None with another number of ranks, which draws other numbers
+        if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
             runtime.set_rng_states(rng, run.device)
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tmoe.data.tokenizer import DataError
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 
 
 class Run(NamedTuple):
@@ -43,7 +43,23 @@ class Corpus(NamedTuple):
     """what the source was taken for, its documents, how the first begins, what was left out"""
 
 
-def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
+class HeldOut(NamedTuple):
+    """Shares of the documents that training does not see."""
+
+    val: float
+    test: float = 0.0
+
+
+def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
+    """One split of a run that is cut at the ends of documents: training data first, test data last."""
+    both = shares.val + shares.test
+    if split == "train":
+        return _cut(run, both, True, eos)
+    rest = _cut(run, both, False, eos)
+    return _cut(rest, shares.test / both, split == "val", eos) if shares.test else rest
+
+
+def _cut(run: Run, fraction: float, first: bool, eos: int) -> Run:
     """The first 1 - fraction of a run, or the rest of it.
 
     The cut follows the first eos in the first half of that rest. Where no document ends there, it goes
@@ -58,6 +74,6 @@ def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
         if ends.size:
             at = low + int(ends[0]) + 1
             break
-    if split == "train":
+    if first:
         return run._replace(tokens=run.tokens[:at])
     return run._replace(tokens=run.tokens[at:], offset=run.offset + at * run.tokens.itemsize)

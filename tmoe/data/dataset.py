@@ -29,7 +29,7 @@ import torch
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
-from tmoe.data.corpus import Corpus, Split
+from tmoe.data.corpus import Corpus, HeldOut, Split
 from tmoe.data.sources import open_corpus
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
@@ -118,7 +118,7 @@ class Source:
         if self.samples < 1:
             raise DataError(
                 f"{self.name}: {self.tokens} tokens in its {split} split, one sample needs {seq + 1}; "
-                f"lower --train.seq={seq}, change --data.val-fraction, or give more data"
+                f"lower --train.seq={seq}, change --data.val-fraction (or --data.split), or give more data"
             )
 
     def window(self, index: int) -> np.ndarray:
@@ -258,11 +258,10 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     if cfg.new_tokenizer:
         carried = None
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
+    shares = HeldOut(*cfg.held_out)
     try:
         corpora = [
-            open_corpus(
-                name, tokenizer, vocab, cfg.val_fraction, split, cfg.text_field, cfg.skip_malformed, carried
-            )
+            open_corpus(name, tokenizer, vocab, shares, split, cfg.text_field, cfg.skip_malformed, carried)
             for name in names
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]

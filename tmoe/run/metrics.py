@@ -201,15 +201,17 @@ class Metrics:
         self.line = line | {"val_loss": None}
         self.show(scalars(line))
 
-    def validated(self, val_loss: float) -> None:
-        """Writes the loss of a validation, in a line of its own, for the step that `log` wrote last.
+    def validated(self, loss: float, name: str = "val_loss") -> None:
+        """Writes the loss of a validation, or of the test (name: test_loss), in a line of its own.
+
+        It is of the step that `log` wrote last.
 
         The step's line does not wait for the validation, nor for the checkpoint before it: a run that is
         killed in either and resumed would never have the line.
         """
         if self.lines is None:
             return
-        number = finite({"val_loss": val_loss})
+        number = finite({name: loss})
         self.write({"step": self.line["step"]} | number)
         self.line |= number
         self.show(scalars(number))
