@@ -214,7 +214,8 @@ class DataConfig:
     """documents of a source that may be left out because they are malformed; the first are named"""
     tokenizer: str = "auto"
     """'auto' (that of --init's model, else bytes), 'bytes',
-    or the path of a Hugging Face tokenizer.json or of a folder that holds one"""
+    or the path of a Hugging Face tokenizer.json, of a sentencepiece model (tokenizer.model, Llama 2),
+    or of a folder that holds one"""
     new_tokenizer: bool = False
     """train --init's weights on ids of another tokenizer than theirs:
     a new vocabulary, or the same one in another file"""

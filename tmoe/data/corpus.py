@@ -5,6 +5,7 @@ next: data/sources.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,10 +22,12 @@ class Run(NamedTuple):
     where: str
     offset: int = 0
     """bytes of the file before the first of these tokens"""
+    inserted: Callable[[int], int] = lambda position: 0
+    """how many of the tokens before a position are not in the file"""
 
     def bad_id(self, position: int, vocab: int) -> DataError:
         """The error of an id outside the model's vocabulary. position: of the token in this run."""
-        at = self.offset + position * self.tokens.itemsize
+        at = self.offset + (position - self.inserted(position)) * self.tokens.itemsize
         token = int(self.tokens[position])
         return DataError(
             f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1"

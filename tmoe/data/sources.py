@@ -4,6 +4,7 @@ A source is the interpreter's own library, text, rows of JSON or parquet, or tok
 text files (one each) and rows (the string field "text"); data/rows.py tells which is which, by first bytes.
 A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them.
 JSON among texts (a package.json among sources) is text like these, unless it holds rows of a data set.
+A Megatron data set is NAME.bin with NAME.idx beside it, named by either or by NAME (data/indexed.py).
 A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1`
 shows it), then little-endian uint16 or uint32 ids in which every document ends with eos.
 
@@ -44,6 +45,7 @@ from filelock import FileLock
 from rich.filesize import decimal
 
 from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
+from tmoe.data.indexed import eos_of, is_indexed, open_indexed
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
@@ -104,6 +106,11 @@ def open_corpus(
     source = survey(name)
     if source.form == "token shards":
         found = _open_shards(source, tokenizer, vocab, shares, split)
+        if carried:
+            carried.require(name, found.fingerprint)
+        return found
+    if source.form == "Megatron data sets":
+        found = _open_indexed(source, tokenizer, shares, split)
         if carried:
             carried.require(name, found.fingerprint)
         return found
@@ -347,6 +354,10 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
     path = Path(name)
+    if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
+        path = path.with_suffix(".bin")
+    if not path.exists() and is_indexed(path.with_name(f"{path.name}.bin")):
+        path = path.with_name(f"{path.name}.bin")
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():
@@ -354,7 +365,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             return _matching(name)
         raise DataError(
             f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a "
-            "shard, a folder of these, or a pattern of files"
+            "shard, a Megatron data set, a folder of these, or a pattern of files"
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
@@ -458,8 +469,8 @@ def read_documents(
     source = survey(source) if isinstance(source, str) else source
     skips = skips or Skips()
     for path, found in source.files:
-        if found.form == "token shards":
-            raise DataError(f"{path}: a token shard, which is no text; train on it as it is (--data.path)")
+        if found.form in ("token shards", "Megatron data sets"):
+            raise DataError(f"{path}: token ids, which are no text; train on them as they are (--data.path)")
         if found.form == "plain text":
             with opened(path, found.packed) as (stream, _):
                 raw = stream.read()
@@ -535,7 +546,23 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-# ---- shards ----
+# ---- token ids ----
+
+
+def _open_indexed(source: Survey, tokenizer: Tokenizer, shares: HeldOut, split: Split) -> Corpus:
+    """One split of Megatron's data sets. Their ids are taken for those of the tokenizer that is named."""
+    opened = [open_indexed(path) for path, _ in source.files]
+    eos = eos_of(opened, tokenizer.eos if tokenizer.named else None)
+    fingerprint = tokenizer.fingerprint if tokenizer.named else "unknown"
+
+    # What the source was taken for.
+    first = opened[0]
+    shown = first.whole(first.ids[: min(4 * SHOWN, int(first.starts(1)[-1]))])
+    known = tokenizer.named and shown.min(initial=0) >= 0 and shown.max(initial=0) < tokenizer.vocab
+    text = tokenizer.decode(shown[shown != eos])[:SHOWN] if known else ""
+    taken = source.tell(Facts(sum(one.entries - 1 for one in opened), text))
+    runs = [one.run(shares, split, eos) for one in opened]
+    return Corpus(source.name, runs, eos, fingerprint, f"{taken}, of tokenizer {fingerprint}, eos {eos}")
 
 
 def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, shares: HeldOut, split: Split) -> Corpus:
