@@ -23,7 +23,7 @@ from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
 from tmoe.config.run import Config
-from tmoe.data.dataset import Batch, Loader
+from tmoe.data.dataset import Batch, Dataset, Loader
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
@@ -93,6 +93,10 @@ class Trainer:
         opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
         self.data, self.val_data = opened
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
+        self.test_data: Dataset | None = None
+        if cfg.data.held_out[1]:
+            self.test_data = run.together(lambda: self.task.open("test", self.carried))
+            run.alike(self.test_data.extent("test"))
         self.facts = run.together(lambda: self.task.facts(self.val_data))
 
         # Model and optimizer.
@@ -152,7 +156,8 @@ class Trainer:
             result = "stopped"
             if val_loss is not None:
                 result = f"validation loss {val_loss:.4f} after step {self.step}"
-            return self.metrics.note(result)
+            self.metrics.note(result)
+            return self.test()
         data = Loader(self.data, start_step=self.step, pin=run.device.type == "cuda", **self.shape())
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             saving = self.checkpoints.saving
@@ -215,6 +220,8 @@ class Trainer:
             self.checkpoints.finish()
         if validate and (val_loss := self.validate()) is not None:
             self.metrics.validated(val_loss, self.val_measured)
+        if last and not stop:
+            self.test()
         if profile:
             run.watch.pause()  # writing a trace takes its time
             profile.step()
@@ -260,10 +267,10 @@ class Trainer:
         return Totals(*self.run.put(torch.tensor(totals))), stops > 0
 
     @torch.no_grad()
-    def validate(self) -> float | None:
-        """Mean loss over the first eval_batches validation batches; None once told to stop.
+    def validate(self, data: Dataset | None = None) -> float | None:
+        """Mean loss over the first eval_batches batches of held-out data; None once told to stop.
 
-        Of the averaged weights, if the run keeps an average.
+        Of the averaged weights, if the run keeps an average. data: the validation data unless given.
         """
         cfg, model, device, objective = self.cfg, self.model, self.run.device, self.task.objective
         total, divisor = torch.zeros((), device=device), 0.0
@@ -273,7 +280,7 @@ class Trainer:
             for i in range(cfg.train.eval_batches):
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break
-                batch = self.val_data.batch(i, **self.shape())
+                batch = (data or self.val_data).batch(i, **self.shape())
                 divisor += self.task.divisor(batch) if self.counts else 0
                 micros = self.task.micros(batch, device)
                 if isinstance(model, Stages):
@@ -291,6 +298,14 @@ class Trainer:
         val_loss, *measured = (sums / max(self.run.sums(divisor)[0], 1)).tolist()
         self.val_measured = dict(zip(self.task.measures, measured, strict=True))
         return val_loss
+
+    def test(self) -> None:
+        """The loss of the test data, if some were held out: a line of its own in the log, and a note."""
+        if self.test_data is None or (loss := self.validate(self.test_data)) is None:
+            return
+        if not self.cfg.eval_only:
+            self.metrics.validated(loss, self.val_measured, "test")
+        self.metrics.note(f"test loss {loss:.4f} after step {self.step}")
 
     def log(self, step: int, numbers: OnItsWay, lr: float, tokens: int) -> None:
         """Guards a step and writes it down. Waits until its numbers are on the host."""
@@ -351,14 +366,17 @@ class Trainer:
         self.changes = run.together(
             lambda: resume.require_same_run(path, cfg, self.data.facts(), self.mesh.axes.readers)
         )
-        wanted = ("model.", "ema.") if cfg.eval_only else None
-        state, rng = self.checkpoints.load(path, self.tensors(), wanted)
+        anew = cfg.eval_only or not cfg.load_optim
+        wanted = ("model.", "ema.") if anew else None
+        tensors = self.tensors(("model", "ema")) if anew else self.tensors()
+        draws = cfg.load_rng and not cfg.eval_only
+        state, rng = self.checkpoints.load(path, tensors, wanted, rng=draws)
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
         self.data.go_on(self.step, self.tokens, **self.shape())
-        if rng is not None:  # None with another number of ranks, which draws other numbers
+        if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted
             runtime.set_rng_states(rng, run.device)
 
     def tensors(self, wanted: tuple[str, ...] = ("model", "optim", "ema")) -> dict[str, Tensor]:

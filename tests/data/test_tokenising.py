@@ -274,7 +274,7 @@ def test_whoever_waits_goes_on_where_the_one_that_tokenised_was_killed(
         "tempfile.tempdir, corpus.IN_MEMORY = sys.argv[3], 1000\n"
         "write = corpus._write_shard\n"
         "corpus._write_shard = lambda path, *a: (write(path, *a), os.kill(os.getpid(), 9))\n"
-        "corpus.open_corpus(sys.argv[1], corpus_tokenizer(sys.argv[2]), 300, 0.05, 'train')"
+        "corpus.open_corpus(sys.argv[1], corpus_tokenizer(sys.argv[2]), 300, corpus.HeldOut(0.05), 'train')"
     ).replace("corpus_tokenizer", "__import__('tmoe.data.tokenizer').data.tokenizer.load_tokenizer")
     done = forked.run(["-c", code, tmp_path / "a.jsonl", bpe, tmp_path / "t"])
     assert done.returncode == -9, done.stderr

@@ -357,3 +357,25 @@ def test_an_average_takes_the_weights_place_and_gives_it_back(dtype):
     assert all(
         torch.equal(weights[n], before[n]) and torch.equal(ema.tensors()[n], averages[n]) for n in weights
     )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_decay_may_end_before_the_run(schedule):
+    """Until its end the decay is that of a run of so many steps; behind it the least rate holds."""
+    cfg = OptimConfig(schedule=schedule, warmup=5, min_lr=0.1)
+    ends = OptimConfig(schedule=schedule, warmup=5, min_lr=0.1, decay_steps=40)
+    factors = [lr_factor(step, 100, ends) for step in range(100)]
+    assert factors[:40] == [lr_factor(step, 40, cfg) for step in range(40)]
+    assert factors[40:] == pytest.approx([0.1] * 60)
+
+
+def test_warm_up_as_a_share():
+    """Of the steps until the decay ends, as Megatron's --lr-warmup-fraction."""
+    share = OptimConfig(warmup_fraction=0.25, decay_steps=40)
+    steps = OptimConfig(warmup=10, decay_steps=40)
+    assert [lr_factor(s, 100, share) for s in range(100)] == [lr_factor(s, 100, steps) for s in range(100)]
+    assert lr_factor(24, 100, OptimConfig(warmup_fraction=0.25)) == 1.0
+    with pytest.raises(ValueError, match=r"--optim.warmup=3, --optim.warmup-fraction=0.1: give one"):
+        OptimConfig(warmup=3, warmup_fraction=0.1)
+    with pytest.raises(ValueError, match=r"--optim.decay-steps=3: must be 0, or more than --optim.warmup=3"):
+        OptimConfig(warmup=3, decay_steps=3)

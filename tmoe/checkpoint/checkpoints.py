@@ -274,13 +274,19 @@ class Checkpoints:
 
     @torch.no_grad()
     def load(
-        self, path: Path, tensors: dict[str, Tensor | DTensor], only: str | tuple[str, ...] | None = None
+        self,
+        path: Path,
+        tensors: dict[str, Tensor | DTensor],
+        only: str | tuple[str, ...] | None = None,
+        *,
+        rng: bool | None = None,
     ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Fill `tensors` in place from the step folder `path`, whatever mesh and world it was saved on.
 
         only: consider the saved tensors whose name starts so (or with one of these), e.g. "model.".
+        rng: whether generator states are wanted; None: unless `only` is given.
         Returns (state, rng). rng is this rank's saved generator states, or None if the world size differs,
-        `only` is given, or none were saved.
+        they are not wanted, or none were saved.
         Raises, before any tensor changes: CheckpointError if a byte of the folder is damaged; MismatchError
         that lists every tensor that is missing, not asked for, or of other shape or dtype.
         """
@@ -289,9 +295,9 @@ class Checkpoints:
             raise CheckpointError(listed("", problems, indent=""))
         manifest = read_manifest(path)
         self._compare(path, manifest, tensors, only)
-        same = self._world == manifest.world and only is None
+        same = self._world == manifest.world and (only is None if rng is None else rng)
         mine = f"{RNG}{self._rank}."
-        rng = {
+        states = {
             name: torch.empty(entry.shape, dtype=files.dtype_of(entry.dtype))
             for name, entry in manifest.tensors.items()
             if same and name.startswith(mine)
@@ -299,11 +305,11 @@ class Checkpoints:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = Reader(path, manifest)
         self._dcp(
-            f"loading {path}", lambda **how: dcp.load(tensors | rng, storage_reader=reader, **how), planner
+            f"loading {path}", lambda **how: dcp.load(tensors | states, storage_reader=reader, **how), planner
         )
-        if not rng:
+        if not states:
             return manifest.state, None
-        return manifest.state, {name.removeprefix(mine): value for name, value in rng.items()}
+        return manifest.state, {name.removeprefix(mine): value for name, value in states.items()}
 
     def _compare(
         self, path: Path, manifest: Manifest, tensors: dict[str, Tensor], only: str | tuple[str, ...] | None

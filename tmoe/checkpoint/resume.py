@@ -46,7 +46,9 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
 
     # The kinds of state in the folder: what a run must have, and the average that only some runs keep.
     held = {name.partition(".")[0] for name in manifest.tensors}
-    require("optim" in held, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{other}")
+    new = not cfg.load_optim
+    anyway = f"; go on with new moments with --no-load-optim, or{other[1:]}"
+    require("optim" in held or new, f"--resume={cfg.resume}: {step_dir} holds no optimizer state{anyway}")
     counts: list[Any] = [manifest.state.get(name) for name in ("step", "tokens")]
     whole = all(fits(n, int) and 0 <= n < 2**63 for n in counts)
     whole = whole and isinstance(manifest.state.get("guard"), dict)
@@ -99,6 +101,8 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     told = any(name.startswith(("data.", "train.seq")) for name, *_ in changed)
     if not told and before != data:
         noted.append(f"the data has changed, so it is shuffled anew: {data['is']} (was {before['is']})")
+    if new:
+        noted.append("--no-load-optim: the optimizer starts anew")
     if cfg.init:
         noted.append(f"--init={cfg.init}: not read, for {step_dir} goes on")
     if not goes_on and not cfg.eval_only:

@@ -11,7 +11,7 @@ next: train.py
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tmoe.config.check import FLOATS, MOST, check, divisors, require
@@ -31,6 +31,9 @@ class TrainConfig:
     """tokens a sequence"""
     accumulate: int = 1
     """micro-batches a rank in one step"""
+    global_batch: int = 0
+    """sequences of all ranks in one step, which no layout then changes: accumulate follows from it;
+    0: as many as batch, accumulate and layout give"""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """compute type; master weights, gradient reduction and optimizer state are fp32 in both"""
     isolate_documents: bool = True
@@ -50,7 +53,9 @@ class TrainConfig:
     set it higher for slow disks and large saves"""
 
     def __post_init__(self) -> None:
-        check(self, "--train.", one="batch seq accumulate eval_batches", zero="eval_every timeout")
+        check(
+            self, "--train.", one="batch seq accumulate eval_batches", zero="global_batch eval_every timeout"
+        )
         wait = self.collective_timeout
         year = 365 * 86400
         valid = f"must be from 1 to {year} (seconds; a year)"
@@ -157,11 +162,16 @@ class OptimConfig:
     """largest global gradient norm; 0: no clipping"""
     warmup: int = 0
     """steps of linear warm-up"""
+    warmup_fraction: float = 0.0
+    """instead of warmup: share of the steps up to the decay's end that are warm-up"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """decay after the warm-up;
     wsd holds the peak, then falls linearly over the last decay-fraction of the steps"""
     decay_fraction: float = 0.2
     """wsd: share of the steps spent falling"""
+    decay_steps: int = 0
+    """steps, those of the warm-up counted, after which the decay has ended and min-lr holds;
+    0: it ends with the run"""
     min_lr: float = 0.1
     """learning rate at the end, as a share of the peak"""
     offload: bool = False
@@ -179,7 +189,14 @@ class OptimConfig:
     """non-finite steps in a row after which the run ends with an error"""
 
     def __post_init__(self) -> None:
-        check(self, "--optim.", one="max_skips", zero="weight_decay warmup", positive="lr eps", share="ema")
+        zero, share = "weight_decay warmup decay_steps", "ema warmup_fraction"
+        check(self, "--optim.", one="max_skips", zero=zero, positive="lr eps", share=share)
+        either = not (self.warmup and self.warmup_fraction)
+        both = f"--optim.warmup={self.warmup}, --optim.warmup-fraction={self.warmup_fraction}"
+        require(either, f"{both}: give one of them")
+        end = self.decay_steps
+        valid = f"must be 0, or more than --optim.warmup={self.warmup}"
+        require(not end or end > self.warmup, f"--optim.decay-steps={end}: {valid}")
         ok = all(0 <= b <= FLOATS[2] for b in self.betas)
         require(ok, f"--optim.betas={self.betas}: each at least 0 and below 1 in float32")
         require(self.clip >= 0, f"--optim.clip={self.clip}: must be 0 (off) or more")
@@ -225,7 +242,8 @@ class DataConfig:
     """documents of a source that may be left out because they are malformed; the first are named"""
     tokenizer: str = "auto"
     """'auto' (that of --init's model, else bytes), 'bytes',
-    or the path of a Hugging Face tokenizer.json or of a folder that holds one"""
+    or the path of a Hugging Face tokenizer.json, of a sentencepiece model (tokenizer.model, Llama 2),
+    or of a folder that holds one"""
     new_tokenizer: bool = False
     """train --init's weights on ids of another tokenizer than theirs:
     a new vocabulary, or the same one in another file"""
@@ -238,12 +256,25 @@ class DataConfig:
     """seed of the sample order"""
     val_fraction: float = 0.05
     """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
+    split: tuple[float, ...] = ()
+    """instead of val-fraction: shares of training, validation and test data, as 949 50 1;
+    the test data's loss is measured once, after the last step"""
 
     def __post_init__(self) -> None:
         check(self, "--data.", zero="seed skip_malformed")
         sources = len(self.path) > 0 and all(self.path)
         require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
+        valid = "three shares, as 949 50 1: those of training and validation above 0, that of test 0 or more"
+        ok = not self.split or (len(self.split) == 3 and all(0 <= s < 1e12 for s in self.split))
+        require(ok and all(self.split[:2]), f"--data.split={self.split}: must be {valid}")
+
+    @property
+    def held_out(self) -> tuple[float, float]:
+        """Shares of the documents that are held out: for validation, and for the test."""
+        if not self.split:
+            return self.val_fraction, 0.0
+        return self.split[1] / sum(self.split), self.split[2] / sum(self.split)
 
 
 @dataclass(frozen=True)
@@ -336,6 +367,11 @@ class Config:
     init: str | None = None
     """start from the weights of this step folder or Hugging Face folder
     (optimizer, schedule and data start anew)"""
+    load_optim: bool = True
+    """resume with the optimizer's state;
+    --no-load-optim goes on with a step's weights, at its place in schedule and data, with new moments"""
+    load_rng: bool = True
+    """resume with the states of the random generators; --no-load-rng draws other numbers from there on"""
     eval_only: bool = False
     """validate and exit"""
     dry_run: bool = False
@@ -404,15 +440,8 @@ def require_layout(cfg: Config) -> None:
     tied = p.pp > 1 and p.schedule == "v" and model.tied
     ends = "the table of --model.tied would lie twice on the first stage, which has both ends"
     require(not tied, f"{name}: {ends}; use 1f1b or interleaved")
-    micros = cfg.train.accumulate
-    require(
-        micros >= p.pp,
-        f"--train.accumulate={micros}: --parallel.pp={p.pp} needs {p.pp} micro-batches or more",
-    )
-    require(
-        p.pp == 1 or p.schedule != "interleaved" or micros % p.pp == 0,
-        f"--train.accumulate={micros}: {name} needs a multiple of --parallel.pp={p.pp}",
-    )
+    if not cfg.train.global_batch:  # else `with_global_batch` knows how many there are
+        require_micros(cfg)
 
     # etp: every expert's width.
     if p.etp > 1:
@@ -427,6 +456,46 @@ def require_layout(cfg: Config) -> None:
             p.dispatch not in ("local", "symm"),
             f"--parallel.dispatch={p.dispatch}: --parallel.etp={p.etp} needs auto or nccl",
         )
+
+
+def require_micros(cfg: Config, given: str = "") -> None:
+    """ConfigError unless the pipeline has enough micro-batches. given: what their number follows from."""
+    p, micros = cfg.parallel, cfg.train.accumulate
+    flag = f"--train.accumulate={micros}{given}"
+    require(micros >= p.pp, f"{flag}: --parallel.pp={p.pp} needs {p.pp} micro-batches or more")
+    require(
+        p.pp == 1 or p.schedule != "interleaved" or micros % p.pp == 0,
+        f"{flag}: --parallel.schedule={p.schedule} needs a multiple of --parallel.pp={p.pp}",
+    )
+
+
+def with_global_batch(cfg: Config, readers: int) -> Config:
+    """The settings with the accumulate that follows from --train.global-batch, if that is given.
+
+    readers: `Axes.readers` of the run. ConfigError where they do not divide it, or where the accumulate that
+    is given as well is another.
+    """
+    t = cfg.train
+    if not t.global_batch:
+        return cfg
+    once = t.batch * readers
+    name = f"--train.global-batch={t.global_batch}"
+    each = f"--train.batch={t.batch} x {readers} readers of this layout = {once} sequences a micro-batch"
+    require(
+        t.global_batch % once == 0, f"{name}: must be a multiple of {each}; {_near(t.global_batch, once)}"
+    )
+    micros = t.global_batch // once
+    given = f"--train.accumulate={t.accumulate}"
+    require(t.accumulate in (1, micros), f"{given}: {name} gives {micros} ({each}); leave one of them out")
+    cfg = replace(cfg, train=replace(t, accumulate=micros))
+    require_micros(cfg, f" (of {name})")
+    return cfg
+
+
+def _near(batch: int, once: int) -> str:
+    """The multiples of `once` around a batch."""
+    below = batch // once * once
+    return f"valid: {' or '.join(str(n) for n in (below, below + once) if n)}"
 
 
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:

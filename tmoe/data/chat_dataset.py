@@ -36,12 +36,12 @@ from tmoe.config.run import DataConfig
 from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
 from tmoe.data.chat_template import ChatTemplate, load_template
-from tmoe.data.corpus import Split
+from tmoe.data.corpus import HeldOut, Split
 from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, parse_sources
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
-from tmoe.data.sources import NAMED, Skips, Survey, _hash, _is_held_out, made_once, survey
+from tmoe.data.sources import NAMED, Skips, Splitter, Survey, _hash, made_once, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 ChatTask = Literal["sft", "preference"]
@@ -134,7 +134,7 @@ class ChatSource:
         self.of_unit = 2 if pairs else 1
         """sequences that stay together"""
 
-        units = np.flatnonzero((kept["held"] == (split == "val"))[:: self.of_unit])
+        units = np.flatnonzero((kept["splits"] == split)[:: self.of_unit])
         self.units, cut, dropped = self._fit(units, kept["firsts"], overlong)
         if not len(self.units):
             raise DataError(
@@ -378,7 +378,7 @@ class _Rows:
         """Changes when a file, tokenizer, template or a setting changes that decides about tokens."""
         stats = [(str(path.resolve()), path.stat()) for path, _ in self.source.files]
         told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        settings = [self.kind, self.cfg.val_fraction, self.cfg.skip_malformed]
+        settings = [self.kind, self.cfg.held_out, self.cfg.skip_malformed]
         model = [self.tokenizer.fingerprint, self.tokenizer.eos, self.template.digest]
         libraries = [VERSION, tokenizers.__version__, jinja2.__version__]
         return hashlib.sha256(json.dumps([*libraries, *model, *settings, told]).encode()).hexdigest()[:32]
@@ -411,8 +411,8 @@ class _Rows:
             if not hashes:
                 raise DataError(f"{self.source.name}: holds no rows to train on")
             shares = np.array(hashes, np.uint64).tolist()
-            low, high = min(shares), max(shares)
-            held = np.array([_is_held_out(one, low, high, self.cfg.val_fraction) for one in shares])
+            split_of = Splitter(shares, HeldOut(*self.cfg.held_out))
+            splits = np.array([split_of(one) for one in shares])
             np.savez(
                 folder / "sequences.npz",
                 starts=np.array(starts),
@@ -420,7 +420,7 @@ class _Rows:
                 counts=np.array(counts),
                 rows=np.array(rows),
                 places=np.array(places).reshape(-1, 2),
-                held=held[np.array(rows)],
+                splits=splits[np.array(rows)],
             )
             facts = dict(
                 dtype=str(dtype),

@@ -49,7 +49,8 @@ def convert(
     Args:
         sources: 'stdlib', files, folders of files of one kind, or patterns in quotes: 'set/*.jsonl.gz'
         out: folder to make; must not exist
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json or of a folder that holds one
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json, of a sentencepiece model, or of a
+            folder that holds one
         shard_tokens: most tokens in a shard, unless one document is longer
         text_field: name of the string field that holds a row's text
         skip_malformed: documents that may be left out because they are malformed; the first are named

@@ -5,13 +5,14 @@ next: data/sources.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from tmoe.data.tokenizer import DataError
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 
 
 class Run(NamedTuple):
@@ -21,10 +22,12 @@ class Run(NamedTuple):
     where: str
     offset: int = 0
     """bytes of the file before the first of these tokens"""
+    inserted: Callable[[int], int] = lambda position: 0
+    """how many of the tokens before a position are not in the file"""
 
     def bad_id(self, position: int, vocab: int) -> DataError:
         """The error of an id outside the model's vocabulary. position: of the token in this run."""
-        at = self.offset + position * self.tokens.itemsize
+        at = self.offset + (position - self.inserted(position)) * self.tokens.itemsize
         token = int(self.tokens[position])
         return DataError(
             f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1"
@@ -43,7 +46,23 @@ class Corpus(NamedTuple):
     """what the source was taken for, its documents, how the first begins, what was left out"""
 
 
-def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
+class HeldOut(NamedTuple):
+    """Shares of the documents that training does not see."""
+
+    val: float
+    test: float = 0.0
+
+
+def cut(run: Run, shares: HeldOut, split: Split, eos: int) -> Run:
+    """One split of a run that is cut at the ends of documents: training data first, test data last."""
+    both = shares.val + shares.test
+    if split == "train":
+        return _cut(run, both, True, eos)
+    rest = _cut(run, both, False, eos)
+    return _cut(rest, shares.test / both, split == "val", eos) if shares.test else rest
+
+
+def _cut(run: Run, fraction: float, first: bool, eos: int) -> Run:
     """The first 1 - fraction of a run, or the rest of it.
 
     The cut follows the first eos in the first half of that rest. Where no document ends there, it goes
@@ -58,6 +77,6 @@ def _cut(run: Run, fraction: float, split: Split, eos: int) -> Run:
         if ends.size:
             at = low + int(ends[0]) + 1
             break
-    if split == "train":
+    if first:
         return run._replace(tokens=run.tokens[:at])
     return run._replace(tokens=run.tokens[at:], offset=run.offset + at * run.tokens.itemsize)

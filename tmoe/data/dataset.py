@@ -29,7 +29,7 @@ import torch
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
-from tmoe.data.corpus import Corpus, Split
+from tmoe.data.corpus import Corpus, HeldOut, Run, Split
 from tmoe.data.sources import open_corpus
 from tmoe.data.tokenizer import ByteTokenizer, Carried, DataError, Tokenizer, load_tokenizer
 
@@ -132,7 +132,7 @@ class Source:
         if self.samples < 1:
             raise DataError(
                 f"{self.name}: {self.tokens} tokens in its {split} split, one sample needs {seq + 1}; "
-                f"lower --train.seq={seq}, change --data.val-fraction, or give more data"
+                f"lower --train.seq={seq}, change --data.val-fraction (or --data.split), or give more data"
             )
 
     def window(self, index: int) -> np.ndarray:
@@ -148,20 +148,22 @@ class Source:
         run = self.runs[number]
         base = self.starts[number]
         low = max(start - base, 0)
-        tokens = run.tokens[low : end - base].astype(np.int64)
-        if tokens.size and tokens.max() >= self.vocab:
-            raise run.bad_id(low + int(np.argmax(tokens >= self.vocab)), self.vocab)
+        return self._checked(run, low, end - base)
+
+    def _checked(self, run: Run, low: int, high: int) -> np.ndarray:
+        """Tokens [low, high) of a run as int64; DataError on an id outside the vocabulary."""
+        tokens = run.tokens[low:high].astype(np.int64)
+        bad = tokens.view(np.uint64) >= self.vocab  # a negative id is a large one
+        if bad.any():
+            raise run.bad_id(low + int(np.argmax(bad)), self.vocab)
         return tokens
 
     def frequencies(self) -> np.ndarray:
-        """Share of each id [V] in all tokens, counted 2^22 at a time because bincount widens to int64."""
+        """Share of each id [V] in all tokens, counted 2^22 at a time, as int64."""
         counts = np.zeros(self.vocab)
         for run in self.runs:
             for low in range(0, len(run.tokens), 1 << 22):
-                found = np.bincount(run.tokens[low : low + (1 << 22)], minlength=self.vocab)
-                if len(found) > self.vocab:
-                    raise run.bad_id(low + int(np.argmax(run.tokens[low:] >= self.vocab)), self.vocab)
-                counts += found
+                counts += np.bincount(self._checked(run, low, low + (1 << 22)), minlength=self.vocab)
         return counts / counts.sum()
 
 
@@ -276,11 +278,10 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     if cfg.new_tokenizer:
         carried = None
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
+    shares = HeldOut(*cfg.held_out)
     try:
         corpora = [
-            open_corpus(
-                name, tokenizer, vocab, cfg.val_fraction, split, cfg.text_field, cfg.skip_malformed, carried
-            )
+            open_corpus(name, tokenizer, vocab, shares, split, cfg.text_field, cfg.skip_malformed, carried)
             for name in names
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
@@ -305,7 +306,7 @@ def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
         if carried:
             carried.require(f"--data.tokenizer={spec}", chosen.fingerprint)
         return chosen
-    return carried.load() if carried and carried.files else ByteTokenizer()
+    return carried.load() if carried and carried.files else ByteTokenizer(named=False)
 
 
 def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:

@@ -20,15 +20,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import naming
 
-Form = Literal["token shards", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
+Form = Literal["token shards", "Megatron data sets", "JSON lines", "JSON", "parquet", "plain text", "nothing"]
 
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ROWS_SUFFIXES = (".jsonl", ".ndjson", ".json")
 REFUSED = {
+    MAGIC: "the index of a Megatron data set, whose .bin is not beside it",
     b"PK\x03\x04": "a zip archive; unpack it",
     b"Rar!": "a rar archive; unpack it",
     b"7z\xbc\xaf": "a 7z archive; unpack it",
@@ -98,8 +100,10 @@ def no_text(where: str, row: Any, field: str) -> DataError:
 
 def look(path: Path) -> Found:
     """What a file holds, by its first bytes and, where these leave it open, by its name."""
-    if path.suffix == ".bin":
-        return Found("token shards")  # opening it reports what is wrong with it
+    if path.suffix == ".bin":  # opening it reports what is wrong with it
+        return Found("Megatron data sets" if is_indexed(path) else "token shards")
+    if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
+        return Found("nothing")
     packed = packing(path)
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:

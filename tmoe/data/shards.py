@@ -77,9 +77,12 @@ def read_header(path: Path) -> ShardHeader:
         raise DataError(f"{path}: no regular file, or a link to nothing")
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
+    megatron = "" if raw.startswith(b"{") else f"; a Megatron data set's {path.stem}.idx must lie beside it"
     if len(raw) < HEADER_BYTES:
         what = "truncated" if raw else "empty shard"
-        raise DataError(f"{path}: {what}: ends at byte {len(raw)}, inside the header of {HEADER_BYTES}")
+        raise DataError(
+            f"{path}: {what}: ends at byte {len(raw)}, inside the header of {HEADER_BYTES}{megatron}"
+        )
     try:
         fields = json.loads(raw)
         if (fields["magic"], fields["version"]) != (ShardHeader.magic, ShardHeader.version):
@@ -96,7 +99,7 @@ def read_header(path: Path) -> ShardHeader:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"{path}: byte 0 begins no {ShardHeader.magic} header of version {ShardHeader.version}: "
-            f"{error!r}; `python -m tmoe.data` makes shards"
+            f"{error!r}; `python -m tmoe.data` makes shards{megatron}"
         ) from error
     return header
 

@@ -4,6 +4,7 @@ A source is the interpreter's own library, text, rows of JSON or parquet, or tok
 text files (one each) and rows (the string field "text"); data/rows.py tells which is which, by first bytes.
 A source is of one kind: a folder with several is refused, and a pattern ('folder/*.jsonl') names one of them.
 JSON among texts (a package.json among sources) is text like these, unless it holds rows of a data set.
+A Megatron data set is NAME.bin with NAME.idx beside it, named by either or by NAME (data/indexed.py).
 A shard is a file of token ids behind a header of 1024 bytes: one line of JSON padded with spaces (`head -1`
 shows it), then little-endian uint16 or uint32 ids in which every document ends with eos.
 
@@ -15,6 +16,7 @@ Held out for validation, independent of seed and sequence length:
     files of a folder, by a hash of their relative path;
     rows, by a hash of their text, so that equal documents stay on one side;
     of a source that is one document, or of each shard, the end.
+With --data.split the documents held out are divided again, into validation and test data, in the same way.
 
 next: data/rows.py, data/dataset.py
 """
@@ -35,14 +37,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import tokenizers
 from filelock import FileLock
 from rich.filesize import decimal
 
-from tmoe.data.corpus import Corpus, Run, Split, _cut
+from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
+from tmoe.data.indexed import eos_of, is_indexed, open_indexed
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
@@ -88,7 +91,7 @@ def open_corpus(
     name: str,
     tokenizer: Tokenizer,
     vocab: int,
-    fraction: float,
+    shares: HeldOut,
     split: Split,
     field: str = "text",
     malformed: int = 0,
@@ -102,7 +105,12 @@ def open_corpus(
     """
     source = survey(name)
     if source.form == "token shards":
-        found = _open_shards(source, tokenizer, vocab, fraction, split)
+        found = _open_shards(source, tokenizer, vocab, shares, split)
+        if carried:
+            carried.require(name, found.fingerprint)
+        return found
+    if source.form == "Megatron data sets":
+        found = _open_indexed(source, tokenizer, shares, split)
         if carried:
             carried.require(name, found.fingerprint)
         return found
@@ -112,13 +120,13 @@ def open_corpus(
         raise DataError(
             f"{name}: the tokenizer gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small"
         )
-    texts = _Texts(source, tokenizer, fraction, field, Skips(malformed))
+    texts = _Texts(source, tokenizer, shares, field, Skips(malformed))
     if sum(path.stat().st_size for path, _ in source.files) > IN_MEMORY:
         run, whole, facts = texts.cached(split)
     else:
         run, whole, facts = texts.in_memory(split)
     if whole:
-        run = _cut(run, fraction, split, tokenizer.eos)
+        run = cut(run, shares, split, tokenizer.eos)
     return Corpus(name, [run], tokenizer.eos, tokenizer.fingerprint, source.tell(facts))
 
 
@@ -136,7 +144,7 @@ class _Texts:
 
     source: Survey
     tokenizer: Tokenizer
-    fraction: float
+    held_out: HeldOut
     field: str
     skips: Skips
 
@@ -152,7 +160,7 @@ class _Texts:
     def _divide(self, documents: Iterable[Document]) -> tuple[Callable[[Document], str], Facts]:
         """A function that tells which part a document belongs to, by its key, and the facts met on the way.
 
-        The parts are "train" and "val", or "whole" for a source of one document.
+        The parts are the splits, or "whole" for a source of one document.
         """
         first = ""
         shares: list[int] = []
@@ -160,13 +168,10 @@ class _Texts:
             if not shares:
                 first = beginning(document.text)
             shares.append(_hash(document.key))
-        low = min(shares, default=0)
-        high = max(shares, default=0)
+        split_of = Splitter(shares, self.held_out)
 
         def part_of(document: Document) -> str:
-            if len(shares) == 1:
-                return "whole"
-            return "val" if _is_held_out(_hash(document.key), low, high, self.fraction) else "train"
+            return "whole" if len(shares) == 1 else split_of(_hash(document.key))
 
         return part_of, Facts(len(shares), first)
 
@@ -186,11 +191,11 @@ class _Texts:
         settings = [
             self.tokenizer.fingerprint,
             self.tokenizer.eos,
-            self.fraction,
+            self.held_out,
             self.field,
             self.skips.limit,
         ]
-        facts = ["1", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
+        facts = ["2", tokenizers.__version__, self.source.form, str(self.source.root), *settings, told]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _make(self, made: Path) -> None:
@@ -203,7 +208,7 @@ class _Texts:
         )
         part_of, facts = self._divide(read_documents(self.source, self.field, self.skips))
         with _publish(made) as folder:
-            for part in ("whole",) if facts.documents == 1 else ("train", "val"):
+            for part in ("whole",) if facts.documents == 1 else get_args(Split):
                 documents = read_documents(self.source, self.field, self.skips)
                 wanted = (document for document in documents if part_of(document) == part)
                 path = folder / f"{part}.bin"
@@ -260,18 +265,37 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
     splits.
     """
     hashes = [_hash(key) for key in keys]
-    low = min(hashes)
-    high = max(hashes)
-    return [_is_held_out(found, low, high, fraction) for found in hashes]
+    split_of = Splitter(hashes, HeldOut(fraction))
+    return [split_of(found) == "val" for found in hashes]
+
+
+class Splitter:
+    """The split that a document belongs to, by the hash of its key alone.
+
+    The lowest hash of a source is validation data, the next test data if there is any, the highest training
+    data: so two documents, or three, are enough for all splits.
+    """
+
+    def __init__(self, hashes: list[int], shares: HeldOut) -> None:
+        low, high = min(hashes, default=0), max(hashes, default=0)
+        between = (found for found in hashes if low < found < high)
+        self.shares = shares
+        self.sure: dict[int | None, Split] = {}
+        if shares.test:
+            self.sure[min(between, default=None)] = "test"
+        self.sure[high] = "train"
+        self.sure[low] = "val"
+
+    def __call__(self, found: int) -> Split:
+        if found in self.sure:
+            return self.sure[found]
+        at = found / 2**64
+        return "val" if at < self.shares.val else "test" if at < sum(self.shares) else "train"
 
 
 def _hash(key: str) -> int:
     raw = key.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
-
-
-def _is_held_out(found: int, low: int, high: int, fraction: float) -> bool:
-    return found == low or (found / 2**64 < fraction and found < high)
 
 
 # ---- text ----
@@ -336,6 +360,10 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
     if name == "stdlib":
         return Path(sysconfig.get_path("stdlib")), stdlib_files()
     path = Path(name)
+    if path.suffix == ".idx" and path.with_suffix(".bin").is_file():
+        path = path.with_suffix(".bin")
+    if not path.exists() and is_indexed(path.with_name(f"{path.name}.bin")):
+        path = path.with_name(f"{path.name}.bin")
     if path.is_file():
         return path.parent, [path]
     if not path.is_dir():
@@ -343,7 +371,7 @@ def text_files(name: str) -> tuple[Path, list[Path]]:
             return _matching(name)
         raise DataError(
             f"{name}: no such file or folder; valid: 'stdlib', a file of text, JSON lines or parquet, a "
-            "shard, a folder of these, or a pattern of files"
+            "shard, a Megatron data set, a folder of these, or a pattern of files"
         )
     found = {entry.relative_to(path).as_posix(): entry for entry in _below(path)}
     visible = [found[key] for key in sorted(found) if not re.search(r"(^|/)\.", key)]
@@ -447,8 +475,8 @@ def read_documents(
     source = survey(source) if isinstance(source, str) else source
     skips = skips or Skips()
     for path, found in source.files:
-        if found.form == "token shards":
-            raise DataError(f"{path}: a token shard, which is no text; train on it as it is (--data.path)")
+        if found.form in ("token shards", "Megatron data sets"):
+            raise DataError(f"{path}: token ids, which are no text; train on them as they are (--data.path)")
         if found.form == "plain text":
             with opened(path, found.packed) as (stream, _):
                 raw = stream.read()
@@ -524,10 +552,26 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-# ---- shards ----
+# ---- token ids ----
 
 
-def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: float, split: Split) -> Corpus:
+def _open_indexed(source: Survey, tokenizer: Tokenizer, shares: HeldOut, split: Split) -> Corpus:
+    """One split of Megatron's data sets. Their ids are taken for those of the tokenizer that is named."""
+    opened = [open_indexed(path) for path, _ in source.files]
+    eos = eos_of(opened, tokenizer.eos if tokenizer.named else None)
+    fingerprint = tokenizer.fingerprint if tokenizer.named else "unknown"
+
+    # What the source was taken for.
+    first = opened[0]
+    shown = first.whole(first.ids[: min(4 * SHOWN, int(first.starts(1)[-1]))])
+    known = tokenizer.named and shown.min(initial=0) >= 0 and shown.max(initial=0) < tokenizer.vocab
+    text = tokenizer.decode(shown[shown != eos])[:SHOWN] if known else ""
+    taken = source.tell(Facts(sum(one.entries - 1 for one in opened), text))
+    runs = [one.run(shares, split, eos) for one in opened]
+    return Corpus(source.name, runs, eos, fingerprint, f"{taken}, of tokenizer {fingerprint}, eos {eos}")
+
+
+def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, shares: HeldOut, split: Split) -> Corpus:
     """One split of a source of shards. DataError where they are of several tokenizers."""
     paths = [path for path, _ in source.files]
     opened = [open_shard(path, vocab) for path in paths]
@@ -547,5 +591,5 @@ def _open_shards(source: Survey, tokenizer: Tokenizer, vocab: int, fraction: flo
     same = tokenizer.fingerprint == first.tokenizer
     text = tokenizer.decode(shown[: ends[0] if ends.size else None])[:SHOWN] if same else ""
     taken = f"{source.tell(Facts(documents, text))}, of tokenizer {first.tokenizer}"
-    runs = [_cut(run, fraction, split, first.eos) for _, run in opened]
+    runs = [cut(run, shares, split, first.eos) for _, run in opened]
     return Corpus(source.name, runs, first.eos, first.tokenizer, taken)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or any Hugging Face tokenizer.json.
+"""Text to token ids and back: raw bytes, any Hugging Face tokenizer.json, or a sentencepiece model.
 
 next: data/sources.py
 """
@@ -6,6 +6,7 @@ next: data/sources.py
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
     """id that ends a document; `encode` never gives it for ordinary text"""
     fingerprint: str
     """equal for two tokenizers that give the same ids"""
+    named: bool
+    """whether the settings or the weights say that it is this one"""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Ids [n] of a text, without a separator. UnicodeError where the text cannot be represented."""
@@ -52,6 +55,10 @@ class ByteTokenizer:
     vocab = 256
     eos = 0
     fingerprint = "bytes"
+
+    def __init__(self, named: bool = True) -> None:
+        """named: False where it is only the default, and ids may be of a tokenizer that nobody named."""
+        self.named = named
 
     def encode(self, text: str | bytes) -> np.ndarray:
         raw = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
@@ -88,18 +95,20 @@ class Carried(NamedTuple):
     fingerprint: str
     files: TokenizerFiles | None
     """None: only its fingerprint is known"""
+    others: tuple[str, ...] = ()
+    """fingerprints of the same tokenizer in other formats: tokenizer.model beside tokenizer.json"""
 
     def load(self) -> Tokenizer:
         """The tokenizer; `files` must be there. DataError where it cannot be used."""
         assert self.files
         try:
-            return JsonTokenizer(self.files)
+            return of_files(self.files)
         except DataError as error:
             raise DataError(f"{error}; or name another copy of it with --data.tokenizer") from error
 
     def require(self, what: str, fingerprint: str) -> None:
         """DataError unless ids of `what` have the meaning that these weights know."""
-        if fingerprint == self.fingerprint:
+        if fingerprint in (self.fingerprint, *self.others):
             return
         do = (
             "name that tokenizer with --data.tokenizer"
@@ -134,6 +143,7 @@ class JsonTokenizer:
     OVERLAP = 16_384
     AROUND = 128  # tokens
     AT_ONCE = 8  # windows, encoded in parallel
+    named = True
 
     def __init__(self, files: TokenizerFiles) -> None:
         try:
@@ -296,13 +306,72 @@ class JsonTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+class SentencePieceTokenizer:
+    """A sentencepiece model, as Llama 2's tokenizer.model.
+
+    Neither bos nor eos is added, and no control symbol is recognised in a text. `eos` is the model's own.
+    DataError if there is none, the file is no such model, or the package sentencepiece is not installed.
+    """
+
+    named = True
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        if importlib.util.find_spec("sentencepiece") is None:
+            raise DataError(
+                f"{files.name}: a sentencepiece model needs the package sentencepiece: "
+                "pip install 'tmoe[sentencepiece]'; or name the tokenizer.json of the same tokenizer"
+            )
+        import sentencepiece
+
+        self._pieces = sentencepiece.SentencePieceProcessor()
+        try:
+            self._pieces.LoadFromSerializedProto(files.raw)
+            self.vocab = self._pieces.vocab_size()
+        except RuntimeError as error:
+            raise DataError(f"{files.name}: no sentencepiece model: {error}") from error
+        known = {self._pieces.id_to_piece(i): i for i in range(self.vocab)}
+        named = (known[name] for name in JsonTokenizer.EOS_NAMES if name in known)
+        self.eos = self._pieces.eos_id() if self._pieces.eos_id() >= 0 else next(named, -1)
+        if not 0 <= self.eos < self.vocab:
+            raise DataError(f"{files.name}: no token to end documents with: the model has no eos")
+        self.fingerprint = files.fingerprint
+        self._dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
+        for text in decoded:
+            text.encode()  # UnicodeEncodeError names a lone surrogate and where it is
+        return [np.array(ids, dtype=self._dtype) for ids in self._pieces.encode(decoded, out_type=int)]
+
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
+        return self._pieces.decode([int(i) for i in ids])
+
+
+NAMES = "tokenizer.json", "tokenizer.model"
+
+
+def of_files(files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer that the files are of: a sentencepiece model is no text that begins with a brace."""
+    is_json = files.raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
+    named = files.name.endswith(".model")
+    return (
+        SentencePieceTokenizer(files)
+        if named or (b"\0" in files.raw and not is_json)
+        else JsonTokenizer(files)
+    )
+
+
 def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles:
-    """The files that the path of a tokenizer.json, or of a folder that holds one, names."""
-    path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
+    """The files that the path of a tokenizer.json or .model, or of a folder that holds one, names."""
+    inside = [path for name in NAMES if (path := Path(spec, name)).is_file()]
+    path = (inside or [Path(spec, NAMES[0])])[0] if Path(spec).is_dir() else Path(spec)
     if not path.is_file():
         raise DataError(
-            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json or of a folder "
-            "that holds one"
+            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json, of a "
+            "sentencepiece model, or of a folder that holds one"
         )
     settings = path.with_name("tokenizer_config.json")
     template = path.with_name(TEMPLATE)
@@ -316,5 +385,5 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer named by `--data.tokenizer`: 'bytes', or the path of a tokenizer.json or its folder."""
-    return ByteTokenizer() if spec == "bytes" else JsonTokenizer(tokenizer_files(spec))
+    """The tokenizer named by `--data.tokenizer`: 'bytes', or the path of its file or folder."""
+    return ByteTokenizer() if spec == "bytes" else of_files(tokenizer_files(spec))

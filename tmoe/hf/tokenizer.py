@@ -13,10 +13,10 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.tokenizer import TEMPLATE, Carried, TokenizerFiles
+from tmoe.data.tokenizer import NAMES, TEMPLATE, Carried, TokenizerFiles
 from tmoe.hf.files import FILE, is_folder
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, MODEL = NAMES
 SETTINGS = "tokenizer_config.json"
 
 
@@ -48,16 +48,14 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     later: the steps that began from this one, so that a circle ends.
     """
     if is_folder(path):
-        present = {
-            name: (path / name).read_bytes()
-            for name in (TOKENIZER, SETTINGS, TEMPLATE)
-            if (path / name).is_file()
-        }
+        names = (*NAMES, SETTINGS, TEMPLATE)
+        present = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
         return _of_files(path, present)
     try:
         step = folders.resolve(path)
         manifest = read_manifest(step)
-        entries = {name: manifest.tensors.get(FILE + name) for name in (TOKENIZER, SETTINGS, TEMPLATE)}
+        names = (*NAMES, SETTINGS, TEMPLATE)
+        entries = {name: manifest.tensors.get(FILE + name) for name in names}
         content = {
             name: read_whole(step, entry).numpy().tobytes() for name, entry in entries.items() if entry
         }
@@ -70,7 +68,7 @@ def carried_by(path: Path, later: tuple[Path, ...] = ()) -> Carried | None:
     if found is None and start.name and start.resolve() not in later:
         found = carried_by(start, later)
     trained_on = of_data(manifest)
-    if trained_on is None or (found and found.fingerprint == trained_on):
+    if trained_on is None or (found and trained_on in (found.fingerprint, *found.others)):
         return found and found._replace(where=str(path))
     return Carried(str(path), trained_on, None)
 
@@ -85,14 +83,24 @@ def of_data(manifest: Manifest) -> str | None:
 def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:
     """The tokenizer of a folder's files.
 
-    None without a tokenizer.json, or for one that has no model in it, with which no text can be encoded.
+    None without a tokenizer.json or tokenizer.model, or for a tokenizer.json that has no model in it, with
+    which no text can be encoded.
     """
-    raw = content.get(TOKENIZER)
-    if raw is None or not _is_tokenizer(raw):
+    found = [
+        TokenizerFiles(
+            f"{where / name}",
+            content[name],
+            content.get(SETTINGS),
+            f"{where / SETTINGS}",
+            content.get(TEMPLATE),
+        )
+        for name in NAMES
+        if name in content and (name == MODEL or _is_tokenizer(content[name]))
+    ]
+    if not found:
         return None
-    others = content.get(SETTINGS), f"{where / SETTINGS}", content.get(TEMPLATE)
-    files = TokenizerFiles(f"{where / TOKENIZER}", raw, *others)
-    return Carried(str(where), files.fingerprint, files)
+    fingerprint, *others = (files.fingerprint for files in found)
+    return Carried(str(where), fingerprint, found[0], tuple(others))
 
 
 def _is_tokenizer(raw: bytes) -> bool:
@@ -104,13 +112,13 @@ def _is_tokenizer(raw: bytes) -> bool:
 
 
 def require_tokenizer_of_run(step: Path, manifest: Manifest, files: dict[str, Callable[[], bytes]]) -> None:
-    """CheckpointError where an export's tokenizer.json is not the one that the step was trained with."""
+    """CheckpointError where an export's tokenizer is not the one that the step was trained with."""
     trained_on = of_data(manifest)
-    raw = files[TOKENIZER]() if TOKENIZER in files else None
-    if trained_on is None or raw is None or not _is_tokenizer(raw):
+    carried = _of_files(Path(), {name: files[name]() for name in NAMES if name in files})
+    if trained_on is None or carried is None:
         return
-    theirs = TokenizerFiles(TOKENIZER, raw, None).fingerprint
-    if theirs != trained_on:
+    theirs = carried.fingerprint
+    if trained_on not in (theirs, *carried.others):
         raise CheckpointError(
             f"{step}: trained on data of tokenizer {trained_on}; {TOKENIZER} of the original is {theirs}, "
             f"for which ids mean other text: name with --like a copy of the original that holds the run's "

@@ -13,18 +13,20 @@ def lr_factor(step: int, steps: int, cfg: OptimConfig) -> float:
     """Share of the peak learning rate in step 0 ... steps-1 of a run.
 
     Warm-up: (step + 1) / warmup, so no step is wasted on 0 and the last one is at the peak. Then the decay to
-    m = min_lr, with x from 0 at its start towards 1 at `steps`. (No step reaches x = 1, so none is wasted if
-    m is 0.)
+    m = min_lr, with x from 0 at its start towards 1 at `steps`, or at `decay_steps` if these are given. (No
+    step before that end reaches x = 1, so none is wasted if m is 0.) Behind the end m holds.
 
         cosine         m + (1 - m)(1 + cos(pi x))/2
-        linear, wsd    1 - (1 - m) x; wsd from step (1 - decay_fraction) steps on
+        linear, wsd    1 - (1 - m) x; wsd from step (1 - decay_fraction) end on
     """
-    if step < cfg.warmup:
-        return (step + 1) / cfg.warmup
+    end = cfg.decay_steps or steps
+    warmup = cfg.warmup or round(cfg.warmup_fraction * end)
+    if step < warmup:
+        return (step + 1) / warmup
     if cfg.schedule == "constant":
         return 1.0
-    start = max(cfg.warmup, (1 - cfg.decay_fraction) * steps) if cfg.schedule == "wsd" else cfg.warmup
-    x = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+    start = max(warmup, (1 - cfg.decay_fraction) * end) if cfg.schedule == "wsd" else warmup
+    x = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
     left = (1 + math.cos(math.pi * x)) / 2 if cfg.schedule == "cosine" else 1 - x
     return cfg.min_lr + (1 - cfg.min_lr) * left
 

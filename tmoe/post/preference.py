@@ -76,10 +76,11 @@ class Preference(Task):
 
     def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
         for micro in batch.micros(device, True):
-            given = micro.given
-            if self.reference_N is not None:
-                given = given | {"reference": self.reference_N[given["numbers"]]}
-            yield micro._replace(given=given)
+            if self.reference_N is None:
+                yield micro
+                continue
+            given = micro.given or {}
+            yield micro._replace(given=given | {"reference": self.reference_N[given["numbers"]]})
 
     def sums(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> tuple[Tensor, Tensor]:
         """Log-prob of each sequence of the micro-batch, fp64 [N], and of how many tokens it is.
@@ -172,5 +173,6 @@ class Preference(Task):
 
     def _collect(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
         logp_N, _ = self.sums(h_TD, weight_VD, targets_T, given)
+        assert self.reference_N is not None
         self.reference_N[given["numbers"].cpu()] = logp_N.cpu()
         return logp_N.new_zeros((), dtype=torch.float32)

@@ -55,8 +55,8 @@ class Sft(Task):
 
     def noise(self, micro: Micro, alpha: float) -> Tensor:
         """Alpha / sqrt(n D) at each token, n the tokens of its sequence, 0 at padding [B, S]."""
-        sequences_BS = micro.given["sequences"]
-        count = micro.given["numbers"].numel()
+        given = micro.given or {}
+        sequences_BS, count = given["sequences"], given["numbers"].numel()
         lengths = sequences_BS.flatten().add(1).bincount(minlength=count + 1)
         lengths[0] = 0
         amplitude = alpha / (lengths * self.cfg.model.dim).float().sqrt()

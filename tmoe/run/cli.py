@@ -22,7 +22,7 @@ from tmoe.checkpoint.manifest import is_step
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError, divisors
 from tmoe.config.presets import presets
-from tmoe.config.run import Config
+from tmoe.config.run import Config, with_global_batch
 from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
@@ -125,6 +125,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
             f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
         )
     axes = Axes.of(cfg.parallel, planned_world(cfg, world))
+    cfg = with_global_batch(cfg, axes.readers)
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):
         require_a_group_per_node(axes)

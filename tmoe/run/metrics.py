@@ -204,16 +204,18 @@ class Metrics:
         self.line = line | {"val_loss": None}
         self.show(scalars(line))
 
-    def validated(self, val_loss: float, measured: Mapping[str, float] | None = None) -> None:
-        """Writes the loss of a validation, and what the task measured, for the step that `log` wrote last.
+    def validated(self, loss: float, measured: Mapping[str, float] | None = None, name: str = "val") -> None:
+        """Writes the loss of a validation, or of the test (name: test), and what the task measured.
+
+        It is of the step that `log` wrote last.
 
         They get a line of their own. The step's line does not wait for the validation, nor for the checkpoint
         before it: a run that is killed in either and resumed would never have the line.
         """
         if self.lines is None:
             return
-        named = {f"val_{name}": value for name, value in (measured or {}).items()}
-        numbers = finite({"val_loss": val_loss} | named)
+        found = {"loss": loss} | dict(measured or {})
+        numbers = finite({f"{name}_{key}": value for key, value in found.items()})
         self.write({"step": self.line["step"]} | numbers)
         self.line |= numbers
         self.show(scalars(numbers))

@@ -1,0 +1,400 @@
+"""Commands of Megatron, Tutel and fms become tmoe's: every flag is in a table, and what is printed runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import hf_tiny
+import indexed
+import pytest
+import runs
+
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.same import flattened
+from tmoe.migrate import names
+from tmoe.migrate.command import FRAMEWORKS, main, translate
+from tmoe.migrate.megatron import blend, read_pattern
+from tmoe.migrate.tables import page, spell
+from tmoe.run.cli import parse
+
+ROOT = Path(__file__).parents[2]
+# A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.
+MIXTRAL = """
+--use-mcore-models --disable-bias-linear --seq-length 2048 --max-position-embeddings 32768 --num-layers 32
+--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01
+--attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu
+--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion
+--no-position-embedding --num-experts 8 --expert-model-parallel-size 4
+--moe-router-load-balancing-type aux_loss --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm
+--tokenizer-type Llama2Tokenizer --tokenizer-model TOKENIZER --data-path DATA --split 99990,8,2
+--micro-batch-size 1 --global-batch-size 128 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000
+--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16
+--tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --sequence-parallel
+--use-distributed-optimizer --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10
+--save CKPT --load CKPT --tensorboard-dir CKPT/tensorboard --no-load-optim --no-load-rng
+--wandb-project NAME --wandb-exp-name NAME
+""".split()
+FURTHER = """--moe-z-loss-coeff --moe-input-jitter-eps --moe-token-dropping --tp-comm-overlap
+--context-parallel-size --fp8-format""".split()
+
+# Megatron-Core's MoE settings, all of transformer_config.py, and others of its MoE pages.
+MEGATRON = """
+num_experts expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
+moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices moe_router_dtype
+moe_router_enable_expert_bias moe_router_bias_update_rate frozen_expert_bias
+moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff calculate_per_token_loss
+moe_input_jitter_eps moe_router_quantile_balancing_ema moe_router_force_load_balancing
+moe_router_force_biased moe_enable_routing_replay moe_expert_capacity_factor
+moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference moe_token_dropping
+moe_token_drop_policy moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_page_size
+moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu moe_token_dispatcher_type
+moe_flex_dispatcher_backend moe_enable_deepep moe_dispatch_fwd_dtype moe_combine_bwd_dtype
+moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_ncclep_zero_copy
+moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion
+moe_router_fusion moe_apply_probs_on_input moe_grouped_gemm moe_use_grouped_tensor
+moe_single_grouped_weight moe_single_grouped_bias moe_ffn_hidden_size moe_layer_freq
+moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size moe_latent_size
+moe_router_padding_for_quantization moe_router_padding_for_fp8 overlap_moe_expert_parallel_comm
+delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad moe_layer_recompute moe_per_layer_logging
+moe_use_upcycling moe_upcycling_granularity fake_process_group multi_latent_attention mtp_num_layers
+""".split()
+TUTEL = """
+gate_type model_dim experts scan_expert_func result_func group seeds a2a_ffn_overlap_degree is_postscore
+batch_prioritized_routing normalize_gate is_gshard_loss parallel_type use_2dh gate_index capacity_factor
+top_k reserve_dims inequivalent_tokens adaptive_r megablocks_size k fp32_gate gate_noise proj_dim init_t
+num_experts_per_device count_per_node hidden_size_per_expert activation_fn output_dim has_fc1_bias
+has_fc2_bias group_count backend local_rank batch_size num_tokens hidden_size num_local_experts dtype top
+l_aux_wt allreduce_degree num_steps checkpoint_path device eval use_tensorcore expert_type
+""".split()
+FMS = """
+training.moe.scattermoe.ep_degree training.moe.scattermoe.disable_distributed
+training.attention.padding_free.method training.fused_ops_and_kernels.fast_loss
+training.fused_ops_and_kernels.fast_rms_layernorm training.fused_ops_and_kernels.fast_rope_embeddings
+training.dataloader.multipack.num_processes training.mamba.cp.degree training.odm.odm.update_interval
+peft.quantization.auto_gptq.kernel peft.quantization.bitsandbytes.quant_type
+peft.quantization.fused_ops_and_kernels.fused_lora --model_name_or_path --training_data_path
+--learning_rate --per_device_train_batch_size --gradient_accumulation_steps --packing --adam_epsilon
+--torch_dtype --use_flash_attn --acceleration_framework_config_file
+""".split()
+LISTED = dict(
+    megatron=[*(w for w in MIXTRAL if w.startswith("--")), *FURTHER, *MEGATRON], tutel=TUTEL, fms=FMS
+)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_flag_is_missing(framework):
+    rows = {spell(row.flag): row for row in FRAMEWORKS[framework][0]}
+    assert [flag for flag in LISTED[framework] if spell(flag) not in rows] == []
+    assert len(rows) == len(FRAMEWORKS[framework][0]), "a flag stands twice"
+
+
+def test_the_page_shows_the_tables():
+    text = (ROOT / "docs/migrate.md").read_text()
+    for framework, (rows, _) in FRAMEWORKS.items():
+        made = f"<!-- {framework} -->\n{page(rows)}\n<!-- end -->"
+        assert made in text, f"python -m tmoe.migrate page {framework} prints it"
+
+
+# Flags of tmoe that rows name: each is one of this version's, or one that names.py says is to come.
+NEW = {getattr(names, name) for name in dir(names) if str(getattr(names, name)).startswith("--")}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_flag_of_tmoe_exists(framework):
+    known = names.flags()
+    later = {"--model.moe.cosine-dim", "--model.moe.cosine-temperature"}
+    for row in FRAMEWORKS[framework][0]:
+        if row.kind == "same":
+            assert row.becomes in known | NEW | later, row
+
+
+def test_mixtral(capsys):
+    """The whole command: model, schedule, data and layout as Megatron would have them."""
+    main(["megatron", "--world", "16", "--", *MIXTRAL])
+    printed = capsys.readouterr()
+    words = shlex.split(printed.out)
+    assert words[:6] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "train.py"]
+    assert "TOKENIZER: no such file here; taken to be Llama 2's" in printed.err
+    cfg = parse([*words[6:], "--dry-run", "--world", "16"], "")
+    moe = MoEConfig(
+        experts=8, top_k=2, ffn_dim=14336, softmax="after", balance="batch", balance_coeff=0.01, z_coeff=0.0
+    )
+    wanted = ModelConfig(
+        vocab=32256,  # 32000 up to a multiple of 128 x tp 4
+        dim=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn_dim=14336,
+        norm_eps=1e-5,
+        init_std=0.01,
+        rope=RopeConfig(max_seq=32768),
+        moe=moe,
+    )
+    assert flattened(cfg.model) == flattened(wanted)
+    train, optim = cfg.train, cfg.optim
+    assert (train.batch, train.accumulate, train.seq, train.dtype) == (1, 32, 2048, "bf16")
+    assert (train.eval_every, train.eval_batches, train.isolate_documents) == (1000, 10, False)
+    assert (cfg.steps, optim.decay_steps, optim.warmup, optim.schedule) == (500000, 320000, 500, "cosine")
+    assert (optim.lr, optim.min_lr, optim.betas) == (1e-4, pytest.approx(0.1), (0.9, 0.999))
+    assert (optim.weight_decay, optim.clip, optim.eps) == (0.1, 1.0, 1e-8)
+    assert (cfg.data.path, cfg.data.split) == (("DATA",), (99990, 8, 2))
+    assert (cfg.data.tokenizer, cfg.out, cfg.resume) == ("TOKENIZER", "CKPT", "auto")
+    assert (cfg.load_optim, cfg.load_rng, cfg.checkpoint.every) == (False, False, 10000)
+    p = cfg.parallel
+    assert (p.ep, p.tp, p.pp, p.etp, p.shard) == (4, 4, 1, 1, 1)
+    assert (cfg.log.tensorboard, cfg.log.wandb, cfg.log.every) == (True, "NAME", 1)
+
+
+SMALL = """--disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope
+--attention-dropout 0 --hidden-dropout 0 --num-layers 2 --hidden-size 32 --num-attention-heads 2
+--ffn-hidden-size 64 --seq-length 32 --num-experts 4 --moe-ffn-hidden-size 32 --mock-data --micro-batch-size 2
+--lr 1e-3 --train-iters 2 --lr-decay-iters 1 --eval-iters 1 --untie-embeddings-and-output-weights""".split()
+
+
+def flags(more: str, world: int | None = None) -> dict[str, list[str]]:
+    outcome = translate("megatron", [*SMALL, *more.split()], world)
+    assert not outcome.refused
+    return outcome.flags
+
+
+ROUTERS = [
+    "--moe-router-pre-softmax --moe-router-topk 1",
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-3",
+    "--moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1",
+    "--moe-router-score-function sqrtsoftplus",
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-z-loss-coeff 1e-3",
+    "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.01 0.001",
+    "--moe-router-load-balancing-type sinkhorn",
+    "--moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema 0.5",
+    "--moe-router-dtype fp64 --moe-input-jitter-eps 0.1",
+    "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --moe-pad-expert-input-to-capacity",
+    "--moe-latent-size 16 --moe-router-force-load-balancing",
+    "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax",
+    "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq ([0]+[1]*1)",
+]
+
+
+@pytest.mark.parametrize("more", ROUTERS)
+def test_routers_run(gloo, tmp_path, more):
+    outcome = translate("megatron", [*SMALL, "--save", str(tmp_path), *more.split()])
+    assert not outcome.refused
+    if not names.is_known(outcome.words):
+        pytest.skip(f"not in this version: {names.refusal(tuple(outcome.words))}")
+    gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in steps} == {0, 1}
+
+
+def test_routing_becomes():
+    """Softmax after the choice by default, and as Megatron's formulas have it otherwise."""
+    found = flags("")
+    assert (found["--model.moe.softmax"], found["--model.moe.balance"]) == (["after"], ["none"])
+    found = flags("--moe-router-pre-softmax")
+    assert found["--model.moe.renormalize"] == ["False"]
+    found = flags(ROUTERS[5])
+    assert found[names.BALANCE] == ["sequence:0.01", "global:0.001"]
+    found = flags(ROUTERS[6] + " --moe-aux-loss-coeff 0")
+    assert found[names.SELECTION] == ["sinkhorn"] and found[names.BALANCE] == ["none"]
+    found = flags(ROUTERS[12])
+    assert found["--model.dense-layers"] == ["1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world, more",
+    [
+        (2, "--expert-model-parallel-size 2 --use-distributed-optimizer --global-batch-size 8"),
+        (2, "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+        (2, "--pipeline-model-parallel-size 2 --global-batch-size 8"),
+        (2, "--context-parallel-size 2 --cp-comm-type a2a --recompute-granularity full"),
+    ],
+)
+def test_layouts_run(gloo, tmp_path, world, more):
+    outcome = translate("megatron", [*SMALL, "--save", str(tmp_path), *more.split()], world)
+    assert not outcome.refused
+    gloo(world, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+
+
+def test_megatron_refusals(capsys):
+    """No half command on stdout; each flag with its reason on stderr."""
+    with pytest.raises(SystemExit) as end:
+        main(["megatron", "--", *SMALL, "--fp8-format", "hybrid", "--squared-relu", "--not-a-flag", "3"])
+    said = capsys.readouterr()
+    assert end.value.code == 1 and said.out == ""
+    assert "--fp8-format=hybrid: tmoe has no fp8 products" in said.err
+    assert "--squared-relu: tmoe's experts are gated" in said.err
+    assert "--not-a-flag: not in the table" in said.err
+    assert "without these it is:\n  python train.py tiny" in said.err
+    bare = [word for word in SMALL if word not in ("--swiglu", "--disable-bias-linear")]
+    refused = translate("megatron", bare).refused
+    assert [text.split(" is left out")[0] for text in refused] == ["--disable-bias-linear", "--swiglu"]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ("--train-iters ten", r"--train-iters=ten: must be a number"),
+        ("--seq-length 32.5", r"--seq-length=32.5: must be a whole number"),
+        (
+            "--moe-layer-freq [0]*__import__('os').getpid()",
+            r"--moe-layer-freq=.*: must be a number or a list",
+        ),
+        ("--moe-layer-freq [1]*99999999", r"--moe-layer-freq=.*: must be a number or a list"),
+        ("--moe-layer-freq [1]*3", r"--moe-layer-freq=.*: must be 2 numbers"),
+        ("--split 100,0,0", r"--split=100,0,0: tmoe needs some validation data"),
+        ("--data-path 0.3 a b", r"--data-path=0.3 a b: must be paths, or a weight before every path"),
+        ("--expert-model-parallel-size 3", r"--world=4: must be a multiple of 3"),
+    ],
+)
+def test_bad_values(more, words):
+    with pytest.raises(ValueError, match=words):
+        translate("megatron", [*SMALL, *more.split(" ", 1)[:1], *more.split(" ")[1:]], 4)
+
+
+def test_small_parts():
+    assert blend(["0.3", "a", "0.7", "b"]) == ["a:0.3", "b:0.7"]
+    assert blend(["a", "b"]) == ["a", "b"]
+    assert read_pattern("([0]+[1]*23)") == [0] + [1] * 23
+    assert read_pattern("([1]*2+[0]*1)*2") == [1, 1, 0, 1, 1, 0]
+
+
+def test_launchers_and_variables_before_the_flags_are_left_out():
+    words = "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 pretrain_gpt.py".split()
+    assert translate("megatron", [*words, *SMALL]).words == translate("megatron", SMALL).words
+
+
+HELLO = """--expert_type=llama_ffn --model_dim=32 --hidden_size=32 --num_tokens=32 --batch_size=2
+--num_steps=2 --capacity_factor=0 --use_tensorcore --fp32_gate --a2a_ffn_overlap_degree=2 --use_2dh""".split()
+
+
+@pytest.mark.parametrize(
+    "words, world, wanted",
+    [
+        ("--num_local_experts=2", 4, dict(experts=8, ep=4)),
+        ("--num_local_experts=-2", 4, dict(experts=2, ep=2)),
+        ("--num_local_experts=-2 --parallel_type=model", 4, dict(experts=2, ep=2, etp=2)),
+        ("--num_local_experts=-4 --parallel_type=adaptive:2", 8, dict(experts=2, ep=2, etp=2)),
+        ("--num_local_experts=-2 --parallel_type=adaptive:0", 4, dict(experts=2, ep=1)),
+        ("--num_local_experts=-2 --parallel_type=data", 4, dict(experts=2, ep=2)),
+    ],
+)
+def test_tutel_layouts(words, world, wanted):
+    outcome = translate("tutel", [*HELLO, *words.split()], world)
+    assert not outcome.refused
+    cfg = parse([*outcome.words, "--dry-run", "--world", str(world)], "")
+    p = cfg.parallel
+    found = dict(experts=cfg.model.moe.experts, ep=p.ep) | (dict(etp=p.etp) if p.etp > 1 else {})
+    assert found == wanted
+    assert (cfg.model.layers, cfg.model.moe.top_k, cfg.model.moe.balance) == (1, 2, "none")
+
+
+def test_tutel_runs(gloo, tmp_path):
+    words = [*HELLO, "--num_local_experts=4", "--top=2", "gate_type=top", "normalize_gate=False"]
+    outcome = translate("tutel", words)
+    assert not outcome.refused
+    gloo(1, runs.run, [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--l_aux_wt=0.01",
+        "--capacity_factor=1.25",
+        "batch_prioritized_routing=True --capacity_factor=1.0 is_postscore=False",
+        "gate_type=cosine_top proj_dim=16 init_t=0.5",
+        "--l_aux_wt=0.01 is_gshard_loss=False gate_noise=1.0",
+    ],
+)
+def test_tutel_routers_run(gloo, tmp_path, words):
+    outcome = translate("tutel", [*HELLO, *words.split()])
+    assert not outcome.refused
+    if not names.is_known(outcome.words):
+        pytest.skip(f"not in this version: {names.refusal(tuple(outcome.words))}")
+    gloo(1, runs.run, [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress"])
+
+
+def test_tutel_refusals():
+    refused = translate("tutel", ["--num_local_experts=2"], 2).refused
+    assert (
+        len(refused) == 1 and "--expert_type=ffn, where it is left out: experts of two matrices" in refused[0]
+    )
+    refused = translate("tutel", [*HELLO, "gate_type=custom", "--dtype=float16", "result_func=f"]).refused
+    assert [text.split(":")[0].split("=")[0] for text in refused] == ["result_func", "gate_type", "--dtype"]
+    with pytest.raises(ValueError, match=r"parallel_type=adaptive:3: R must be one of \[0, 1, 2, 4\]"):
+        translate("tutel", [*HELLO, "--num_local_experts=-4", "--parallel_type=adaptive:3"], 8)
+    with pytest.raises(ValueError, match=r"4 ranks share an expert; --world=6"):
+        translate("tutel", [*HELLO, "--num_local_experts=-4"], 6)
+
+
+YAML = """plugins:
+  training:
+    attention: {padding_free: {method: huggingface}}
+    fused_ops_and_kernels: {fast_loss: true, fast_rms_layernorm: true, fast_rope_embeddings: true}
+    moe:
+      scattermoe:
+        ep_degree: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("granite")
+    return hf_tiny.saved(folder, "granitemoe")
+
+
+def test_fms_runs(gloo, tmp_path, granite):
+    pytest.importorskip("yaml")
+    (tmp_path / "moe.yaml").write_text(YAML.replace("ep_degree: 2", "ep_degree: 1"))
+    ids = indexed.write(tmp_path / "ids", [[1 + n % 25 for n in range(40)] + [30]] * 20)
+    words = f"""{tmp_path / "moe.yaml"} --model_name_or_path {granite} --training_data_path {ids}
+    --max_steps 2 --max_seq_length 16 --per_device_train_batch_size 2 --learning_rate 5e-5
+    --torch_dtype float32 --packing False --adam_epsilon 1e-8 --logging_steps 1""".split()
+    words += ["--output_dir", str(tmp_path / "run")]
+    outcome = translate("fms", words)
+    assert not outcome.refused
+    gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress", "--data.val-fraction", "0.3"])
+    (tmp_path / "moe.yaml").write_text(YAML)
+    assert translate("fms", words, 4).flags["--parallel.ep"] == ["2"]
+    assert translate("fms", words, 4).command().startswith("torchrun --nproc-per-node 4 train.py tiny")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "plugins: {peft: {quantization: {bitsandbytes: {quant_type: nf4}}}}",
+            "quant_type=nf4: tmoe does not train",
+        ),
+        ("plugins: {training: {odm: {odm: {gamma: 0.1}}}}", "gamma=0.1: tmoe mixes sources"),
+        ("plugins: {training: {new: {thing: 1}}}", "--training.new.thing: not in the table"),
+    ],
+)
+def test_fms_refusals(tmp_path, granite, text, words):
+    pytest.importorskip("yaml")
+    (tmp_path / "moe.yaml").write_text(text)
+    flags = ["--model_name_or_path", str(granite), "--max_steps", "2"]
+    refused = translate("fms", [str(tmp_path / "moe.yaml"), *flags]).refused
+    assert len(refused) == 1 and words in refused[0]
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "a: [", "x: !!python/object/apply:os.system ['true']", "\0"])
+def test_hostile_yaml(tmp_path, granite, text):
+    pytest.importorskip("yaml")
+    (tmp_path / "moe.yaml").write_text(text)
+    flags = ["--model_name_or_path", str(granite), "--max_steps", "2"]
+    with pytest.raises(ValueError, match=r"moe.yaml: no plugin file"):
+        translate("fms", [str(tmp_path / "moe.yaml"), *flags])
+
+
+@pytest.mark.parametrize("argv", [[], ["gshard"], ["tutel", "--world", "0", "--"], ["tutel", "--top=2"]])
+def test_what_is_no_command_line(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2 and not capsys.readouterr().out.startswith("python train")

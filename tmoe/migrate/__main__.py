@@ -1,0 +1,5 @@
+"""python -m tmoe.migrate megatron|tutel|fms|import."""
+
+from tmoe.migrate.command import main
+
+main()

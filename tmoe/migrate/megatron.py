@@ -1,0 +1,427 @@
+"""Megatron-Core's flags (pretrain_gpt.py) as tmoe's.
+
+Defaults that differ are written out, so that the command computes what theirs does: a flag that is left out
+there has Megatron's default here.
+
+next: tutel.py
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+from tmoe.config.check import ConfigError
+from tmoe.data.tokenizer import DataError, load_tokenizer
+from tmoe.migrate import names
+from tmoe.migrate.megatron_flags import ROTARY, ROWS
+from tmoe.migrate.tables import Given, Outcome
+
+VOCABULARIES = {"Llama2Tokenizer": 32000}  # for a file that is not there
+READ = "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"
+MOE_PARTS = {"moe", "moe_act", "mlp", "shared_experts"}
+# What must be said there for tmoe to compute the same.
+NEEDED = {
+    "--disable-bias-linear": "without it Megatron's linear layers have biases, tmoe's have none",
+    "--swiglu": "without it Megatron's feed-forwards are GELU, tmoe's are SwiGLU",
+    "--normalization": "without RMSNorm Megatron has LayerNorm, tmoe has RMSNorm",
+    "--position-embedding-type": f"without rope Megatron learns positions; {ROTARY}",
+    "--attention-dropout": "without 0 Megatron drops 0.1 inside attention, tmoe nothing",
+}
+
+
+def translate(words: list[str], world: int | None = None) -> Outcome:
+    """The command of train.py that does what a command of pretrain_gpt.py does.
+
+    world: ranks of the run; None: the fewest over which the layout folds.
+    """
+    out = Outcome()
+    given = Given(ROWS, words, out)
+    for flag, why in NEEDED.items():
+        if not given.has(flag) and not (flag == "--position-embedding-type" and given.has("--rotary-base")):
+            out.refuse(f"{flag} is left out", why)
+    _lay_out(given, out, world)
+    _model(given, out)
+    _experts(given, out)
+    _data(given, out)
+    _train(given, out)
+    _files(given, out)
+    return out
+
+
+def _model(given: Given, out: Outcome) -> None:
+    dim, heads = given.whole("--hidden-size", 0), given.whole("--num-attention-heads", 0)
+    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        if not given.has(flag):
+            raise ConfigError(f"{flag}: Megatron needs it as well; give it")
+    width = given.whole("--ffn-hidden-size", _default_width(dim))
+    out.set("--model.ffn-dim", width)
+    groups = given.whole("--num-query-groups", 1) if given.has("--group-query-attention") else heads
+    out.set("--model.kv-heads", groups)
+    out.set("--model.head-dim", given.whole("--kv-channels", dim // max(heads, 1)))
+    seq = given.whole("--seq-length", 0)
+    out.set("--model.rope.max-seq", given.whole("--max-position-embeddings", seq))
+    if not given.has("--init-method-std"):
+        out.set("--model.init-std", 0.02)
+    if given.has("--use-rope-scaling"):
+        out.set("--model.rope.scaling", "llama3")
+        out.set("--model.rope.factor", given.number("--rope-scaling-factor", 8.0))
+        out.set("--model.rope.original-max-seq", 8192)
+    out.set("--model.tied", not given.has("--untie-embeddings-and-output-weights"))
+    out.set("--model.dropout", given.number("--hidden-dropout", 0.1))
+    if not given.has("--norm-epsilon") and not given.has("--layernorm-epsilon"):
+        out.set("--model.norm-eps", 1e-5)
+    out.set("--model.qk-norm", "head" if given.has("--qk-layernorm") else "none")
+    if given.has("--add-qkv-bias"):
+        out.set("--model.qkv-bias", True)
+    if given.has("--multi-latent-attention"):
+        out.set("--model.attention", "mla")
+
+
+def _default_width(dim: int) -> int:
+    """Of the feed-forward: 4 x hidden size, two thirds of it for SwiGLU, as Megatron rounds it."""
+    return int((4 * dim * 2 / 3) / 64) * 64
+
+
+def _experts(given: Given, out: Outcome) -> None:
+    layers = given.whole("--num-layers", 1)
+    if not given.has("--num-experts"):
+        out.set("--model.dense-layers", layers)
+        return
+    if not given.has("--moe-ffn-hidden-size"):
+        dim = given.whole("--hidden-size", 0)
+        out.set("--model.moe.ffn-dim", given.whole("--ffn-hidden-size", _default_width(dim)))
+    if given.has("--moe-layer-freq"):
+        _frequency(given.text("--moe-layer-freq"), layers, out)
+    if given.has("--moe-shared-expert-gate"):
+        out.set("--model.moe.shared-gate", True)
+    out.set("--model.moe.z-coeff", given.number("--moe-z-loss-coeff", 0.0))
+    _router(given, out)
+    _balance(given, out)
+    _capacity(given, out)
+
+
+def _frequency(text: str, layers: int, out: Outcome) -> None:
+    """N: every N-th block, the first included; ([0]+[1]*23): a list of 1 (MoE) and 0."""
+    if text.isdigit():
+        out.set("--model.moe-every", text)
+        return
+    pattern = read_pattern(text)
+    if len(pattern) != layers or not {*pattern} <= {0, 1}:
+        raise ConfigError(f"--moe-layer-freq={text}: must be {layers} numbers, each 0 or 1, or one number")
+    dense = [i for i, moe in enumerate(pattern) if not moe]
+    if dense == list(range(len(dense))):
+        out.set("--model.dense-layers", len(dense))
+    else:
+        out.set("--model.dense-blocks", *dense)
+
+
+def read_pattern(text: str) -> list[int]:
+    """A list as `([0]+[1]*23)*2` says it. ConfigError for any other expression."""
+
+    def value(node: ast.expr) -> list[int] | int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [n for one in node.elts if isinstance(n := value(one), int)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            a, b = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Add) and isinstance(a, list) and isinstance(b, list):
+                return a + b
+            if isinstance(node.op, ast.Mult) and isinstance(a, list) != isinstance(b, list):
+                few, times = (a, b) if isinstance(a, list) else (b, a)
+                if isinstance(few, list) and isinstance(times, int) and times * len(few) <= 4096:
+                    return few * times
+        raise ValueError
+
+    try:
+        found = value(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        found = 0
+    if not isinstance(found, list):
+        raise ConfigError(f"--moe-layer-freq={text}: must be a number or a list as ([0]+[1]*23)")
+    return found
+
+
+def _router(given: Given, out: Outcome) -> None:
+    k = given.whole("--moe-router-topk", 2)
+    score = given.text("--moe-router-score-function", "softmax")
+    before = given.has("--moe-router-pre-softmax")
+    groups, best = given.whole("--moe-router-num-groups", 1), given.whole("--moe-router-group-topk", 1)
+    out.set("--model.moe.top-k", k)
+    out.set(names.SCORE, score)
+    # Softmax over the K chosen is softmax over all E, divided by the sum of the K.
+    after = score == "softmax" and not before
+    bias = given.has("--moe-router-enable-expert-bias")
+    out.set("--model.moe.softmax", "after" if after and groups == 1 and not bias else "before")
+    out.set("--model.moe.renormalize", after or (score != "softmax" and k > 1))
+    if groups > 1:
+        each = k // max(best, 1)
+        out.set("--model.moe.group-score", {1: "max", 2: "top2"}.get(each, names.GROUP_SCORE_TOP))
+        if after and each > 1:
+            why = "Megatron adds up logits for a group there, tmoe scores; use --moe-router-pre-softmax"
+            out.refuse("--moe-router-num-groups", why)
+    if bias:
+        out.set("--model.moe.choice-bias", True)
+    if given.text("--moe-router-dtype", "fp32") != "fp32":
+        out.set(names.ROUTER_DTYPE, given.text("--moe-router-dtype"))
+    if given.has("--moe-router-force-load-balancing"):
+        out.set(names.FORCE, "even")
+    if given.has("--moe-router-force-biased"):
+        out.set(names.FORCE, "skew")
+        out.set(names.FORCE_SKEW, given.number("--moe-router-force-biased", 1.0))
+
+
+def _balance(given: Given, out: Outcome) -> None:
+    types = [
+        t for word in given.list("--moe-router-load-balancing-type") for t in word.strip("[]").split(",")
+    ]
+    types = [t.strip("'\" ") for t in types or ["aux_loss"]]
+    coeffs = [c for word in given.list("--moe-aux-loss-coeff") for c in word.strip("[]").split(",")] or ["0"]
+    coeffs = coeffs * len(types) if len(coeffs) == 1 else coeffs
+    if len(coeffs) != len(types):
+        raise ConfigError(f"--moe-aux-loss-coeff: {len(coeffs)} numbers for {len(types)} kinds of balancing")
+    for kind in types:
+        if kind in names.SELECTIONS:
+            out.set(names.SELECTION, names.SELECTIONS[kind])
+        elif kind not in names.LOSSES and kind != "none":
+            out.refuse(f"--moe-router-load-balancing-type={kind}", "not known")
+    losses = [(names.LOSSES[t], c) for t, c in zip(types, coeffs, strict=True) if t in names.LOSSES]
+    losses = [(name, c) for name, c in losses if float(c)]
+    if len(losses) > 1:
+        out.set(names.BALANCE, *(f"{name}:{coeff}" for name, coeff in losses))
+    else:
+        out.set(names.BALANCE, losses[0][0] if losses else "none")
+        if losses:
+            out.set(names.BALANCE_COEFF, losses[0][1])
+
+
+def _capacity(given: Given, out: Outcome) -> None:
+    factor = given.number("--moe-expert-capacity-factor", -1.0)
+    if factor >= 0:
+        out.set(names.CAPACITY, factor)
+        out.set(names.ROUNDING, "megatron")
+        policy = given.text("--moe-token-drop-policy", "probs")
+        if policy not in names.DROPS:
+            raise ConfigError(f"--moe-token-drop-policy={policy}: must be probs or position")
+        out.set(names.DROP, names.DROPS[policy])
+        if given.has("--moe-pad-expert-input-to-capacity"):
+            out.set(names.PAD, True)
+    if given.has("--moe-apply-probs-on-input"):
+        out.set(names.WEIGH, "before")
+
+
+def _lay_out(given: Given, out: Outcome, world: int | None) -> None:
+    tp, pp = given.whole("--tensor-model-parallel-size", 1), given.whole("--pipeline-model-parallel-size", 1)
+    cp, ep = given.whole("--context-parallel-size", 1), given.whole("--expert-model-parallel-size", 1)
+    etp = given.whole("--expert-tensor-parallel-size", 1)
+    out.set("--parallel.tp", tp)
+    if given.has("--expert-tensor-parallel-size"):
+        out.set("--parallel.etp", etp)
+    elif tp > 1 and ep > 1:
+        out.notes.append(
+            f"--expert-tensor-parallel-size is left out, which divides every expert by tp={tp} in Megatron; "
+            "here experts stay whole, with the same results"
+        )
+    stage = math.lcm(tp * cp, ep * etp)
+    out.world = world or pp * stage
+    if out.world % (pp * stage):
+        raise ConfigError(
+            f"--world={out.world}: must be a multiple of {pp * stage}, over which pp {pp}, tp {tp}, cp {cp}, "
+            f"ep {ep} and etp {etp} fold"
+        )
+    chunks = given.whole("--num-virtual-stages-per-pipeline-rank", 1)
+    if given.has("--num-layers-per-virtual-pipeline-stage"):
+        each = given.whole("--num-layers-per-virtual-pipeline-stage", 1)
+        chunks = given.whole("--num-layers", 1) // (pp * each)
+    if chunks > 1:
+        out.set("--parallel.schedule", "interleaved")
+        out.set("--parallel.chunks", chunks)
+    if given.has("--cp-comm-type"):
+        kinds = dict(p2p="keys", all_gather="keys", allgather="keys", a2a="heads")
+        kind = given.text("--cp-comm-type")
+        if kind not in kinds:
+            out.refuse(f"--cp-comm-type={kind}", f"tmoe has {', '.join(kinds)}")
+        out.set("--parallel.cp-by", kinds.get(kind, "keys"))
+    sharding = dict(no_shard=1, optim=1, optim_grads=2, optim_grads_params=3)
+    if given.has("--data-parallel-sharding-strategy"):
+        out.set("--parallel.shard", sharding.get(given.text("--data-parallel-sharding-strategy"), 3))
+    elif given.has("--use-torch-fsdp2") or given.has("--use-megatron-fsdp"):
+        out.set("--parallel.shard", 3)
+    elif given.has("--use-distributed-optimizer"):
+        out.set("--parallel.shard", 1)
+    _recompute(given, out)
+    if given.has("--optimizer-cpu-offload"):
+        out.set("--optim.offload", True)
+    if given.has("--distributed-timeout-minutes"):
+        out.set("--train.collective-timeout", 60 * given.number("--distributed-timeout-minutes", 10))
+
+
+def _recompute(given: Given, out: Outcome) -> None:
+    modules = {*given.list("--recompute-modules")}
+    if given.text("--recompute-granularity") == "full":
+        out.set("--parallel.checkpoint", "block")
+    elif given.has("--moe-layer-recompute") or modules & MOE_PARTS:
+        out.set("--parallel.checkpoint", "moe")
+    elif given.has("--recompute-activations") or given.text("--recompute-granularity") == "selective":
+        out.set("--parallel.checkpoint", "attention")
+
+
+def _data(given: Given, out: Outcome) -> None:
+    if given.has("--data-path"):
+        out.set("--data.path", *blend(given.list("--data-path")))
+    elif not given.has("--mock-data"):
+        raise ConfigError("--data-path: give it, or --mock-data")
+    out.set("--data.split", *_split(given.text("--split", "969,30,1")))
+    out.set("--train.isolate-documents", given.has("--reset-attention-mask"))
+    size = _vocabulary(given, out)
+    tp = given.whole("--tensor-model-parallel-size", 1)
+    multiple = given.whole("--make-vocab-size-divisible-by", 128) * tp
+    out.set("--model.vocab", math.ceil(size / multiple) * multiple)
+
+
+def blend(words: list[str]) -> list[str]:
+    """Sources of `--data.path`: `0.3 a 0.7 b` gives weights, `a b` does not. ConfigError for a mixture."""
+
+    def is_number(word: str) -> bool:
+        try:
+            return float(word) >= 0
+        except ValueError:
+            return False
+
+    weights, paths = words[::2], words[1::2]
+    if len(words) > 1 and len(weights) == len(paths) and all(map(is_number, weights)):
+        return [f"{path}:{weight}" for weight, path in zip(weights, paths, strict=True)]
+    if any(map(is_number, words)):
+        raise ConfigError(f"--data-path={' '.join(words)}: must be paths, or a weight before every path")
+    return words
+
+
+def _split(text: str) -> list[str]:
+    shares = [share.strip() for share in text.replace("/", ",").split(",")]
+    shares += ["0"] * (3 - len(shares))
+    try:
+        numbers = [float(share) for share in shares]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or numbers[0] <= 0:
+        raise ConfigError(f"--split={text}: must be three numbers, as 949,50,1")
+    if numbers[1] == 0:
+        raise ConfigError(f"--split={text}: tmoe needs some validation data: a second number above 0")
+    return shares
+
+
+def _vocabulary(given: Given, out: Outcome) -> int:
+    """Size of the vocabulary before it is made a multiple; sets --data.tokenizer."""
+    kind, path = given.text("--tokenizer-type"), given.text("--tokenizer-model")
+    size = given.whole("--vocab-size", 0)
+    if kind == "NullTokenizer":
+        if not size:
+            raise ConfigError("--vocab-size: NullTokenizer needs it")
+        return size + 1  # the end of a document
+    if kind not in READ:
+        if given.has("--mock-data") and not kind:
+            return size or 256
+        why = "tmoe reads tokenizer.json and sentencepiece models: save it as one of these"
+        out.refuse(f"--tokenizer-type={kind}", why)
+        return size or 256
+    if not path:
+        raise ConfigError(f"--tokenizer-model: {kind} needs it")
+    out.set("--data.tokenizer", path)
+    if size:
+        return size
+    if Path(path).exists():
+        try:
+            return load_tokenizer(path).vocab
+        except DataError as error:
+            raise ConfigError(f"--tokenizer-model: {error}") from error
+    known = VOCABULARIES.get(kind, 0)
+    if not known:
+        raise ConfigError(
+            f"--tokenizer-model={path}: no such file here; give --vocab-size, or run where it is"
+        )
+    out.notes.append(f"--tokenizer-model={path}: no such file here; taken to be Llama 2's, of {known} ids")
+    return known
+
+
+def _train(given: Given, out: Outcome) -> None:
+    readers = out.world // (
+        given.whole("--pipeline-model-parallel-size", 1)
+        * given.whole("--tensor-model-parallel-size", 1)
+        * given.whole("--context-parallel-size", 1)
+    )
+    batch = given.whole("--global-batch-size", given.whole("--micro-batch-size", 1) * readers)
+    out.set("--train.global-batch", batch)
+    steps = given.whole("--train-iters", given.whole("--train-samples", 0) // batch)
+    out.set("--steps", steps)
+    lr = given.number("--lr", 0.0)
+    if lr <= 0:
+        raise ConfigError("--lr: give it")
+    out.set("--optim.min-lr", given.number("--min-lr", 0.0) / lr)
+    _schedule(given, out, steps, batch)
+    out.set("--optim.weight-decay", given.number("--weight-decay", 0.01))
+    out.set("--optim.betas", given.number("--adam-beta1", 0.9), given.number("--adam-beta2", 0.999))
+    out.set("--train.dtype", "bf16" if given.has("--bf16") else "fp32")
+    seed = given.whole("--seed", 1234)
+    out.set("--seed", seed)
+    out.set("--data.seed", seed)
+    for flag, ours, default in (
+        ("--eval-interval", "--train.eval-every", 1000),
+        ("--eval-iters", "--train.eval-batches", 100),
+        ("--log-interval", "--log.every", 100),
+    ):
+        if not given.has(flag):
+            out.set(ours, default)
+
+
+def _schedule(given: Given, out: Outcome, steps: int, batch: int) -> None:
+    style = given.text("--lr-decay-style", "linear")
+    ours = dict(linear="linear", cosine="cosine", constant="constant", WSD="wsd")
+    if style not in ours:
+        out.refuse(f"--lr-decay-style={style}", f"tmoe has {', '.join(ours)}")
+    out.set("--optim.schedule", ours.get(style, "linear"))
+    end = given.whole("--lr-decay-iters", given.whole("--lr-decay-samples", 0) // batch)
+    if end and end != steps:
+        out.set("--optim.decay-steps", end)
+    if given.has("--lr-warmup-fraction"):
+        out.set("--optim.warmup-fraction", given.number("--lr-warmup-fraction", 0.0))
+    else:
+        samples = given.whole("--lr-warmup-samples", 0)
+        out.set("--optim.warmup", given.whole("--lr-warmup-iters", samples // batch))
+    if style == "WSD":
+        falls = given.text("--lr-wsd-decay-style", "exponential")
+        if falls != "linear":
+            out.refuse(f"--lr-wsd-decay-style={falls}", "tmoe falls linearly: linear")
+        out.set("--optim.decay-fraction", given.whole("--lr-wsd-decay-iters", 0) / max(end or steps, 1))
+
+
+def _files(given: Given, out: Outcome) -> None:
+    save, load = given.text("--save"), given.text("--load")
+    start = given.text("--pretrained-checkpoint") or (load if given.has("--finetune") else "")
+    if save:
+        out.set("--out", save)
+    if load and not start and load != save:
+        start = load
+    if start:
+        out.set("--init", start)
+        out.notes.append(
+            f"--init {start}: a checkpoint of Megatron is made a step first: "
+            f"python -m tmoe.migrate import megatron {start} STEP -- THESE FLAGS"
+        )
+    elif not load:
+        out.set("--resume", "none")
+    for flag in ("--no-load-optim", "--no-load-rng"):
+        if given.has(flag):
+            out.set(flag)
+    if given.has("--tensorboard-dir"):
+        out.set("--log.tensorboard", True)
+    if not save:
+        out.set("--checkpoint.mode", "off")
+    elif (keep := given.whole("--most-recent-k", -1)) != 3:
+        out.set("--checkpoint.keep", max(keep, 0))
+    if given.has("--skip-train"):
+        out.set("--eval-only", True)
+    if given.has("--fake-process-group"):
+        out.set("--dry-run")
+        out.set("--world", out.world)

@@ -1,0 +1,259 @@
+"""Tutel's arguments (moe_layer and its helloworld) as tmoe's flags.
+
+Tutel is a layer and its examples train it on random numbers; the command trains one block with that layer on
+text, with AdamW.
+
+next: fms.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.check import ConfigError, divisors
+from tmoe.migrate import names
+from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
+
+LIBRARY = "a call of the library: `tmoe.MoE(...)(x, padding, top_k=, capacity_factor=, adaptive_r=)`"
+
+ROWS: tuple[Row, ...] = (
+    # moe_layer(...)
+    worked("gate_type", "top or cosine_top: `--model.moe.score` softmax or cosine; TopKGate's K: top-k"),
+    same("model_dim", "--model.dim"),
+    worked("experts", "its type: see expert_type"),
+    worked("count_per_node", "as num_local_experts"),
+    worked("num_experts_per_device", "as num_local_experts"),
+    same("hidden_size_per_expert", "--model.moe.ffn-dim"),
+    nothing("scan_expert_func", "experts are known by name; `tmoe.parallel.tag_experts` for other modules"),
+    refused("result_func", "a function cannot stand on a command line; apply it to what tmoe.MoE returns"),
+    nothing("group", "`--parallel.ep` makes the groups"),
+    worked("seeds", "the first is `--seed`", "some"),
+    nothing(
+        "a2a_ffn_overlap_degree", "tmoe overlaps exchange and products itself; results do not depend on it"
+    ),
+    worked("is_postscore", f"False: `{names.WEIGH} before`"),
+    worked("batch_prioritized_routing", f"True: `{names.DROP} {names.DROPS['prioritized']}`"),
+    worked("normalize_gate", "`--model.moe.renormalize`; True where left out"),
+    worked(
+        "is_gshard_loss",
+        f"True: `{names.BALANCE} {names.GSHARD}`; False: `{names.IMPORTANCE}`, which needs gate_noise",
+    ),
+    worked(
+        "parallel_type",
+        "adaptive:0 is `--parallel.ep 1`; adaptive:R is `--parallel.etp R`, data is R 1, model all of them; "
+        "auto is R 1 there",
+    ),
+    nothing("use_2dh", "across nodes rows travel in two hops by themselves", "one"),
+    nothing("pad_samples", "deprecated there"),
+    # the gate
+    worked("k", "`--model.moe.top-k`"),
+    nothing("fp32_gate", f"tmoe's router is fp32; `{names.ROUTER_DTYPE} fp64` is finer", "one"),
+    worked("gate_noise", f"`{names.NOISE}`"),
+    worked(
+        "capacity_factor",
+        f"`{names.CAPACITY}` with `{names.ROUNDING} tutel`, of the same meaning; 1 where left out",
+    ),
+    same("proj_dim", "--model.moe.cosine-dim"),
+    same("init_t", "--model.moe.cosine-temperature"),
+    # each call
+    refused("gate_index", "one router a layer"),
+    worked("top_k", "`--model.moe.top-k`"),
+    refused("reserve_dims", "tmoe's layer takes [B, S, D] or [T, D]"),
+    nothing("inequivalent_tokens", "ranks may have different numbers of tokens"),
+    worked("adaptive_r", "as parallel_type adaptive:R"),
+    nothing("megablocks_size", "of inference on one GPU; tmoe pads nothing"),
+    # the experts
+    worked("activation_fn", "silu: llama_ffn's; any other is refused"),
+    refused("output_dim", "experts give the width that they take"),
+    worked("has_fc1_bias", "`--model.moe.bias`"),
+    worked("has_fc2_bias", "`--model.moe.bias`"),
+    # helloworld's
+    same("--batch_size", "--train.batch"),
+    same("--num_tokens", "--train.seq"),
+    same("--hidden_size", "--model.moe.ffn-dim"),
+    worked(
+        "--num_local_experts",
+        "N: `--model.moe.experts` N x world, `--parallel.ep` world; -N: N ranks share an expert, "
+        "`--model.moe.experts` and `--parallel.ep` world / N",
+    ),
+    worked("--dtype", "`--train.dtype` fp32 or bf16; others are refused"),
+    worked("--top", "`--model.moe.top-k`; 2 where left out"),
+    worked("--l_aux_wt", f"`{names.BALANCE_COEFF}`; 0 where left out"),
+    nothing("--allreduce_degree", "gradients are summed by FSDP2"),
+    same("--num_steps", "--steps"),
+    worked("--checkpoint_path", "`--init`, of an imported checkpoint"),
+    worked("--checkpoint", "`--init`, of an imported checkpoint"),
+    nothing("--device", "a GPU where there is one"),
+    switch("--eval", "`--eval-only True`"),
+    nothing(
+        "--use_tensorcore", "fp32 runs with TF32 as torch is set; bf16 is the type of tensor cores", "nothing"
+    ),
+    worked("--expert_type", "llama_ffn: SwiGLU; ffn is refused: see the note below the table"),
+    nothing("--local_rank", "the launcher says it"),
+    # of a process's groups and environment
+    nothing("group_count", "`--parallel.ep` and `--parallel.dp` make the groups"),
+    nothing("backend", "NCCL on GPUs, gloo on CPUs"),
+)
+TYPES = dict(float32="fp32", bfloat16="bf16")
+FFN = (
+    "experts of two matrices with ReLU: train.py's are gated (SwiGLU, llama_ffn); "
+    "in a loop of your own tmoe.MoE takes experts of yours"
+)
+
+
+def translate(words: list[str], world: int | None = None) -> Outcome:
+    """The command of train.py for a command of helloworld, or arguments of moe_layer as `name=value`.
+
+    world: ranks of the run; None: the fewest that num_local_experts allows.
+    """
+    out = Outcome()
+    given = Given(ROWS, [word if word.startswith("-") else f"--{word}" for word in words], out)
+    each = _shared(given)
+    out.world = world or max(-each, 1)
+    _lay_out(given, out, each)
+    dim = given.whole("model_dim", 2048)
+    if dim % 2:
+        raise ConfigError(f"model_dim={dim}: must be even, as in Tutel")
+    out.set("--model.dim", dim)
+    for flag, ours, default in (
+        ("hidden_size", "--model.moe.ffn-dim", 2048),
+        ("batch_size", "--train.batch", 16),
+        ("num_tokens", "--train.seq", 512),
+        ("num_steps", "--steps", 100),
+    ):
+        if not given.has(flag) and not (flag == "hidden_size" and given.has("hidden_size_per_expert")):
+            out.set(ours, default)
+    out.set("--model.layers", 1)
+    head = 64 if dim % 64 == 0 else 2
+    out.set("--model.heads", dim // head)
+    out.set("--model.kv-heads", dim // head)
+    out.set("--model.head-dim", head)
+    _router(given, out)
+    _capacity(given, out)
+    _experts(given, out)
+    kind = given.text("--dtype", "float32")
+    if kind not in TYPES:
+        out.refuse(f"--dtype={kind}", f"tmoe trains in {' or '.join(TYPES)}")
+    out.set("--train.dtype", TYPES.get(kind, "fp32"))
+    if given.has("seeds"):
+        out.set("--seed", given.text("seeds").strip("(,"))
+    start = given.text("--checkpoint_path") or given.text("--checkpoint")
+    if start:
+        out.set("--init", start)
+        out.notes.append(f"--init {start}: {NO_IMPORT}")
+    if given.has("--eval"):
+        out.set("--eval-only", True)
+    out.notes.append(
+        "the data and AdamW are tmoe's: Tutel is a layer, and its examples train it on random numbers"
+    )
+    return out
+
+
+NO_IMPORT = (
+    "a checkpoint of Tutel holds a layer in a model of your own; "
+    "python -m tmoe.migrate import tutel FILES STEP makes its experts and router a step's where they fit"
+)
+
+
+def _shared(given: Given) -> int:
+    """num_local_experts as a whole number: N experts a rank, or -N ranks an expert."""
+    flags = "--num_local_experts", "num_experts_per_device", "count_per_node"
+    flag = next((flag for flag in flags if given.has(flag)), flags[0])
+    each = given.whole(flag, 2)  # Tutel takes a share as well, and makes one rank of 0.5: 1 / (0.5 + 1e-5)
+    if each == 0:
+        raise ConfigError(f"{flag}={given.text(flag)}: must not be 0")
+    return each
+
+
+def _lay_out(given: Given, out: Outcome, each: int) -> None:
+    world, shared = out.world, max(-each, 1)
+    if world % shared:
+        raise ConfigError(f"--num_local_experts={each}: {shared} ranks share an expert; --world={world}")
+    experts = each * world if each > 0 else world // shared
+    degree = _degree(given, shared)
+    out.set("--model.moe.experts", experts)
+    out.set("--parallel.ep", 1 if degree == 0 else world // shared)
+    if degree > 1:
+        out.set("--parallel.etp", degree)
+
+
+def _degree(given: Given, shared: int) -> int:
+    """adaptive_r: 0, or among how many of the ranks that share an expert its width is divided."""
+    text = given.text("adaptive_r") or given.text("parallel_type", "adaptive:1")
+    kind, _, number = text.partition(":")
+    if text in ("data", "auto"):
+        return 1
+    if text == "model":
+        return shared
+    digits = number if kind == "adaptive" else text
+    if not digits.isdigit():
+        raise ConfigError(f"parallel_type={text}: must be data, model, auto or adaptive:R")
+    degree = min(int(digits), shared)
+    valid = [0, *divisors(shared)]
+    if degree not in valid:
+        raise ConfigError(f"parallel_type={text}: R must be one of {valid}")
+    return degree
+
+
+def _router(given: Given, out: Outcome) -> None:
+    gate = given.text("gate_type", "top")
+    k = given.whole("top", given.whole("k", given.whole("top_k", 2)))
+    if gate.startswith("Top") and gate.endswith("Gate") and gate[3:-4].isdigit():
+        gate, k = "top", int(gate[3:-4])
+    scores = dict(top="softmax", cosine_top="cosine")
+    if gate not in scores:
+        out.refuse(
+            f"gate_type={gate}",
+            f"tmoe has {' and '.join(scores)}; CONTRIBUTING.md shows a router of your own",
+        )
+    out.set("--model.moe.top-k", k)
+    out.set(names.SCORE, scores.get(gate, "softmax"))
+    normalised = _is_true(given, "normalize_gate", True) and k > 1
+    out.set("--model.moe.renormalize", normalised)
+    out.set("--model.moe.z-coeff", 0)
+    noise = given.number("gate_noise", 0.0)
+    if noise:
+        out.set(names.NOISE, noise)
+    weight = given.number("l_aux_wt", 0.0)
+    if not weight:
+        out.set(names.BALANCE, "none")
+        return
+    gshard = _is_true(given, "is_gshard_loss", True)
+    if not gshard and not noise:
+        raise ConfigError("is_gshard_loss=False: needs gate_noise above 0, as in Tutel")
+    out.set(names.BALANCE, f"{names.GSHARD if gshard else names.IMPORTANCE}:{weight:g}")
+
+
+def _capacity(given: Given, out: Outcome) -> None:
+    factor = given.number("capacity_factor", 1.0)
+    if factor:  # 0 is what tmoe does by default: nothing is dropped
+        out.set(names.CAPACITY, factor)
+        out.set(names.ROUNDING, "tutel")
+        first = _is_true(given, "batch_prioritized_routing", False)
+        out.set(names.DROP, names.DROPS["prioritized" if first else "position"])
+    if not _is_true(given, "is_postscore", True):
+        out.set(names.WEIGH, "before")
+
+
+def _experts(given: Given, out: Outcome) -> None:
+    kind = given.text("--expert_type") or given.text("experts", "ffn")
+    if kind == "ffn":
+        out.refuse(
+            "--expert_type=ffn" + ("" if given.has("--expert_type") else ", where it is left out"), FFN
+        )
+    elif kind != "llama_ffn":
+        out.refuse(f"--expert_type={kind}", "tmoe has llama_ffn's")
+    if given.text("activation_fn", "silu").rpartition(".")[2] not in ("silu", "swish"):
+        out.refuse(f"activation_fn={given.text('activation_fn')}", "tmoe has silu, of SwiGLU")
+    biases = [_is_true(given, flag, False) for flag in ("has_fc1_bias", "has_fc2_bias")]
+    if any(biases):
+        out.set("--model.moe.bias", True)
+        if not all(biases):
+            out.refuse(
+                "has_fc1_bias, has_fc2_bias", "tmoe has biases on all projections of an expert or on none"
+            )
+
+
+def _is_true(given: Given, flag: str, default: bool) -> bool:
+    text = given.text(flag, str(default)).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise ConfigError(f"{flag}={text}: must be True or False")
+    return text in ("true", "1")
