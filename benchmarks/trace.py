@@ -29,7 +29,7 @@ KINDS = [  # the first pattern that a kernel's name matches
     ("experts", EXPERTS),
     ("optimizer, norm", r"adamw_kernel|LpNorm|FusedAdam"),
     ("dense products", r"gemm|cutlass|nvjet|cublas|splitK|gemv"),
-    ("loss", r"cross_entropy"),
+    ("loss", r"cross_entropy|logprob"),
 ]
 WORK = ("dense products", "experts", "attention", "exchange", "optimizer, norm")  # the head's products, too
 REST = "glue"  # norms, RoPE, residuals, routers' softmax, embedding, copies and casts around collectives

@@ -132,6 +132,14 @@ def test_fp32_logits_are_not_rounded():
         assert far(got, want) < 6e-3 < far(rounded, want)
 
 
+def test_a_vocabulary_of_any_size():
+    """granite's, which no power of two divides, and one of a single token."""
+    for V in (49155, 1):
+        h, weight, targets = batch(T=5, D=4, V=V, dtype=torch.float32, ignored=0)
+        got, want = ops.logprobs(h, weight, targets), reference.logprobs(h, weight, targets)[0]
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("T", [0, 5])
 def test_nothing_to_predict(T):
     h, weight, _ = batch(T, D=3, V=6, dtype=torch.float32)

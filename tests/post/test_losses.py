@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tmoe import ops
+from tmoe.model.loss import cross_entropy_sum
 from tmoe.post import losses
 from tmoe.post.losses.advantages import advantages, telling
 from tmoe.post.losses.cispo import cispo
@@ -202,6 +203,18 @@ def test_dft_weighs_by_probability_without_its_gradient():
     near(sft(lp, dft=True), 0.5 * math.exp(-0.5), 3 * math.exp(-3))
     (grad,) = torch.autograd.grad(sft(lp, dft=True).sum(), lp)
     near(grad, -math.exp(-0.5), -math.exp(-3))
+
+
+def test_sft_is_the_loss_of_pretraining():
+    h, weight, targets, _, _ = rollouts()
+    losses_of = (
+        ops.token_loss(h, weight, targets, sft).loss.float(),
+        cross_entropy_sum(h, weight, targets),
+    )
+    grads = [torch.autograd.grad(loss, (h, weight)) for loss in losses_of]
+    torch.testing.assert_close(*losses_of)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_neftune_goes_by_the_length_of_the_document():
