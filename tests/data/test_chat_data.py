@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tmoe.data.chat_dataset import ChatDataset, open_chat
 from tmoe.data.dataset import Loader
 from tmoe.data.small_facts import chat_rows, preference_rows, small_facts, write_facts
 from tmoe.data.tokenizer import DataError
+from tmoe.hf.tokenizer import carried_by
 
 
 @pytest.fixture(autouse=True)
@@ -415,6 +417,23 @@ def test_another_template_is_another_text(tmp_path: Path, facts: Path):
     )
     first, second = chat(facts / "chat.jsonl"), chat(facts / "chat.jsonl", chat_template=str(template))
     assert first.tokens > second.tokens and first.facts()["template"] != second.facts()["template"]
+
+
+def test_the_template_of_the_weights_that_a_run_starts_from(tmp_path: Path, facts: Path):
+    """--data.tokenizer auto: tokenizer and template of --init's folder."""
+    files = chat_tokenizer("chatml").files
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(model_type="x")))
+    (folder / "tokenizer.json").write_bytes(files.raw)
+    (folder / "tokenizer_config.json").write_bytes(files.settings)
+    (folder / "chat_template.jinja").write_bytes(files.template)
+    cfg = DataConfig(path=(str(facts / "chat.jsonl"),))
+    dataset = open_chat(cfg, 200, 400, "train", "sft", carried_by(folder))
+    assert dataset.tokenizer.decode(dataset.row(0)[0][1]).startswith("<|im_start|>user\n")
+    assert "chat_template.jinja" in dataset.sources[0].taken
+    with pytest.raises(DataError, match=r"leave --data.tokenizer out"):
+        open_chat(replace(cfg, tokenizer="bytes"), 200, 400, "train", "sft", carried_by(folder))
 
 
 # ---- the tiny set ----

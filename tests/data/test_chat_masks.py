@@ -14,7 +14,7 @@ from chat_tokenizers import SPECIAL, TEMPLATES, chat_tokenizer, shown
 from tmoe.data.chat import Encoder, chat_prompt, encode, turn_end
 from tmoe.data.chat_rows import Conversation, Plain
 from tmoe.data.chat_template import ChatTemplate, load_template
-from tmoe.data.tokenizer import ByteTokenizer, DataError
+from tmoe.data.tokenizer import ByteTokenizer, DataError, JsonTokenizer
 
 
 def said(role: str, content: str | None, **more) -> dict:
@@ -183,11 +183,15 @@ def test_golden_masks(name, messages, expected):
     assert [shown(one, tokenizer) for one in sequences] == expected
 
 
-def theirs(name: str, template: str | None = None) -> transformers.PreTrainedTokenizerFast:
+def theirs(name: str) -> transformers.PreTrainedTokenizerFast:
+    return theirs_of(tokenizers.Tokenizer.from_buffer(chat_tokenizer(name).files.raw), name)
+
+
+def theirs_of(model: tokenizers.Tokenizer, name: str) -> transformers.PreTrainedTokenizerFast:
     bos, eos = SPECIAL[name][:2]
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_buffer(chat_tokenizer(name).files.raw),
-        chat_template=template or (TEMPLATES / f"{name}.jinja").read_text(),
+        tokenizer_object=model,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
         eos_token=eos,
         **({"bos_token": bos} if bos else {}),
     )
@@ -333,6 +337,25 @@ def test_a_turn_that_begins_within_a_token():
     prompt = chat_prompt([said("user", "a")], tokenizer)
     assert np.array_equal(sequence.ids[: len(prompt)], prompt)
     assert not sequence.trained[: len(prompt)].any() and sequence.trained[len(prompt) :].all()
+
+
+def test_a_tokenizer_that_puts_a_blank_before_every_text():
+    """SentencePiece's way, of Llama 2 and Mixtral: a prompt's end, encoded alone, begins with no blank."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=120)
+    model.train_from_iterator(["Be brief. Capital of France? Paris! Again [INST] [/INST]\n"] * 3, trainer)
+    files = chat_tokenizer("mistral").files
+    tokenizer = JsonTokenizer(files._replace(raw=model.to_str().encode()))
+    ((sequence,),) = encode([Conversation(CHAT)], tokenizer)
+    trained = [tokenizer.decode([i]) for i in sequence.ids[sequence.trained]]
+    assert "".join(trained).replace(" ", "") == "Paris.</s>Paris!</s>"
+    prompt = chat_prompt(CHAT[:2], tokenizer)
+    assert np.array_equal(sequence.ids[: len(prompt)], prompt) and not sequence.trained[: len(prompt)].any()
+    assert sequence.trained[len(prompt)]
+    ids = theirs_of(model, "mistral").apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert sequence.ids.tolist() == ids
 
 
 def test_weight_and_first():

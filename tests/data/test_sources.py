@@ -168,7 +168,8 @@ def test_rows_of_another_use_are_named_and_not_trained_on(tmp_path: Path, row: d
         lambda: convert((str(path),), out=tmp_path / "out", skip_malformed=1000),
     ):
         with pytest.raises(
-            DataError, match=rf"{name}:1: {kind} \(fields: {next(iter(row))}.*cannot be trained on yet"
+            DataError,
+            match=rf"{name}:1: {kind} \(fields: {next(iter(row))}.*train.py --task (sft|preference)",
         ):
             call()
     assert not (tmp_path / "out").exists()

@@ -96,8 +96,9 @@ class _Piece(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]]
-    prompts: list[str]
-    """beginnings of the text whose tokens must be beginnings of its tokens"""
+    edges: list[tuple[int, int]] = []  # noqa: RUF012
+    """where a prompt ends, and where its last special token begins: a model answers behind the tokens of the
+    prompt alone, and tokens never reach over a special one"""
 
 
 class Encoder:
@@ -118,7 +119,7 @@ class Encoder:
             except DataError as error:
                 planned.append(error)
         pieces = [piece for plan in planned if not isinstance(plan, DataError) for piece in plan]
-        texts = [text for piece in pieces for text in (piece.text, *piece.prompts)]
+        texts = [text for piece in pieces for text in _texts(piece)]
         try:
             encoded = iter(self.marker.encode(texts))
         except UnicodeEncodeError as error:
@@ -128,7 +129,7 @@ class Encoder:
         return [
             plan
             if isinstance(plan, DataError)
-            else self._cut(plan, [[next(encoded) for _ in (piece.text, *piece.prompts)] for piece in plan])
+            else self._cut(plan, [[next(encoded) for _ in _texts(piece)] for piece in plan])
             for plan in planned
         ]
 
@@ -139,7 +140,7 @@ class Encoder:
         eos = self.template.special["eos_token"]
         prompt = self.marker.opening + sample.prompt
         text = prompt + sample.completion + eos
-        return [_Piece(text, [(len(prompt), len(text))], [prompt])]
+        return [_Piece(text, [(len(prompt), len(text))], [self._edge(prompt)])]
 
     def _conversation(self, sample: Conversation) -> list[_Piece]:
         messages, _, tools, more = sample
@@ -151,7 +152,7 @@ class Encoder:
             text, spans = self._render(messages[:last], tools, more)
             before = len(self._render(messages[: sample.first], tools, more)[0]) if sample.first else 0
             spans = [(low, high) for low, high in spans if low >= before and low < high]
-            pieces = [_Piece(text, spans, [])]
+            pieces = [_Piece(text, spans)]
         else:
             pieces = self._by_prefixes(sample)
         self._require_rendered(messages[: sample.turns[-1] + 1], tools, more)
@@ -187,9 +188,14 @@ class Encoder:
             whole = texts[left[-1]]
             here = {i: self._end(len(prompts[i]), texts[i], whole) for i in left}
             spans = [(len(prompts[i]), end) for i, end in here.items() if end]
-            pieces.append(_Piece(whole, spans, [prompts[i] for i, end in here.items() if end]))
+            pieces.append(_Piece(whole, spans, [self._edge(prompts[i]) for i, end in here.items() if end]))
             left = [i for i, end in here.items() if not end]
         return pieces[::-1]
+
+    def _edge(self, prompt: str) -> tuple[int, int]:
+        """Where a prompt ends, and where its last special token begins."""
+        starts = [found.start() for found in self.marker.names.finditer(prompt)]
+        return len(prompt), starts[-1] if starts else 0
 
     def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
         """The text of messages whose last is the assistant's, with a token that ends its turn.
@@ -258,8 +264,8 @@ class Encoder:
     def _cut(self, plan: list[_Piece], encoded: list[list[Encoded]]) -> list[Tokens] | DataError:
         """Each piece's tokens up to the last trained one."""
         found = []
-        for piece, (whole, *prompts) in zip(plan, encoded, strict=True):
-            if not all(np.array_equal(whole.ids[: len(p.ids)], p.ids) for p in prompts):
+        for piece, (whole, *ends) in zip(plan, encoded, strict=True):
+            if not all(_begins(whole, end, *edge) for end, edge in zip(ends, piece.edges, strict=True)):
                 whole = self._in_parts(piece)
             if whole is None:
                 start = piece.spans[0][0]
@@ -291,6 +297,19 @@ class Encoder:
         return Encoded(joined[0], joined[1] + shifts, joined[2] + shifts) if same else None
 
 
+def _texts(piece: _Piece) -> list[str]:
+    """What is to be encoded of a piece: all of it, and the ends of its prompts."""
+    return [piece.text, *(piece.text[special:end] for end, special in piece.edges)]
+
+
+def _begins(whole: Encoded, part: Encoded, end: int, start: int) -> bool:
+    """Whether a text has the tokens of one of its parts where that lies."""
+    first = int(whole.starts.searchsorted(start))
+    last = first + len(part.ids)
+    at_edge = last == len(whole.ids) or whole.starts[last] >= end
+    return bool(at_edge) and np.array_equal(whole.ids[first:last], part.ids)
+
+
 def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, str] | None:
     """A prompt and the turn that `text` ends with, where what stands before the turn is not the prompt.
 
@@ -312,8 +331,11 @@ def _moved(prompts: list[str], text: str, before: dict[str, Any]) -> tuple[str, 
 
 def _common(a: str, b: str) -> int:
     """How many characters both begin with."""
-    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def encode(

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from tmoe.data.chat_rows import kind_of
 from tmoe.data.indexed import MAGIC, is_indexed
 from tmoe.data.tokenizer import DataError
 from tmoe.disk import naming
@@ -66,17 +67,21 @@ class Found(NamedTuple):
         return len(self.rows) > 1 and kind_of_row(self.rows[0]) != ""
 
 
+# What rows of chat data (data/chat_rows.py) are called, and the task that trains on them.
+CHAT = {
+    "messages": ("chat rows", "sft"),
+    "conversations": ("chat rows", "sft"),
+    "prompt/completion": ("prompt and completion rows", "sft"),
+    "preference": ("preference rows", "preference"),
+}
+
+
 def kind_of_row(row: dict, field: str = "text") -> str:
     """What a row is, by its fields: "text", or rows of a kind with other uses; "" for no known kind."""
     if isinstance(row.get(field), str):
         return "text"
-    if "messages" in row or "conversations" in row:
-        return "chat rows"
-    if "chosen" in row and "rejected" in row:
-        return "preference rows"
-    if "prompt" in row and ("completion" in row or "response" in row):
-        return "prompt and completion rows"
-    return ""
+    kind = kind_of(row)
+    return CHAT[kind][0] if kind else ""
 
 
 def no_text(where: str, row: Any, field: str) -> DataError:
@@ -86,11 +91,12 @@ def no_text(where: str, row: Any, field: str) -> DataError:
             f'{where}: needs an object with a string field "{field}"; here is {type(row).__name__}'
         )
     shown = ", ".join(list(map(str, row))[:12]) or "none"
-    if kind := kind_of_row(row, field):
+    if kind := kind_of(row):
+        name, task = CHAT[kind]
         return DataError(
-            f"{where}: {kind} (fields: {shown}), which cannot be trained on yet; their JSON is no text to "
-            f'train on. Valid: rows with a string field "{field}", or another named by --data.text-field '
-            "(--text-field)"
+            f"{where}: {name} (fields: {shown}), whose JSON is no text to train on; train.py --task {task} "
+            f'trains on them. Valid here: rows with a string field "{field}", or another named by '
+            "--data.text-field (--text-field)"
         )
     return DataError(
         f'{where}: needs an object with a string field "{field}"; its fields are: {shown}; '
