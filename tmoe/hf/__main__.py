@@ -1,4 +1,4 @@
-"""python -m tmoe.hf import|export."""
+"""python -m tmoe.hf import|export|recover."""
 
 from tmoe.hf.importer import main
 

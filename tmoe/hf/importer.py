@@ -4,6 +4,7 @@
     python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8  the same, in files for 64 ranks
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
+    python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              of a folder of torch.distributed.checkpoint
 
 Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
 goes on where it was. Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds
@@ -13,7 +14,7 @@ carries the files of HF_DIR that are no weights: tensors hf.file.NAME, bytes.
 `train.py --init HF_DIR` needs no import: hf/start.py reads each rank's part straight from HF_DIR.
 
 next: hf/rules.py, hf/architectures/__init__.py, hf/config.py, hf/plan.py, hf/files.py, hf/export.py,
-hf/swap.py
+hf/recover.py, hf/swap.py
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tmoe.hf.export import export_hf
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder
+from tmoe.hf.recover import recover
 from tmoe.hf.rules import Piece
 from tmoe.hf.start import load_hf, load_weights
 from tmoe.hf.swap import swap_experts
@@ -187,7 +189,7 @@ def _as_tensor(raw: bytes) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
-    commands: dict[str, Any] = {"import": import_hf, "export": export_hf}
+    commands: dict[str, Any] = {"import": import_hf, "export": export_hf, "recover": recover}
     with one_message():
         tyro.extras.subcommand_cli_from_dict(
             commands,

@@ -57,8 +57,8 @@ def refusal(words: tuple[str, ...]) -> str:
     try:
         parse([*words, "--dry-run"], "")
     except (SystemExit, ConfigError) as error:
-        told = re.sub("[│╭╰─╮╯\\s]+", " ", "".join(said) or str(error))
-        return re.split("For full helptext|Arguments similar", told)[0].strip()
+        said_words = re.sub("[│╭╰─╮╯\\s]+", " ", "".join(said) or str(error))
+        return re.split("For full helptext|Arguments similar", said_words)[0].strip()
     finally:
         sys.stderr = write
     return ""

@@ -1,0 +1,295 @@
+"""Folders that stock torch.distributed.checkpoint wrote: description, read without trust, and tensors.
+
+`.metadata` is a pickle. Here it is read by an unpickler that knows the few names that such a file needs, and
+gives inert values for them: nothing of torch or of the file runs. Any other name is refused. The same file of
+several ranks that saved without collectives (`__0.metadata`, `__1.metadata`) is read as one.
+
+next: manifest.py
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.listing import listed
+
+METADATA = ".metadata"
+MEGATRON = "metadata.json"
+PAIRWISE = 4096  # chunks of a tensor up to which overlaps are looked for
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and where its bytes lie."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StockFolder:
+    """The tensors of a folder, by name. CheckpointError for what is missing, malformed or not allowed.
+
+    objects: names of what was saved that is no tensor; it is never read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = [path / METADATA] if (path / METADATA).is_file() else sorted(path.glob("__*.metadata"))
+        if not files:
+            raise CheckpointError(f"{path / METADATA}: missing; {path} is no DCP folder")
+        self.tensors: dict[str, Stored] = {}
+        self.objects: set[str] = set()
+        for file in files:
+            found, objects = _description(file)
+            self.objects |= objects
+            for name, stored in found.items():
+                self.tensors[name] = _joined(self.tensors.get(name), stored, file)
+        needed = sorted({chunk.file for stored in self.tensors.values() for chunk in stored.chunks})
+        missing = [f"{name}: missing" for name in needed if not (path / name).is_file()]
+        if missing:
+            head = (
+                f"{path} is not whole; where each node wrote to its own disk, put the files of all into one:"
+            )
+            raise CheckpointError(listed(head, missing))
+        for stored in self.tensors.values():
+            _require_whole(path, stored)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor. CheckpointError where the bytes are not what the description says."""
+        stored = self.tensors[name]
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            target = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))]
+            target.copy_(self._read_chunk(stored, chunk))
+        return whole
+
+    def _read_chunk(self, stored: Stored, chunk: Chunk) -> Tensor:
+        where = f"{self.path / chunk.file}: {stored.name} at byte {chunk.start}"
+        with open(self.path / chunk.file, "rb") as file:
+            file.seek(chunk.start)
+            raw = file.read(chunk.length)
+        if len(raw) < chunk.length:
+            raise CheckpointError(f"{where}: truncated: {len(raw)} of {chunk.length} bytes are there")
+        try:
+            tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        except Exception as error:  # many kinds, of zip, pickle and torch
+            raise CheckpointError(f"{where}: damaged: {str(error).splitlines()[0][:200]}") from None
+        good = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not good or tensor.dtype != stored.dtype or tensor.numel() != math.prod(chunk.shape):
+            found = (
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+                if isinstance(tensor, Tensor)
+                else type(tensor).__name__
+            )
+            raise CheckpointError(f"{where}: holds {found}, described as {stored.dtype} {chunk.shape}")
+        return tensor.detach().reshape(chunk.shape)
+
+    def stamps(self) -> tuple[str, ...]:
+        """What changes when a file does."""
+        files = sorted({chunk.file for stored in self.tensors.values() for chunk in stored.chunks})
+        stats = ((name, (self.path / name).stat()) for name in files)
+        return tuple(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+
+
+def backend_of(path: Path) -> str:
+    """The format of a checkpoint folder of Megatron: torch_dist, zarr, ...; "" where the folder is none."""
+    try:
+        told: Any = json.loads((path / MEGATRON).read_text())
+        return str(told["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+# ---- the description ----
+
+
+class Held:
+    """What stands for an object of a description: its arguments and attributes, and nothing else."""
+
+    args: tuple = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> Held:
+        held = super().__new__(cls)
+        held.args = args
+        return held
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def _inert(name: str) -> type[Held]:
+    return type(name, (Held,), {})
+
+
+_DCP = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    **{
+        (f"{_DCP}.metadata", name): _inert(name)
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            *("MetadataIndex", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        )
+    },
+    (f"{_DCP}.filesystem", "_StorageInfo"): _inert("_StorageInfo"),
+    (_OLD, "TensorProperties"): _inert("TensorProperties"),
+    (_OLD, "MEM_FORMAT_ENCODING"): _inert("_MEM_FORMAT_ENCODING"),
+    (_MCORE, "MCoreMetadata"): _inert("MCoreMetadata"),
+    (_MCORE, "MCoreSavePlan"): _inert("MCoreSavePlan"),
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): _inert("PosixPath"),
+    ("pathlib._local", "PosixPath"): _inert("PosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives inert values for the names in ALLOWED and for torch's dtypes; refuses every other."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return ALLOWED[module, name]
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise CheckpointError(f"{self.path}: refers to {module}.{name}, which no checkpoint needs: refused")
+
+
+def _description(file: Path) -> tuple[dict[str, Stored], set[str]]:
+    """Tensors of a .metadata file, and the names of what are no tensors."""
+    try:
+        with open(file, "rb") as stream:
+            told = _Unpickler(stream, file).load()
+        return _tensors(told)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a pickle can raise anything
+        raise CheckpointError(f"{file}: malformed: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _tensors(told: Any) -> tuple[dict[str, Stored], set[str]]:
+    """As _description. ValueError for what does not describe tensors."""
+    if type(told).__name__ != "Metadata" or not isinstance(told, Held):
+        raise ValueError("holds no Metadata")
+    places: dict[tuple[str, tuple[int, ...] | None], Held] = {}
+    for index, info in (told.get("storage_data") or {}).items():
+        offset = index.get("offset")
+        places[str(index.get("fqn")), None if offset is None else _sizes(offset)] = info
+    tensors: dict[str, Stored] = {}
+    objects: set[str] = set()
+    for name, entry in told.get("state_dict_metadata").items():
+        if not isinstance(name, str) or not isinstance(entry, Held):
+            raise ValueError(f"{name!r} is described by {type(entry).__name__}")
+        if type(entry).__name__ == "BytesStorageMetadata":
+            objects.add(name)
+            continue
+        state = entry.get("properties").state
+        dtype = state.get("dtype") if isinstance(state, dict) else state[0]
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name}: no dtype but {dtype!r}")
+        chunks = [_chunk(name, chunk, places) for chunk in entry.get("chunks")]
+        tensors[name] = Stored(name, dtype, _sizes(entry.get("size")), tuple(chunks))
+    return tensors, objects
+
+
+def _chunk(name: str, told: Held, places: dict[tuple[str, tuple[int, ...] | None], Held]) -> Chunk:
+    offset, shape = _sizes(told.get("offsets")), _sizes(told.get("sizes"))
+    info = places.get((name, offset))
+    if info is None:
+        raise ValueError(f"{name}: nothing says where its part at {offset} is stored")
+    if info.get("transform_descriptors"):
+        raise ValueError(
+            f"{name}: stored through {info.get('transform_descriptors')}, which is not known here"
+        )
+    file = info.get("relative_path")
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"{name}: stored in {file!r}, which is no name of a file in the folder")
+    start, length = _sizes((info.get("offset"), info.get("length")))
+    return Chunk(offset, shape, file, start, length)
+
+
+def _sizes(told: Any) -> tuple[int, ...]:
+    """Whole numbers from 0 on. ValueError for any other value."""
+    if not isinstance(told, tuple | list) or not all(type(n) is int and 0 <= n < 2**62 for n in told):
+        raise ValueError(f"{told!r} are no sizes")
+    return tuple(told)
+
+
+def _joined(before: Stored | None, now: Stored, file: Path) -> Stored:
+    """A tensor that the descriptions of several ranks have parts of."""
+    if before is None:
+        return now
+    if (before.dtype, before.shape) != (now.dtype, now.shape):
+        here, there = f"{now.dtype} {now.shape}", f"{before.dtype} {before.shape}"
+        raise CheckpointError(f"{file}: {now.name} is {here}, {there} in the file of another rank")
+    chunks = {chunk.offset: chunk for chunk in (*before.chunks, *now.chunks)}
+    return Stored(now.name, now.dtype, now.shape, tuple(chunks.values()))
+
+
+def _require_whole(path: Path, stored: Stored) -> None:
+    """CheckpointError unless the chunks lie in the tensor and cover each element once."""
+    rank = len(stored.shape)
+    inside = all(
+        len(c.offset) == len(c.shape) == rank
+        and all(o + n <= m for o, n, m in zip(c.offset, c.shape, stored.shape, strict=True))
+        for c in stored.chunks
+    )
+    held = sum(math.prod(c.shape) for c in stored.chunks)
+    if not inside or held != math.prod(stored.shape) or _overlap(stored.chunks):
+        raise CheckpointError(
+            f"{path}: {stored.name} of {stored.shape}: its {len(stored.chunks)} parts hold {held} elements "
+            "and do not cover it once each; where ranks wrote descriptions of their own, all must be there"
+        )
+
+
+def _overlap(chunks: Iterable[Chunk]) -> bool:
+    boxes = [chunk for chunk in chunks if math.prod(chunk.shape)]
+    if len(boxes) > PAIRWISE or len(boxes) < 2 or not boxes[0].shape:
+        return len(boxes) > 1 and not boxes[0].shape
+    low = np.array([chunk.offset for chunk in boxes])
+    high = low + np.array([chunk.shape for chunk in boxes])
+    for i in range(len(boxes) - 1):
+        if ((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i])).all(1).any():
+            return True
+    return False

@@ -1,0 +1,252 @@
+"""A Hugging Face folder of a folder that stock torch.distributed.checkpoint wrote.
+
+Trainers of Hugging Face's models save so: FSDP's sharded checkpoints, torchtitan, fms-acceleration. Names,
+config and tokenizer are those of ORIGINAL, the folder that training began from. A tensor is found under its
+own name, behind one prefix that all have (`model.`), or as one of these that training stacks:
+
+    fms's ScatterMoE    MODULE.w1.weight, w2, w3 [E, in, out] and MODULE.router.weight
+    transformers 5      MODULE.experts.gate_up_proj [E, 2F, D], MODULE.experts.down_proj [E, D, F]
+
+Its type stays that of the DCP folder. What is missing, unknown or of another shape is an error that names it.
+
+next: write.py
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.filesize import decimal
+from torch import Tensor
+
+from tmoe.checkpoint.errors import refuse
+from tmoe.checkpoint.manifest import CheckpointError
+from tmoe.checkpoint.rewrite import keeping
+from tmoe.checkpoint.stock import StockFolder, backend_of
+from tmoe.hf.files import INDEX, TIED, Folder
+from tmoe.hf.write import Export, check_room, write_folder
+
+SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+# Parts of a name that wrappers of modules put in.
+WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# What a checkpoint holds beside the model.
+BESIDE = re.compile(r"(optim|lr_sched|sched|rng|train_state|dataloader|step|epoch|ema)", re.I)
+EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight")
+PARTS = dict(w1="w1", gate_proj="w1", w3="w3", up_proj="w3", w2="w2", down_proj="w2")
+ROUTER = re.compile(r"(.+)\.(gate|router|router\.layer)\.weight")
+STACKED = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors of the DCP folder that one of the original's is made of, and how."""
+
+    names: tuple[str, ...]
+    make: Callable[..., Tensor]
+
+
+def recover(
+    dcp_dir: Annotated[Path, tyro.conf.arg(metavar="DCP_DIR")],
+    out: Annotated[Path, tyro.conf.arg(metavar="OUT")],
+    original: Annotated[Path, tyro.conf.arg(metavar="ORIGINAL")],
+    /,
+    *,
+    dry_run: bool = False,
+) -> None:
+    """Write a Hugging Face folder from a folder of torch.distributed.checkpoint.
+
+    Killed, the same command goes on where it was.
+
+    Args:
+        dcp_dir: .metadata and .distcp files of all nodes, or the trainer's checkpoint that holds them
+        out: a new folder
+        original: the Hugging Face folder that training began from: names, config, tokenizer
+        dry_run: check everything, write nothing
+    """
+    plan = plan_recovery(dcp_dir, original)
+    needed, free = check_room(plan, out)
+    if not dry_run:
+        with keeping(out):
+            write_folder(plan, out)
+    done = "nothing written" if dry_run else "verified"
+    print(f"{out}: {len(plan.shapes)} tensors, {decimal(needed)} of {decimal(free)} free; {done}")
+
+
+def plan_recovery(dcp_dir: Path, original: Path) -> Export:
+    """Plan of `recover`. MismatchError lists every tensor that does not fit."""
+    stock = StockFolder(find_folder(Path(dcp_dir)))
+    folder = Folder(Path(original))
+    held, prefix = model_names(stock, set(folder.shapes))
+    sources, problems = {}, []
+    for name in folder.shapes:
+        source = source_of(name, held, bool(folder.config.get(TIED)))
+        if source is None:
+            problems.append(f"{name}: missing in {stock.path}")
+        else:
+            sources[name] = source
+    used = {name for source in sources.values() for name in source.names}
+    problems += [f"{name}: {original} has no such tensor" for name in sorted(held.keys() - used)]
+    metas = {name: _meta(stock, held, source) for name, source in sources.items()}
+    for name, meta in metas.items():
+        if meta is None or tuple(meta.shape) != folder.shapes[name]:
+            got = "parts that do not fit together" if meta is None else f"shape {tuple(meta.shape)}"
+            problems.append(f"{name}: {got}, {original} has {folder.shapes[name]}")
+        elif meta.dtype not in SAFETENSORS:
+            problems.append(f"{name}: {meta.dtype}, which safetensors does not have")
+    refuse(f"{stock.path} is no whole {original} (prefix {prefix!r})", problems)
+
+    shapes = {name: tuple(meta.shape) for name, meta in metas.items() if meta is not None}
+    types = {name: meta.dtype for name, meta in metas.items() if meta is not None}
+    layout = {
+        file: {name: SAFETENSORS[types[name]] for name in names} for file, names in folder.layout.items()
+    }
+    sizes = {name: meta.nbytes for name, meta in metas.items() if meta is not None}
+    others = {name: partial(folder.content, name) for name in folder.others() if name != INDEX}
+    if folder.indexed:
+        index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=folder.file_of)
+        others[INDEX] = lambda: (json.dumps(index, indent=2) + "\n").encode()
+    return Export(layout, shapes, sizes, partial(_produce, stock, held, sources), others, stock.stamps())
+
+
+def find_folder(path: Path) -> Path:
+    """The DCP folder: this one, or the only one inside it. CheckpointError, with the road, for others."""
+    if (path / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{path}: a step folder of tmoe; python -m tmoe.hf export makes the folder of it"
+        )
+    if backend_of(path):
+        raise CheckpointError(
+            f"{path}: a checkpoint of Megatron; python -m tmoe.migrate import megatron makes a step of it, "
+            "and python -m tmoe.hf export a Hugging Face folder of that"
+        )
+    if _is_dcp(path) or not path.is_dir():
+        return path
+    inside = sorted(sub for sub in path.iterdir() if sub.is_dir() and _is_dcp(sub))
+    named = [sub for sub in inside if not BESIDE.match(sub.name)]  # the optimizer's is beside the model's
+    if len(named) > 1:
+        raise CheckpointError(
+            f"{path}: holds several DCP folders, {', '.join(s.name for s in named)}: name one"
+        )
+    return named[0] if named else path
+
+
+def _is_dcp(path: Path) -> bool:
+    return (path / ".metadata").is_file() or any(path.glob("__*.metadata"))
+
+
+def model_names(stock: StockFolder, wanted: set[str]) -> tuple[dict[str, str], str]:
+    """The folder's tensors by the model's own names, and the prefix that theirs have more.
+
+    CheckpointError for a folder of adapters. Optimizers and the like are left out.
+    """
+    plain = {WRAPPERS.sub("", name): name for name in stock.tensors}
+    if adapters := [name for name in plain if re.search(r"\.lora_[AB]\.", name)]:
+        raise CheckpointError(f"{stock.path}: holds adapters ({adapters[0]}), not a model's weights")
+    prefixes = Counter(
+        name[: len(name) - len(end)]
+        for name in plain
+        for end in (".".join(name.split(".")[i:]) for i in range(name.count(".") + 1))
+        if end in wanted
+    )
+    most = max(prefixes.values(), default=0)
+    prefix = min((p for p, count in prefixes.items() if count == most), key=len, default="")
+    own = {name[len(prefix) :]: theirs for name, theirs in plain.items() if name.startswith(prefix)}
+    rest = [name for name in plain if not name.startswith(prefix)]
+    own = {name: theirs for name, theirs in own.items() if name in wanted or not BESIDE.match(name)}
+    own |= {name: name for name in rest if not BESIDE.match(name)}  # unknown: reported by name
+    return own, prefix
+
+
+def source_of(name: str, held: dict[str, str], tied: bool) -> Source | None:
+    """Where one of the original's tensors comes from; None where it is not there."""
+    if name in held:
+        return Source((name,), lambda whole: whole)
+    candidates: list[Source] = []
+    if found := EXPERT.fullmatch(name):
+        module, number, part = found[1], int(found[2]), PARTS[found[3]]
+        for at in modules(module):
+            candidates.append(Source((f"{at}.{part}.weight",), partial(_scattered, number)))
+            fused = f"{at}.experts.{'down_proj' if part == 'w2' else 'gate_up_proj'}"
+            candidates.append(Source((fused,), partial(_fused, number, part)))
+    elif found := STACKED.fullmatch(name):
+        parts = ("w1", "w3") if found[2] == "input_linear" else ("w2",)
+        names = tuple(f"{found[1]}.{part}.weight" for part in parts)
+        candidates.append(Source(names, _side_by_side))
+        fused = "gate_up_proj" if found[2] == "input_linear" else "down_proj"
+        candidates += [Source((f"{at}.experts.{fused}",), lambda whole: whole) for at in modules(found[1])]
+    elif found := ROUTER.fullmatch(name):
+        ends = ("router.weight", "gate.weight", "router.layer.weight")
+        candidates += [
+            Source((f"{at}.{end}",), lambda whole: whole) for at in modules(found[1]) for end in ends
+        ]
+    if tied and name == "lm_head.weight":
+        candidates.append(Source(("model.embed_tokens.weight",), lambda whole: whole))
+    return next((source for source in candidates if all(n in held for n in source.names)), None)
+
+
+def modules(name: str) -> list[str]:
+    """Names that the module of experts may have while it trains."""
+    before, _, last = name.rpartition(".")
+    also = [
+        other
+        for other in ("block_sparse_moe", "mlp")
+        if other != last and last in ("block_sparse_moe", "mlp")
+    ]
+    return [name, *(f"{before}.{other}" for other in also)]
+
+
+def _scattered(number: int, stacked_EIO: Tensor) -> Tensor:
+    return stacked_EIO[number].T
+
+
+def _fused(number: int, part: str, stacked: Tensor) -> Tensor:
+    one = stacked[number]
+    if part == "w2":
+        return one
+    half = one.shape[0] // 2
+    return one[:half] if part == "w1" else one[half:]
+
+
+def _side_by_side(*stacked_EIO: Tensor) -> Tensor:
+    return torch.cat([one.transpose(1, 2) for one in stacked_EIO], dim=1)
+
+
+def _meta(stock: StockFolder, held: dict[str, str], source: Source) -> Tensor | None:
+    """Shape and type of what a source makes; None where its parts do not fit together."""
+    parts = [stock.tensors[held[name]] for name in source.names]
+    try:
+        return source.make(*(torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts))
+    except (IndexError, RuntimeError):
+        return None
+
+
+def _produce(
+    stock: StockFolder, held: dict[str, str], sources: dict[str, Source], names: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file. Three of the DCP folder's stay in memory: one may give many of the file's."""
+    read = functools.lru_cache(maxsize=3)(lambda name: stock.read(held[name]))
+    for name in sorted(names, key=lambda name: sources[name].names):
+        yield name, sources[name].make(*map(read, sources[name].names)).contiguous()
