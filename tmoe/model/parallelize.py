@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tmoe.config.model import too_few_devices
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_backend import COMPILE
 from tmoe.model.spread import Spread
@@ -164,6 +165,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     ep = mesh.ep.size()
     L = moe.experts.gate_up.shape[0] // ep
     p = mesh.ep.get_local_rank()
+    moe.router.devices = ep
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
@@ -188,6 +190,9 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     E, width = moe.experts.gate_up.shape[:2]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+    cfg = moe.router.cfg
+    if cfg.top_k > cfg.reach(ep):
+        raise ValueError(too_few_devices(cfg, ep))
     if width // 2 % etp:
         raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width // 2}")
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.config.model import MoEConfig
+from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
+from tmoe.moe.scores import SCORES
 
 
 class Load(NamedTuple):
@@ -30,6 +31,8 @@ class Load(NamedTuple):
     tokens_B: Tensor  # fp32
     z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
     entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
+    # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
+    noted_BX: Tensor
 
 
 class Totals(NamedTuple):
@@ -43,15 +46,13 @@ class Totals(NamedTuple):
 def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
-    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Sigmoid scores are divided by
-    their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose shares
-    still add up to one where all scores are nearly 0.
+    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Scores that are no softmax are
+    divided by their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose
+    shares still add up to one where all scores are nearly 0.
     """
-    logits_TE = routing.logits_TE
-    z_T = lse_T = logits_TE.logsumexp(-1)
-    if score == "sigmoid":
-        logits_TE = F.logsigmoid(logits_TE)
-        lse_T = logits_TE.logsumexp(-1)
+    z_T = routing.logits_TE.logsumexp(-1)
+    logits_TE = SCORES[score].log(routing.logits_TE)
+    lse_T = z_T if logits_TE is routing.logits_TE else logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
 
     # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
@@ -66,6 +67,8 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
 
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
 
+    noted_TX = logits_TE.detach()[:, :0] if routing.noted_TX is None else routing.noted_TX
+
     def per_sequence(v_T: Tensor) -> Tensor:
         length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
         return v_T.unflatten(0, (sequences, length)).sum(1)
@@ -76,6 +79,7 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
         per_sequence(keep_T),
         per_sequence(z_T.square() * keep_T),
         per_sequence(entropy_T * keep_T),
+        per_sequence(noted_TX * keep_T[:, None]),
     )
 
 
@@ -116,6 +120,7 @@ class Balancer:
         """Forgets the last step's counts (the global-batch loss averages over one step's micro-batches)."""
         self.seen_YE: Tensor | None = None
         self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
+        self.quantiles = Quantiles()
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
         """This rank's share of the balancing loss and z-loss of one micro-batch, summed over layers.
@@ -138,7 +143,7 @@ class Balancer:
             )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":
-            loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals, part)
+            loss = loss + cfg.balance_coeff * cfg.outputs * self._overlap(load, totals, part)
         return loss
 
     def _of_whole_sequences(self, load: Load) -> Load:
@@ -179,6 +184,8 @@ class Balancer:
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
+        if self.cfg.selection == "quantile":
+            self.quantiles.record(load.noted_BX, load.tokens_B)
         dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
         sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)
         # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
@@ -194,6 +201,9 @@ class Balancer:
         A collective, one for all layers. taken: 0 if the step was skipped. Nothing changes if it was skipped,
         if nothing was recorded, or without a choice bias.
         """
+        routers = list(routers)
+        biases = [router.choice_bias for router in routers if router.choice_bias is not None]
+        self.quantiles.update(biases, self.cfg.quantile_ema, self.all_reduce, taken)
         if self.routed_YE is None:
             return
         if taken is not None:
@@ -216,7 +226,7 @@ class Balancer:
         A collective: every rank calls it, or none.
         """
         own = self.take_log()
-        return None if own is None else stats_of(self.all_reduce(own), self.cfg.experts)
+        return None if own is None else stats_of(self.all_reduce(own), self.cfg.outputs)
 
 
 def stats_of(sums: Tensor, experts: int) -> "RouterStats":

@@ -16,7 +16,8 @@ from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
-from tmoe.moe.router import Router
+from tmoe.moe.quantile import quantiles
+from tmoe.moe.router import Router, without_identity
 from tmoe.ops.check import autocasts, require
 
 
@@ -158,22 +159,31 @@ class MoE(nn.Module):
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
         routing = self.router(x_TD, padding_T)
+        routed, kept_T = without_identity(routing, self.router.cfg)
+        own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
 
         if self.shared is None:
-            y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
+            y_TD = self.dispatcher(x_TD, routed, experts)  # dispatch, experts, combine
         else:
-            y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
+            y_TD, shared_TD = self.dispatcher.beside(x_TD, routed, experts, self.shared)
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
 
         y_TD = y_TD.to(x.dtype)
+        if kept_T is not None:
+            y_TD = y_TD + (kept_T[:, None] * own_TD).to(x.dtype)
         sequences = x.shape[0] if x.dim() == 3 else 1
-        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+        load = measure(routing, sequences, padding_T, self.router.cfg.score)
+        if self.router.cfg.selection == "quantile":
+            cutoff_T1, K = routing.noted_TX, routing.ids_TK.shape[1]
+            noted_BE = quantiles(routing.logits_TE, cutoff_T1, K, sequences, padding_T)
+            load = load._replace(noted_BX=noted_BE)
+        return y_TD, load
 
 
 def balancing_loss(
