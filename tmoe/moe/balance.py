@@ -19,6 +19,8 @@ from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
 from tmoe.moe.scores import SCORES
 
+FEW = 16  # columns of ids that are compared with every expert
+
 
 class Load(NamedTuple):
     """One layer's sums over the tokens of each of B sequences, without padding.
@@ -55,9 +57,7 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
     lse_T = z_T if logits_TE is routing.logits_TE else logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
 
-    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
-    experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
-    chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
+    chosen_TE = chosen(routing.ids_TK, logits_TE.shape[-1]).to(probs_TE.dtype)
 
     # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
     logs_TE = logits_TE.detach()
@@ -81,6 +81,16 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
         per_sequence(entropy_T * keep_T),
         per_sequence(noted_TX * keep_T[:, None]),
     )
+
+
+def chosen(ids_TK: Tensor, E: int) -> Tensor:
+    """How often each token has chosen each expert, [T, E]; ids of -1 are nowhere."""
+    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
+    if ids_TK.shape[1] <= FEW:
+        return (ids_TK[:, :, None] == torch.arange(E, device=ids_TK.device)).sum(1)
+    # columns of a selection's own, up to E of them, each expert in one at most
+    places_TE = torch.zeros(len(ids_TK), E + 1, dtype=torch.bool, device=ids_TK.device)
+    return places_TE.scatter(1, ids_TK.long() + 1, True)[:, 1:]
 
 
 def stack(loads: list[Load]) -> Load:

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from tmoe.moe.selection import Asked, Choice
+from tmoe.moe.selection import Asked, Choice, best_experts
 
 
 def choose(asked: Asked) -> Choice:
     """Top-k of logits plus bias. Notes each token's cutoff, the best number that was not chosen."""
     assert asked.bias_E is not None
     K, E = asked.K, asked.logits_TE.shape[-1]
-    values_TK, ids_TK = (asked.logits_TE + asked.bias_E).topk(min(K + 1, E), -1)
-    return Choice(ids_TK[:, :K], values_TK[:, -1:])
+    wanted_TE = asked.logits_TE + asked.bias_E
+    ids_TK = best_experts(wanted_TE, min(K + 1, E))
+    return Choice(ids_TK[:, :K], wanted_TE.gather(-1, ids_TK[:, -1:].long()))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor
 from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
 from tmoe.moe.scores import SCORES
+from tmoe.ops import softmax_topk
 
 
 class Asked(NamedTuple):
@@ -46,7 +47,14 @@ class Choice(NamedTuple):
 
 def choose(asked: Asked) -> Choice:
     """Plain top-k: the K experts that a token prefers."""
-    return Choice(preference(asked).topk(asked.K, -1).indices)
+    return Choice(best_experts(preference(asked), asked.K))
+
+
+def best_experts(wanted_TE: Tensor, K: int) -> Tensor:
+    """Ids of each token's K largest numbers, in decreasing order."""
+    if wanted_TE.dtype != torch.float32:
+        return wanted_TE.topk(K, -1).indices
+    return softmax_topk(wanted_TE, K, False)[1]  # on a GPU one short launch, where topk sorts
 
 
 def preference(asked: Asked) -> Tensor:
@@ -93,7 +101,7 @@ def best_tokens(worth_TE: Tensor, counts_E: Tensor, live_T: Tensor | None) -> Te
     """
     if live_T is not None:
         worth_TE = worth_TE.masked_fill(~live_T[:, None], float("-inf"))
-    order_TE = worth_TE.argsort(0, descending=True, stable=True)
+    order_TE = worth_TE.argsort(dim=0, descending=True, stable=True)
     places_TE = torch.arange(len(worth_TE), device=worth_TE.device)[:, None].expand_as(order_TE)
     rank_TE = torch.empty_like(order_TE).scatter(0, order_TE, places_TE)
     taken_TE = rank_TE < counts_E

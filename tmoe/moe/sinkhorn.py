@@ -17,5 +17,6 @@ def choose(asked: Asked) -> Choice:
     if not asked.training:
         return selection.choose(asked)
     potentials_E, residual = sinkhorn(asked.logits_TE, asked.live_T, asked.cfg.sinkhorn_iterations)
-    ids_TK = (asked.logits_TE + potentials_E).topk(asked.K, -1).indices
+    # a token's row of the plan is the softmax of these, over T
+    ids_TK = selection.best_experts(asked.logits_TE + potentials_E, asked.K)
     return Choice(ids_TK, residual.expand(len(ids_TK), 1))

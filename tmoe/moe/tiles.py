@@ -19,7 +19,7 @@ def choose(asked: Asked) -> Choice:
     plain = selection.choose(asked)
     if not asked.training:
         return plain
-    ids_TK = plain.ids_TK
+    ids_TK = plain.ids_TK.long()
     shares_TE = shares(asked.cfg, asked.logits_TE)
     chosen_TK = shares_TE.gather(-1, ids_TK)
     chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
