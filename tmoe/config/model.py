@@ -217,6 +217,11 @@ class MoEConfig:
         further = f" + --model.moe.identity-experts={self.identity_experts}" if self.identity_experts else ""
         return f"--model.moe.experts={self.experts}{further}"
 
+    @property
+    def slots(self) -> int:
+        """Columns of a routing's ids: K, or as many as a selection with columns of its own fills."""
+        return (self.columns or self.outputs) if SELECTIONS[self.selection].columns else self.top_k
+
     def limits(self, devices: int = 1) -> bool:
         """Whether a token may choose from some groups or ranks alone; devices: ranks of the expert group."""
         return self.top_groups < self.groups or 0 < self.top_devices < devices
@@ -243,6 +248,16 @@ class MoEConfig:
         return (
             f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself and constant, "
             "so balancing losses alone train the routers"
+        )
+
+    @property
+    def acausal(self) -> str:
+        """Why the layer does not suit a model that predicts the next token; "" where it does."""
+        if SELECTIONS[self.selection].looks != "always":
+            return ""
+        return (
+            f"--model.moe.selection={self.selection}: a token's experts depend on later tokens, so a causal "
+            "model learns from what it will not have when it generates"
         )
 
     def require_trained(self) -> None:

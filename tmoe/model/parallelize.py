@@ -166,6 +166,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     L = moe.experts.gate_up.shape[0] // ep
     p = mesh.ep.get_local_rank()
     moe.router.devices = ep
+    mean_K = moe.dispatcher.mean_K
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
@@ -175,6 +176,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", biased, width)
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
+    moe.dispatcher.mean_K = mean_K
     if etp := mesh.groups.get("etp"):
         moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
         moe.experts.slice = Slice(etp.rank(), etp.size())

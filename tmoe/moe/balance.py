@@ -8,7 +8,7 @@ next: moe/dispatch.py
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class Load(NamedTuple):
     z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
     entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
     # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
-    noted_BX: Tensor
+    noted_BX: Tensor | None = None
 
 
 class Totals(NamedTuple):
@@ -95,7 +95,8 @@ def chosen(ids_TK: Tensor, E: int) -> Tensor:
 
 def stack(loads: list[Load]) -> Load:
     """The loads of all MoE layers as one, with the layers as the first dimension."""
-    return Load(*(torch.stack(field) for field in zip(*loads, strict=True)))
+    fields: Any = (None if field[0] is None else torch.stack(field) for field in zip(*loads, strict=True))
+    return Load(*fields)
 
 
 def alone(t: Tensor) -> Tensor:
@@ -195,6 +196,7 @@ class Balancer:
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
         if self.cfg.selection == "quantile":
+            assert load.noted_BX is not None
             self.quantiles.record(load.noted_BX, load.tokens_B)
         dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
         sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)

@@ -21,4 +21,4 @@ def choose(asked: Asked) -> Choice:
     else:
         capacity = (asked.live_T.sum() * asked.K + E - 1) // E
     taken_TE = best_tokens(shares_TE, capacity, asked.live_T)
-    return Choice(in_columns(taken_TE, shares_TE, asked.columns))
+    return Choice(in_columns(taken_TE, shares_TE, asked.cfg.slots))

@@ -87,6 +87,12 @@ def warn_if_untrained(cfg: MoEConfig) -> None:
         warnings.warn(cfg.untrained, stacklevel=1)
 
 
+def warn_if_acausal(cfg: MoEConfig) -> None:
+    """Warns, once per process and on one rank, of a selection that lets a causal model see later tokens."""
+    if cfg.acausal and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(cfg.acausal, stacklevel=1)
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts, which see every token.
 
@@ -122,6 +128,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
         self.load: Any = None  # a Load
         if init:
             initialise(self)

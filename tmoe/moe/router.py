@@ -93,7 +93,6 @@ class Router(nn.Module):
         self,
         x_TD: Tensor,
         padding_T: Tensor | None = None,
-        *,
         top_k: int | None = None,
         ids: Tensor | None = None,
     ) -> Routing:
@@ -128,7 +127,9 @@ class Router(nn.Module):
         weights_TK, logits_TE, clean_TE = (
             t if wide else t.float() for t in (weights_TK * self.cfg.scaling, logits_TE, clean_TE)
         )
-        noted_TX = logits_TE.detach()[:, :0] if choice.noted_TX is None else choice.noted_TX
+        noted_TX = (
+            logits_TE.detach()[:, :0] if choice.noted_TX is None else choice.noted_TX.to(logits_TE.dtype)
+        )
         return Routing(weights_TK, ids_TK, logits_TE, clean_TE, noted_TX)
 
     def experts_a_token(self, top_k: int | None) -> int:
@@ -224,7 +225,8 @@ class Router(nn.Module):
             raise ValueError(
                 "choice_bias: got False, valid is True in MoEConfig where the bias is to be updated"
             )
-        require(isinstance(counts_E, Tensor), "counts", repr(counts_E)[:80], "a tensor")
+        if not isinstance(counts_E, Tensor):  # only then: repr of a tensor reads it, and waits for the GPU
+            require(False, "counts", repr(counts_E)[:80], "a tensor")
         same_shape = counts_E.shape == self.choice_bias.shape
         require(same_shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.outputs}]")
         counts_E = counts_E.double()  # E times a load may be too large for int32 and for float32

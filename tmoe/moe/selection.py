@@ -32,11 +32,6 @@ class Asked(NamedTuple):
     devices: int  # ranks of the expert group, each with as many neighbouring experts
     training: bool
 
-    @property
-    def columns(self) -> int:
-        """How many columns a selection with columns of its own fills: the most experts of a token."""
-        return self.cfg.columns or self.cfg.outputs
-
 
 class Choice(NamedTuple):
     """Which experts each token goes to."""

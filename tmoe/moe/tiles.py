@@ -36,7 +36,7 @@ def choose(asked: Asked) -> Choice:
     E = asked.cfg.experts
     if asked.cfg.identity_experts:  # they have no products, so no tiles
         taken_TE = torch.cat([taken_TE[:, :E], picked_TE[:, E:]], -1)
-    return Choice(in_columns(taken_TE, worth_TE, asked.columns))
+    return Choice(in_columns(taken_TE, worth_TE, asked.cfg.slots))
 
 
 def rounded(counts_E: Tensor, tokens: Tensor, tile: int, how: str) -> Tensor:
