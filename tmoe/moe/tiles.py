@@ -22,7 +22,8 @@ def choose(asked: Asked) -> Choice:
     ids_TK = plain.ids_TK.long()
     shares_TE = shares(asked.cfg, asked.logits_TE)
     chosen_TK = shares_TE.gather(-1, ids_TK)
-    chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
+    if asked.K > 1:  # else it would be 1 for all
+        chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
     # a token that chose the expert always comes before one that did not
     worth_TE = (shares_TE - 1).scatter(-1, ids_TK, chosen_TK)
     picked_TE = torch.zeros_like(shares_TE, dtype=torch.bool).scatter(-1, ids_TK, True)
