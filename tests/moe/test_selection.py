@@ -19,11 +19,12 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.policies import SELECTIONS
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
+from tmoe.config.same import differences
 from tmoe.model.parallelize import apply_ep
 from tmoe.model.transformer import Transformer
 from tmoe.moe import selection
 from tmoe.moe.layer import MoE
-from tmoe.moe.router import Router
+from tmoe.moe.router import Router, without_identity
 from tmoe.parallel import build_mesh
 from tmoe.run.cli import parse
 
@@ -291,28 +292,37 @@ def test_identity_experts_return_the_token(name):
     assert moe.load.counts_BE.shape == (1, 12) and moe.load.counts_BE[0, 8:].sum() > 0
 
 
-def sent(rank: int, world: int) -> tuple[int, int]:
+def spread(rank: int, world: int) -> tuple[int, int, list[str]]:
+    """With identity experts: rows that arrive, rows that are wanted, and which selections differ from ep=1."""
+    torch.manual_seed(0)
+    x, padding = torch.randn(world, 2, 25, D)[rank], (torch.rand(world, 2, 25) < 0.2)[rank]
+    wrong = []
+    for name in SELECTIONS:
+        results = []
+        for ranks in (1, world):
+            torch.manual_seed(1)
+            moe = layer(config(selection=name, identity_experts=3, shared_dim=3))
+            if ranks > 1:
+                apply_ep(moe, build_mesh(ep=world), "nccl")
+            leaf = x.clone().requires_grad_()
+            y = moe(leaf, padding)
+            y.square().sum().backward()
+            results.append((y.detach(), leaf.grad, moe.router.weight.grad, moe.load.counts_BE))
+        close = [torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*results, strict=True)]
+        wrong += [] if all(close) else [name]
+
     torch.manual_seed(0)
     moe = layer(MoEConfig(experts=4, identity_experts=12, top_k=2, ffn_dim=4))
     apply_ep(moe, build_mesh(ep=world), "nccl")
-    x = torch.randn(world, 50, D)[rank]
-    rows: list[int] = []
-    dispatch = moe.dispatcher.dispatch
-
-    def seen(x_TD, routing):
-        found = dispatch(x_TD, routing)
-        rows.append(len(found[0].x_RD))
-        return found
-
-    moe.dispatcher.dispatch = seen
-    moe(x)
-    ids = moe.router(x).ids_TK
-    return rows[0], sum(len({e // 2 for e in row if e < 4}) for row in ids.tolist())
+    routing = moe.router(x.flatten(0, 1))
+    rows, _ = moe.dispatcher.dispatch(x.flatten(0, 1), without_identity(routing, moe.router.cfg)[0])
+    return len(rows.x_RD), sum(len({e // 2 for e in ids if e < 4}) for ids in routing.ids_TK.tolist()), wrong
 
 
-def test_identity_experts_cost_no_exchange(gloo):
-    results = gloo(2, sent)
-    assert sum(rows for rows, _ in results) == sum(wanted for _, wanted in results) < 2 * 100 * 0.6
+def test_ranks_compute_what_one_process_does_and_identity_experts_cost_no_exchange(gloo):
+    results = gloo(2, spread)
+    assert [wrong for *_, wrong in results] == [[], []]
+    assert sum(rows for rows, *_ in results) == sum(wanted for _, wanted, _ in results) < 2 * 100 * 0.6
 
 
 def test_the_choice_bias_leaves_identity_experts_alone():
@@ -626,6 +636,18 @@ def test_what_does_not_go_together_is_one_error_that_names_flags(kw, words):
     with pytest.raises(ConfigError) as error:
         config(**kw)
     assert str(error.value).startswith(words) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_what_only_training_selects_is_the_model_of_plain_top_k(name):
+    """So it is exported as one, and its weights start one; other selections are other models."""
+    shape = dict(vocab=16, dim=8, layers=1, heads=1, kv_heads=1, head_dim=8)
+    one, other = (ModelConfig(**shape, moe=config(selection=s, renormalize=False)) for s in (name, "topk"))
+    same = not differences(one, other)
+    assert same == (name in ("topk", "tiles", "sinkhorn"))
+    x = torch.randn(40, 8)
+    routers = [of_logits(model.moe).eval() for model in (one, other)]
+    assert not same or torch.equal(*(router(x).ids_TK for router in routers))
 
 
 def test_every_line_of_the_table_has_its_file():

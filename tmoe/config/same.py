@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.policies import SELECTIONS
 from tmoe.listing import listed
 
 # settings of ModelConfig that have settings of their own
@@ -53,6 +54,13 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         found |= {f"moe.{name}": getattr(cfg.moe, name) for name in read}
         if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
             found["moe.renormalize"] = True
+        entry = SELECTIONS[cfg.moe.selection]
+        if entry.looks == "training":  # what such a model computes is plain top-k
+            found["moe.selection"] = "topk"
+        if entry.weighs:
+            found |= {"moe.renormalize": False, "moe.score": "sigmoid" if cfg.moe.top_k == 1 else "softmax"}
+        if found["moe.selection"] == "topk":
+            del found["moe.columns"]
         if cfg.moe.score != "cosine":
             found = {name: value for name, value in found.items() if not name.startswith("moe.cosine_")}
         if cfg.moe.top_groups == cfg.moe.groups:
