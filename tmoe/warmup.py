@@ -60,8 +60,11 @@ def traces(cfg: Config) -> list[tuple]:
     rows, F = T * ep * etp, moe.ffn_dim // etp
     found: list[tuple] = [
         (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
-        (trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"),
     ]
+    if moe.by_softmax_topk(ep):
+        found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
+    else:  # the op chooses alone; quantile balancing looks at one expert more
+        found.append((trace_router, T, moe.outputs, moe.top_k + (moe.selection == "quantile"), False))
     if moe.selection == "sinkhorn":
         found.append((sinkhorn.trace, T, moe.outputs))
     if dtype == torch.bfloat16:

@@ -293,7 +293,7 @@ def test_identity_experts_return_the_token(name):
 
 
 def spread(rank: int, world: int) -> tuple[int, int, list[str]]:
-    """With identity experts: rows that arrive, rows that are wanted, and which selections differ from ep=1."""
+    """With identity experts: rows that arrive, those wanted; which selections differ from ep=1."""
     torch.manual_seed(0)
     x, padding = torch.randn(world, 2, 25, D)[rank], (torch.rand(world, 2, 25) < 0.2)[rank]
     wrong = []
@@ -392,6 +392,31 @@ def test_a_recorded_choice_is_replayed_with_live_weights(name):
         assert pairs(live, t) == pytest.approx(want, rel=1e-5)
     (gradient,) = torch.autograd.grad(live.weights_TK.square().sum(), other)
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_layer_replays_and_recomputes_with_given_ids(name):
+    """`moe(x, ids=...)`: the same output and gradients as the recorded call, under a checkpoint too."""
+    moe = layer(config(selection=name, identity_experts=2))
+    x, padding = torch.randn(2, 12, D), torch.rand(2, 12) < 0.2
+    ids = moe.router(x.flatten(0, 1), padding.flatten()).ids_TK.view(2, 12, -1)
+    calls = [
+        lambda x: moe(x, padding),
+        lambda x: moe(x, padding, ids=ids),
+        lambda x: checkpoint(lambda x: moe(x, padding, ids=ids), x, use_reentrant=False),
+    ]
+    results = []
+    for call in calls:
+        leaf = x.clone().requires_grad_()
+        moe.zero_grad()
+        y = call(leaf)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad, moe.router.weight.grad.clone(), moe.load.counts_BE))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"ids: got shape .*, valid is \[2, 12, K\]"):
+        moe(x, ids=ids.flatten(0, 1))
 
 
 def test_replayed_ids_may_lack_experts_and_be_as_many_as_one_likes():

@@ -226,6 +226,11 @@ class MoEConfig:
         """Whether a token may choose from some groups or ranks alone; devices: ranks of the expert group."""
         return self.top_groups < self.groups or 0 < self.top_devices < devices
 
+    def by_softmax_topk(self, devices: int = 1) -> bool:
+        """Whether one op chooses and weighs: the K largest of a softmax, from all experts, without a bias."""
+        plain = self.selection == "topk" and SCORES[self.score].softmax
+        return plain and not self.choice_bias and not self.limits(devices)
+
     def reach(self, devices: int = 1) -> int:
         """The most experts that a token may choose."""
         open_to = self.experts * self.top_groups // self.groups

@@ -4,6 +4,7 @@ next: moe/router.py
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,11 +138,14 @@ class MoE(nn.Module):
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
         return self.__dict__ | {"load": None}
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None, *, ids: Tensor | None = None) -> Tensor:
         """y, of x's shape and dtype; sets `self.load`.
 
-        padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones either
-        (so y is 0), and that count in no loss.
+        Args:
+            padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones
+                either (so y is 0), and that count in no loss.
+            ids: whole numbers of x's leading shape and K more, -1 for no expert: the experts to take instead
+                of a choice, weighed by this call's scores (Router.forward).
         """
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
@@ -149,12 +153,20 @@ class MoE(nn.Module):
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
-        y_TD, self.load = self.experts(self.route, x, padding)
+        route = self.route
+        if ids is not None:
+            ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
+            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)[:80]
+            require(ok, "ids", got, f"[{', '.join(map(str, x.shape[:-1]))}, K], as x")
+            route = partial(self.route, ids_TK=ids.flatten(0, -2))
+        y_TD, self.load = self.experts(route, x, padding)
         # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
         # on it
         return y_TD.view_as(x)
 
-    def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
+    def route(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
+    ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
         if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
             valid = f"all {self.router.cfg.experts}, or spread by parallelize"
@@ -165,7 +177,7 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T)
+        routing = self.router(x_TD, padding_T, ids=ids_TK)
         routed, kept_T = without_identity(routing, self.router.cfg)
         own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
@@ -187,8 +199,9 @@ class MoE(nn.Module):
         sequences = x.shape[0] if x.dim() == 3 else 1
         load = measure(routing, sequences, padding_T, self.router.cfg.score)
         if self.router.cfg.selection == "quantile":
-            cutoff_T1, K = routing.noted_TX, routing.ids_TK.shape[1]
-            noted_BE = quantiles(routing.logits_TE, cutoff_T1, K, sequences, padding_T)
+            assert routing.noted_TX is not None
+            K = routing.ids_TK.shape[1] if ids_TK is None else self.router.cfg.top_k
+            noted_BE = quantiles(routing.logits_TE, routing.noted_TX, K, sequences, padding_T)
             load = load._replace(noted_BX=noted_BE)
         return y_TD, load
 

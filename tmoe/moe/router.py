@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tmoe.config import policies
 from tmoe.config.model import MoEConfig
 from tmoe.config.policies import SELECTIONS
 from tmoe.moe.force import forced
@@ -75,7 +74,8 @@ class Router(nn.Module):
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
         self.cfg = cfg
-        self.dtype = torch.float64 if cfg.router_dtype == "fp64" else torch.float32
+        self.wide = cfg.router_dtype == "fp64"
+        self.dtype = torch.float64 if self.wide else torch.float32
         self.devices = 1  # ranks of the expert group, for top_devices; set by parallelize
         cosine = cfg.score == "cosine"
         self.projection = nn.Linear(dim, cfg.cosine_dim) if cosine else None
@@ -111,9 +111,12 @@ class Router(nn.Module):
             clean_TE = self.logits(x_TD)
             logits_TE = self.disturbed(clean_TE, padding_T, K)
             if ids is not None:
-                choice = Choice(self.checked(ids, x_TD))
+                # quantiles are of this call's logits, whoever chose
+                noting = self.cfg.selection == "quantile"
+                noted_TX = self.chosen(logits_TE, padding_T, K).noted_TX if noting else None
+                choice = Choice(self.checked(ids, x_TD), noted_TX)
                 weights_TK = self.weigh(logits_TE, choice.ids_TK, K, given=True)
-            elif self.by_softmax_topk(logits_TE):
+            elif self.cfg.by_softmax_topk(self.devices) and not (logits_TE.is_cuda and self.wide):
                 over_chosen = self.cfg.renormalize or self.cfg.softmax == "after"
                 weights_TK, ids_TK = softmax_topk(logits_TE, K, over_chosen)
                 choice = Choice(ids_TK)
@@ -153,7 +156,7 @@ class Router(nn.Module):
         """x W^T + b; or, for score=cosine, cosines with the rows of W times a scale, plus b."""
         jitter = self.cfg.jitter if self.training else 0.0
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        narrow = self.dtype == torch.float32 and self.projection is None
+        narrow = self.projection is None and not self.wide
         if narrow and on_matrix_units(x_TD) and not jitter:
             logits_TE = router_product(x_TD, self.weight)
             return logits_TE if bias is None else logits_TE + bias
@@ -176,13 +179,6 @@ class Router(nn.Module):
         if self.cfg.noise and self.training:
             logits_TE = logits_TE + torch.randn_like(logits_TE) * (self.cfg.noise / self.cfg.outputs)
         return logits_TE if self.cfg.force == "none" else forced(self.cfg, logits_TE, padding_T, K)
-
-    def by_softmax_topk(self, logits_TE: Tensor) -> bool:
-        """Whether choice and weights are those of one op."""
-        cfg = self.cfg
-        plain = cfg.selection == "topk" and self.choice_bias is None and not cfg.limits(self.devices)
-        on_cpu = not logits_TE.is_cuda  # where the op takes fp64
-        return plain and policies.SCORES[cfg.score].softmax and (on_cpu or self.dtype == torch.float32)
 
     @torch.no_grad()
     def chosen(self, logits_TE: Tensor, padding_T: Tensor | None, K: int) -> Choice:
