@@ -2,7 +2,8 @@
 
 The scheme: matrices are normal with standard deviation `std`. Matrices whose output is added to the residual
 stream (attention `o`, every `down`) get std / sqrt(2 layers), so that the stream's variance does not grow
-with depth (GPT-2). Norm weights are one; biases, sinks and buffers are zero.
+with depth (GPT-2). Norm weights are one; biases, sinks, the
+logarithm of a cosine router's scale and buffers are zero.
 
 Each tensor draws from a generator of its own, seeded by a hash of (seed, name). A rank draws the full tensor
 and keeps its part, so every mesh starts from the same numbers, and cutting layers changes no draw, only the
@@ -19,7 +20,7 @@ from tmoe.parallel.mesh import local_part, local_slices
 
 # Ends of the names of matrices that write to the residual stream.
 RESIDUAL = ("o.weight", "down.weight", "down")
-ZERO = ("bias", "sinks")
+ZERO = ("bias", "sinks", "log_scale")
 
 
 @torch.no_grad()

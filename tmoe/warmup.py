@@ -27,7 +27,7 @@ from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.moe.dispatch import pairs_bound
-from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, swiglu
+from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, sinkhorn, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
@@ -52,16 +52,23 @@ def traces(cfg: Config) -> list[tuple]:
     ep, etp = p.ep, p.etp
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     T = cfg.train.batch * cfg.train.seq // (p.cp * p.tp)
-    E, K = moe.experts, moe.top_k
-    pairs = pairs_bound(T, K, ep, E // ep)
+    E, K = moe.experts, moe.slots
+    pairs = pairs_bound(T, moe.top_k, ep, E // ep)
+    if ep == 1 and moe.slots > moe.top_k:
+        pairs = T * moe.top_k * 9 // 8
     pairs = pairs and pairs * etp
     rows, F = T * ep * etp, moe.ffn_dim // etp
     found: list[tuple] = [
         (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
-        (trace_router, T, E, K, moe.renormalize or moe.softmax == "after"),
     ]
+    if moe.by_softmax_topk(ep):
+        found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
+    else:  # the op chooses alone; quantile balancing looks at one expert more
+        found.append((trace_router, T, moe.outputs, moe.top_k + (moe.selection == "quantile"), False))
+    if moe.selection == "sinkhorn":
+        found.append((sinkhorn.trace, T, moe.outputs))
     if dtype == torch.bfloat16:
-        found.append((router_product.trace, T, m.dim, E, dtype))
+        found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
     if ep > 1:
         found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
     if runs_beside(cfg, Axes(ep=ep, etp=etp)):

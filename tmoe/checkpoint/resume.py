@@ -82,7 +82,8 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     by_hash = ("data.tokenizer", "data.new_tokenizer")  # compared above
     names = [f"{group}.{name}" for group in ("data", "optim") for name in now[group]]
     names = [name for name in names if name not in by_hash]
-    names += [*(f"model.{name}" for name in STEPS_READ), "train.seq", "train.dtype", "seed"]
+    names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
+    names += ["train.seq", "train.dtype", "seed"]
     names += ["steps"] if goes_on else []  # the learning rates depend on it
     pairs = [(name.replace("_", "-"), _setting(was, name), _setting(now, name)) for name in names]
     changed = [(name, old, new) for name, old, new in pairs if old is not None and old != new]

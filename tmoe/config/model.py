@@ -10,9 +10,14 @@ from typing import Literal
 
 from tmoe.activations import ActivationName
 from tmoe.config.check import check, divisors, require
+from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 
 # settings of a model that training alone reads, in every step
-STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
+STEPS_READ = (
+    *("dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"),
+    *("moe.noise", "moe.force", "moe.force_skew"),
+    *("moe.sinkhorn_iterations", "moe.quantile_ema", "moe.tile", "moe.tile_rounding"),
+)
 
 
 @dataclass(frozen=True)
@@ -104,19 +109,30 @@ class MoEConfig:
     """summed hidden width of the shared experts that every token passes; 0: none"""
     shared_gate: bool = False
     """multiply the shared experts' output by sigmoid(x . w) (Qwen2-MoE)"""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """how the router's logits become scores: softmax, or each expert's own sigmoid (DeepSeek-V3)"""
+    score: ScoreName = "softmax"
+    """how the router's logits become scores: softmax, each expert's own sigmoid (DeepSeek-V3),
+    the square root of its softplus (sqrtsoftplus), or the softmax of scaled cosines (Tutel's cosine_top)"""
+    selection: str = "topk"
+    """how experts are chosen: each token's best (topk); the same after evening out the load, over a call's
+    tokens (sinkhorn) or from step to step (quantile); the same in whole tiles of the products (tiles);
+    or each expert's best tokens (expert-choice)"""
     softmax: Literal["before", "after"] = "before"
     """softmax over all E logits before the top-k choice, or over the K chosen logits after it (Mixtral)"""
     renormalize: bool = True
     """divide the K weights by their sum, where scores are made before the top-k choice"""
+    router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """precision of the router's product, scores and weights, whatever the model computes in"""
     groups: int = 1
     """experts lie in this many groups of neighbours;
     a token chooses among the experts of its top-groups best groups (DeepSeek-V2)"""
     top_groups: int = 1
     """groups a token may choose from"""
-    group_score: Literal["max", "top2"] = "max"
-    """a group is as good as its best expert (DeepSeek-V2) or as the sum of its two best (DeepSeek-V3)"""
+    group_score: Literal["max", "top2", "top"] = "max"
+    """a group is as good as its best expert (DeepSeek-V2), as the sum of its two best (DeepSeek-V3),
+    or of its best top-k/top-groups (top, Megatron)"""
+    top_devices: int = 0
+    """a token reaches experts on at most this many of the --parallel.ep ranks, its best ones by group-score
+    (DeepSeek-V2); 0: on any. The choice then depends on --parallel.ep; groups do the same without"""
     choice_bias: bool = False
     """balance without a loss: a bias on each expert's score
     that is added for the choice alone, never for the weight (Wang et al. 2024)"""
@@ -125,6 +141,22 @@ class MoEConfig:
     and falls by this for those above"""
     scaling: float = 1.0
     """factor on the K weights"""
+    identity_experts: int = 0
+    """further outputs of the router whose expert is the identity: y += weight * x (LongCat-Flash)"""
+    columns: int = 0
+    """expert-choice and tiles: most experts that a token may get; 0: all of them"""
+    tile: int = 128
+    """tiles: the experts' numbers of tokens become multiples of this"""
+    tile_rounding: Literal["nearest", "up", "down"] = "nearest"
+    """tiles: which multiple"""
+    sinkhorn_iterations: int = 32
+    """sinkhorn: iterations, a fixed number"""
+    quantile_ema: float = 0.0
+    """quantile: share of the old bias in the new one"""
+    cosine_dim: int = 256
+    """cosine: width of the projection"""
+    cosine_temperature: float = 0.5
+    """cosine: what cosines are divided by at first; a learned scale follows"""
     balance: Literal["none", "batch", "sequence", "global"] = "sequence"
     """scope of the load-balancing loss: a rank's micro-batch (batch),
     each sequence, which no layout changes (sequence), all of the step so far (global)"""
@@ -134,6 +166,14 @@ class MoEConfig:
     """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
     jitter: float = 0.0
     """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+    noise: float = 0.0
+    """normal noise on the logits in training, of this standard deviation divided by the number of experts
+    (Tutel's gate_noise)"""
+    force: Literal["none", "even", "skew"] = "none"
+    """for benchmarks, routing that ignores the logits' values: the same load for every expert (even),
+    or random logits with fixed biases of standard deviation force-skew (skew)"""
+    force_skew: float = 1.0
+    """force=skew: how uneven"""
     router_bias: bool = False
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
@@ -143,30 +183,60 @@ class MoEConfig:
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 
     def __post_init__(self) -> None:
-        zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
-        check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
+        zero = "bias_speed shared_dim balance_coeff z_coeff noise force_skew "
+        zero += "top_devices identity_experts columns"
+        one = "experts ffn_dim groups tile sinkhorn_iterations cosine_dim"
+        positive, share = "scaling cosine_temperature", "jitter quantile_ema"
+        check(self, "--model.moe.", one=one, zero=zero, positive=positive, share=share)
         k, e = self.top_k, self.experts
         n, best = self.groups, self.top_groups
-        require(1 <= k <= e, f"--model.moe.top-k={k}: must be 1 to --model.moe.experts={e}")
+        require(1 <= k <= self.outputs, f"--model.moe.top-k={k}: must be 1 to {self.outputs_flags}")
         valid = f"must divide --model.moe.experts={e}; valid: {divisors(e)}"
         require(e % n == 0, f"--model.moe.groups={n}: {valid}")
         require(1 <= best <= n, f"--model.moe.top-groups={best}: must be 1 to --model.moe.groups={n}")
         size = e // n
         held = f"{best} groups of {size} experts hold only {best * size}"
-        require(k <= best * size, f"--model.moe.top-k={k}: {held}")
-        ok = n == 1 or self.group_score == "max" or size > 1
+        require(k <= self.reach(), f"--model.moe.top-k={k}: {held}")
+        ok = n == 1 or self.group_score != "top2" or size > 1
         require(
             ok,
             f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}",
         )
-        plain = self.score == "softmax" and self.groups == 1 and not self.choice_bias
-        require(
-            plain or self.softmax == "before",
-            "--model.moe.softmax=after: not with --model.moe.score=sigmoid, "
-            "--model.moe.groups or --model.moe.choice-bias",
-        )
+        require_policy(self)
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the router: the experts, and the identity experts behind them."""
+        return self.experts + self.identity_experts
+
+    @property
+    def outputs_flags(self) -> str:
+        """The flags that make the number of outputs, as messages show them."""
+        further = f" + --model.moe.identity-experts={self.identity_experts}" if self.identity_experts else ""
+        return f"--model.moe.experts={self.experts}{further}"
+
+    @property
+    def slots(self) -> int:
+        """Columns of a routing's ids: K, or as many as a selection with columns of its own fills."""
+        return (self.columns or self.outputs) if SELECTIONS[self.selection].columns else self.top_k
+
+    def limits(self, devices: int = 1) -> bool:
+        """Whether a token may choose from some groups or ranks alone; devices: ranks of the expert group."""
+        return self.top_groups < self.groups or 0 < self.top_devices < devices
+
+    def by_softmax_topk(self, devices: int = 1) -> bool:
+        """Whether one op chooses and weighs: the K largest of a softmax, from all experts, without a bias."""
+        plain = self.selection == "topk" and SCORES[self.score].softmax
+        return plain and not self.choice_bias and not self.limits(devices)
+
+    def reach(self, devices: int = 1) -> int:
+        """The most experts that a token may choose."""
+        open_to = self.experts * self.top_groups // self.groups
+        if self.top_devices:
+            open_to = min(open_to, self.experts // devices * min(self.top_devices, devices))
+        return open_to + self.identity_experts
 
     @property
     def untrained(self) -> str:
@@ -175,12 +245,24 @@ class MoEConfig:
         Published models may have been made so, and a config may say it. A run that begins a new model calls
         `require_trained`.
         """
-        if self.top_k > 1 or self.experts == 1 or not (self.renormalize or self.softmax == "after"):
+        entry = SELECTIONS[self.selection]
+        divided = (self.renormalize or self.softmax == "after") and not entry.weighs
+        if self.top_k > 1 or self.outputs == 1 or not divided or entry.looks == "always":
             return ""
         cause = "--model.moe.softmax=after" if self.softmax == "after" else "--model.moe.renormalize=True"
         return (
             f"--model.moe.top-k=1 with {cause}: a token's only weight is divided by itself and constant, "
             "so balancing losses alone train the routers"
+        )
+
+    @property
+    def acausal(self) -> str:
+        """Why the layer does not suit a model that predicts the next token; "" where it does."""
+        if SELECTIONS[self.selection].looks != "always":
+            return ""
+        return (
+            f"--model.moe.selection={self.selection}: a token's experts depend on later tokens, so a causal "
+            "model learns from what it will not have when it generates"
         )
 
     def require_trained(self) -> None:
@@ -190,6 +272,58 @@ class MoEConfig:
             not self.untrained,
             f"{self.untrained}; set --model.moe.renormalize False{before}, and the loss does",
         )
+
+
+def too_few_devices(moe: MoEConfig, ep: int) -> str:
+    """The message where the ranks that a token may reach do not hold its experts."""
+    devices = f"--model.moe.top-devices={moe.top_devices}"
+    held = f"{devices} of --parallel.ep={ep} ranks hold only {moe.reach(ep)}"
+    return f"--model.moe.top-k={moe.top_k}: {held}"
+
+
+def require_policy(moe: MoEConfig) -> None:
+    """ConfigError unless score, selection, weights and limits of a router go together."""
+    chosen = f"--model.moe.selection={moe.selection}"
+    require(moe.selection in SELECTIONS, f"{chosen}: must be one of {', '.join(SELECTIONS)}")
+    entry = SELECTIONS[moe.selection]
+    grouped = f"--model.moe.groups={moe.groups} --model.moe.top-groups={moe.top_groups}"
+    devices = f"--model.moe.top-devices={moe.top_devices}"
+    after = "--model.moe.softmax=after"
+    clashes = [
+        (
+            moe.softmax == "after" and not SCORES[moe.score].softmax,
+            f"{after}: not with --model.moe.score={moe.score}, which has no softmax",
+        ),
+        (
+            moe.softmax == "after" and moe.choice_bias,
+            f"{after}: not with --model.moe.choice-bias, which is added to scores made before the choice",
+        ),
+        (moe.top_devices > 0 and moe.groups > 1, f"{devices}: not with --model.moe.groups={moe.groups}"),
+        (not entry.limited and moe.top_groups < moe.groups, f"{chosen}: not with {grouped}"),
+        (not entry.limited and moe.top_devices > 0, f"{chosen}: not with {devices}"),
+        (not entry.biased and moe.choice_bias, f"{chosen}: not with --model.moe.choice-bias"),
+        (
+            entry.weighs and (moe.score, moe.softmax) != ("softmax", "before"),
+            f"{chosen}: has weights of its own; not with --model.moe.score={moe.score} "
+            f"--model.moe.softmax={moe.softmax}",
+        ),
+        (
+            moe.columns > 0 and not entry.columns,
+            f"--model.moe.columns={moe.columns}: only for --model.moe.selection "
+            f"{' or '.join(name for name, one in SELECTIONS.items() if one.columns)}",
+        ),
+        (
+            moe.columns > 0 and not moe.top_k <= moe.columns <= moe.outputs,
+            f"--model.moe.columns={moe.columns}: must be --model.moe.top-k={moe.top_k} to "
+            f"{moe.outputs_flags}, or 0",
+        ),
+        (
+            moe.selection == "quantile" and moe.top_k == moe.outputs,
+            f"{chosen}: --model.moe.top-k={moe.top_k} must be below {moe.outputs_flags}",
+        ),
+    ]
+    for wrong, message in clashes:
+        require(not wrong, message)
 
 
 # Settings that latent attention does not know, each with the value that switches it off.

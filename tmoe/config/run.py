@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tmoe.config.check import FLOATS, MOST, check, divisors, require
-from tmoe.config.model import ModelConfig
+from tmoe.config.model import ModelConfig, too_few_devices
 
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
@@ -411,6 +411,8 @@ class Config:
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
+        if has_moe:
+            require_routing(self)
         require_layout(self)
 
 
@@ -496,6 +498,17 @@ def _near(batch: int, once: int) -> str:
     """The multiples of `once` around a batch."""
     below = batch // once * once
     return f"valid: {' or '.join(str(n) for n in (below, below + once) if n)}"
+
+
+def require_routing(cfg: Config) -> None:
+    """ConfigError unless a token's experts fit on the ranks it may reach, and tiles into a rank's tokens."""
+    p, moe = cfg.parallel, cfg.model.moe
+    require(moe.top_k <= moe.reach(p.ep), too_few_devices(moe, p.ep))
+    if moe.selection == "tiles":
+        tokens = cfg.train.batch * cfg.train.seq // (p.cp * p.tp) * moe.top_k / moe.outputs
+        mean = f"an expert gets {tokens:g} of a rank's tokens on average"
+        flags = "--train.batch x --train.seq x --model.moe.top-k / --model.moe.experts"
+        require(tokens >= moe.tile, f"--model.moe.tile={moe.tile}: {mean}, fewer than one tile ({flags})")
 
 
 def require_heads(p: ParallelConfig, model: ModelConfig) -> None:

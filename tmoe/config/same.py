@@ -9,12 +9,13 @@ from typing import Any, get_type_hints
 
 from tmoe.config.check import ConfigError, fits, spell
 from tmoe.config.model import STEPS_READ, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.policies import SELECTIONS
 from tmoe.listing import listed
 
 # settings of ModelConfig that have settings of their own
 PARTS: dict[str, Any] = dict(moe=MoEConfig, rope=RopeConfig, mla=MLAConfig)
 # left out of what a model computes: what training alone reads, and the parts that facts looks into
-TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", *PARTS}
+TRAINING = {*(name.removeprefix("moe.") for name in STEPS_READ), "init_std", "router_dtype", *PARTS}
 GROUPED_ONLY = {"kv_heads", "head_dim", "attention_multiplier"}  # latent attention has other widths
 # types of settings by dotted name, and of keys of config.json that settings are derived from
 KINDS = get_type_hints(ModelConfig) | {
@@ -53,6 +54,15 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
         found |= {f"moe.{name}": getattr(cfg.moe, name) for name in read}
         if found.pop("moe.softmax") == "after":  # softmax over the K chosen is softmax over E, renormalised
             found["moe.renormalize"] = True
+        entry = SELECTIONS[cfg.moe.selection]
+        if entry.looks == "training":  # what such a model computes is plain top-k
+            found["moe.selection"] = "topk"
+        if entry.weighs:
+            found |= {"moe.renormalize": False, "moe.score": "sigmoid" if cfg.moe.top_k == 1 else "softmax"}
+        if found["moe.selection"] == "topk":
+            del found["moe.columns"]
+        if cfg.moe.score != "cosine":
+            found = {name: value for name, value in found.items() if not name.startswith("moe.cosine_")}
         if cfg.moe.top_groups == cfg.moe.groups:
             found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
     return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}

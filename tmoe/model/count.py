@@ -59,9 +59,12 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     dense = [(D,), (D,), *attention_shapes(model)]
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
-    dense.append((moe.experts, D))
+    width = moe.cosine_dim if moe.score == "cosine" else D
+    dense.append((moe.outputs, width))
+    if moe.score == "cosine":
+        dense += [(width, D), (width,), (1,)]
     if moe.router_bias:
-        dense.append((moe.experts,))
+        dense.append((moe.outputs,))
     if moe.shared_dim:
         dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
     if moe.shared_gate:

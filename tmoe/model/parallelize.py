@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
+from tmoe.config.model import too_few_devices
 from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_backend import COMPILE
 from tmoe.model.spread import Spread
@@ -164,6 +165,8 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     ep = mesh.ep.size()
     L = moe.experts.gate_up.shape[0] // ep
     p = mesh.ep.get_local_rank()
+    moe.router.devices = ep
+    mean_K = moe.dispatcher.mean_K
     if ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
@@ -173,6 +176,7 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", biased, width)
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
+    moe.dispatcher.mean_K = mean_K
     if etp := mesh.groups.get("etp"):
         moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
         moe.experts.slice = Slice(etp.rank(), etp.size())
@@ -188,6 +192,9 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     E, width = moe.experts.gate_up.shape[:2]
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
+    cfg = moe.router.cfg
+    if cfg.top_k > cfg.reach(ep):
+        raise ValueError(too_few_devices(cfg, ep))
     if width // 2 % etp:
         raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width // 2}")
 

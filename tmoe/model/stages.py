@@ -272,14 +272,14 @@ class Stages(nn.Module):
         layers = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
         if not layers:
             return None
-        sums = torch.zeros(len(layers), cfg.moe.experts + 3, dtype=torch.float64, device=self.part_device)
+        sums = torch.zeros(len(layers), cfg.moe.outputs + 3, dtype=torch.float64, device=self.part_device)
         for part in self:
             own = [layers.index(int(i)) for i, block in part.blocks.named_children() if block.moe is not None]
             log = part.balancer.take_log()
             if log is not None:
                 sums[own] += log
         dist.all_reduce(sums)
-        return stats_of(sums, cfg.moe.experts)
+        return stats_of(sums, cfg.moe.outputs)
 
     @property
     def part_device(self) -> torch.device:

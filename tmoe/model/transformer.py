@@ -21,7 +21,7 @@ from tmoe.model.rope import rope_table
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
-from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_untrained
+from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
 
 
 class Block(nn.Module):
@@ -147,6 +147,7 @@ class Transformer(nn.Module):
         whole = self.first and self.last
         if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
             warn_if_untrained(cfg.moe)
+            warn_if_acausal(cfg.moe)
 
     def init_weights(self, seed: int | None = None) -> None:
         """Draws all weights anew; see init.py."""

@@ -8,15 +8,18 @@ next: moe/dispatch.py
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.config.model import MoEConfig
+from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
+from tmoe.moe.scores import SCORES
+
+FEW = 16  # columns of ids that are compared with every expert
 
 
 class Load(NamedTuple):
@@ -30,6 +33,8 @@ class Load(NamedTuple):
     tokens_B: Tensor  # fp32
     z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
     entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
+    # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
+    noted_BX: Tensor | None = None
 
 
 class Totals(NamedTuple):
@@ -43,20 +48,16 @@ class Totals(NamedTuple):
 def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
-    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Sigmoid scores are divided by
-    their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose shares
-    still add up to one where all scores are nearly 0.
+    padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Scores that are no softmax are
+    divided by their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose
+    shares still add up to one where all scores are nearly 0.
     """
-    logits_TE = routing.logits_TE
-    z_T = lse_T = logits_TE.logsumexp(-1)
-    if score == "sigmoid":
-        logits_TE = F.logsigmoid(logits_TE)
-        lse_T = logits_TE.logsumexp(-1)
+    z_T = routing.logits_TE.logsumexp(-1)
+    logits_TE = SCORES[score].log(routing.logits_TE)
+    lse_T = z_T if logits_TE is routing.logits_TE else logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
 
-    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
-    experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
-    chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
+    chosen_TE = chosen(routing.ids_TK, logits_TE.shape[-1]).to(probs_TE.dtype)
 
     # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
     logs_TE = logits_TE.detach()
@@ -65,6 +66,8 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
     entropy_T = lse_T.detach() - mean_log_T
 
     keep_T = torch.ones_like(lse_T) if padding_T is None else (~padding_T).to(lse_T.dtype)
+
+    noted_TX = logits_TE.detach()[:, :0] if routing.noted_TX is None else routing.noted_TX
 
     def per_sequence(v_T: Tensor) -> Tensor:
         length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
@@ -76,12 +79,24 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
         per_sequence(keep_T),
         per_sequence(z_T.square() * keep_T),
         per_sequence(entropy_T * keep_T),
+        per_sequence(noted_TX * keep_T[:, None]),
     )
+
+
+def chosen(ids_TK: Tensor, E: int) -> Tensor:
+    """How often each token has chosen each expert, [T, E]; ids of -1 are nowhere."""
+    # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
+    if ids_TK.shape[1] <= FEW:
+        return (ids_TK[:, :, None] == torch.arange(E, device=ids_TK.device)).sum(1)
+    # columns of a selection's own, up to E of them, each expert in one at most
+    places_TE = torch.zeros(len(ids_TK), E + 1, dtype=torch.bool, device=ids_TK.device)
+    return places_TE.scatter(1, ids_TK.long() + 1, True)[:, 1:]
 
 
 def stack(loads: list[Load]) -> Load:
     """The loads of all MoE layers as one, with the layers as the first dimension."""
-    return Load(*(torch.stack(field) for field in zip(*loads, strict=True)))
+    fields: Any = (None if field[0] is None else torch.stack(field) for field in zip(*loads, strict=True))
+    return Load(*fields)
 
 
 def alone(t: Tensor) -> Tensor:
@@ -116,6 +131,7 @@ class Balancer:
         """Forgets the last step's counts (the global-batch loss averages over one step's micro-batches)."""
         self.seen_YE: Tensor | None = None
         self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
+        self.quantiles = Quantiles()
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
         """This rank's share of the balancing loss and z-loss of one micro-batch, summed over layers.
@@ -138,7 +154,7 @@ class Balancer:
             )
         loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
         if cfg.balance != "none":
-            loss = loss + cfg.balance_coeff * cfg.experts * self._overlap(load, totals, part)
+            loss = loss + cfg.balance_coeff * cfg.outputs * self._overlap(load, totals, part)
         return loss
 
     def _of_whole_sequences(self, load: Load) -> Load:
@@ -179,6 +195,9 @@ class Balancer:
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
+        if self.cfg.selection == "quantile":
+            assert load.noted_BX is not None
+            self.quantiles.record(load.noted_BX, load.tokens_B)
         dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
         sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)
         # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
@@ -194,6 +213,9 @@ class Balancer:
         A collective, one for all layers. taken: 0 if the step was skipped. Nothing changes if it was skipped,
         if nothing was recorded, or without a choice bias.
         """
+        routers = list(routers)
+        biases = [router.choice_bias for router in routers if router.choice_bias is not None]
+        self.quantiles.update(biases, self.cfg.quantile_ema, self.all_reduce, taken)
         if self.routed_YE is None:
             return
         if taken is not None:
@@ -217,7 +239,7 @@ class Balancer:
         A collective: every rank calls it, or none.
         """
         own = self.take_log()
-        return None if own is None else stats_of(self.all_reduce(own), self.cfg.experts)
+        return None if own is None else stats_of(self.all_reduce(own), self.cfg.outputs)
 
 
 def stats_of(sums: Tensor, experts: int) -> "RouterStats":

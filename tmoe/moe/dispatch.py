@@ -75,6 +75,10 @@ class Shared(Protocol):
 class Dispatcher:
     """Applies the experts of all ranks to this rank's tokens: y_TD = dispatcher(x_TD, routing, experts)."""
 
+    # experts of a token on average, where ids have more columns than that (expert choice): what memory is
+    # allocated for. 0: as many as columns
+    mean_K = 0
+
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)
         return self.combine(experts(rows), plan)
@@ -96,7 +100,9 @@ class LocalDispatcher(Dispatcher):
     """ep=1: every expert is here."""
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, None]:
-        return Rows(x_TD, routing.weights_TK, routing.ids_TK), None
+        # an eighth more: counts that are rounded up do not take a second round
+        pairs = self.mean_K * max(len(x_TD), 1) * 9 // 8 if self.mean_K else None
+        return Rows(x_TD, routing.weights_TK, routing.ids_TK, pairs), None
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
         return y_RD
@@ -118,7 +124,7 @@ class AllToAllDispatcher(Dispatcher):
         x_RD = collectives.push(x_TD, ids_RK, order_S, splits_2P, self.group)
         weights_RK = collectives.push(routing.weights_TK, ids_RK, order_S, splits_2P, self.group)
         T, K = routing.ids_TK.shape
-        pairs = pairs_bound(T, K, self.ranks, self.local_experts)
+        pairs = pairs_bound(T, self.mean_K or K, self.ranks, self.local_experts)
         return Rows(x_RD, weights_RK, ids_RK, pairs), Plan(ids_RK, order_S, splits_2P, T)
 
     def combine(self, y_RD: Tensor, plan: Plan | None) -> Tensor:
@@ -177,7 +183,8 @@ class SymmDispatcher(Dispatcher):
     ) -> tuple[Tensor, Any]:
         """The y_TD of symm.moe, and that of a SwiGLU of the two matrices `shared` (None without them)."""
         tokens = max(self.tokens, x_TD.shape[0], 1)
-        pairs = pairs_bound(tokens, routing.ids_TK.shape[1], self.ranks, self.local_experts)
+        K = self.mean_K or routing.ids_TK.shape[1]
+        pairs = pairs_bound(tokens, K, self.ranks, self.local_experts)
         local = symm.Local(experts.gate_up, experts.down, experts.gate_up_bias, experts.activation)
         way = symm.Way(tokens, pairs, self.fp8, self.group)
         return symm.moe(x_TD, routing.weights_TK, routing.ids_TK, local, way, shared)

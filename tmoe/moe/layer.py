@@ -4,6 +4,7 @@ next: moe/router.py
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
-from tmoe.moe.router import Router, Routing
+from tmoe.moe.quantile import quantiles
+from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
 
 
@@ -86,6 +88,12 @@ def warn_if_untrained(cfg: MoEConfig) -> None:
         warnings.warn(cfg.untrained, stacklevel=1)
 
 
+def warn_if_acausal(cfg: MoEConfig) -> None:
+    """Warns, once per process and on one rank, of a selection that lets a causal model see later tokens."""
+    if cfg.acausal and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(cfg.acausal, stacklevel=1)
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts, which see every token.
 
@@ -121,6 +129,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
         self.load: Any = None  # a Load
         if init:
             initialise(self)
@@ -129,11 +138,14 @@ class MoE(nn.Module):
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
         return self.__dict__ | {"load": None}
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None, *, ids: Tensor | None = None) -> Tensor:
         """y, of x's shape and dtype; sets `self.load`.
 
-        padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones either
-        (so y is 0), and that count in no loss.
+        Args:
+            padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones
+                either (so y is 0), and that count in no loss.
+            ids: whole numbers of x's leading shape and K more, -1 for no expert: the experts to take instead
+                of a choice, weighed by this call's scores (Router.forward).
         """
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
@@ -141,19 +153,36 @@ class MoE(nn.Module):
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
-        y_TD, self.load = self.experts(self.route, x, padding)
+        route = self.route
+        if ids is not None:
+            ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
+            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)[:80]
+            require(ok, "ids", got, f"[{', '.join(map(str, x.shape[:-1]))}, K], as x")
+            route = partial(self.route, ids_TK=ids.flatten(0, -2))
+        y_TD, self.load = self.experts(route, x, padding)
         # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
         # on it
         return y_TD.view_as(x)
 
-    def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
+    def route(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
+    ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
-        y_TD, routing = self.mix(x, padding, experts)
+        cfg = self.router.cfg
+        y_TD, routing = self.mix(x, padding, experts, ids_TK)
         padding_T = None if padding is None else padding.flatten()
         sequences = x.shape[0] if x.dim() == 3 else 1
-        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+        load = measure(routing, sequences, padding_T, cfg.score)
+        if cfg.selection == "quantile":
+            assert routing.noted_TX is not None
+            K = routing.ids_TK.shape[1] if ids_TK is None else cfg.top_k
+            noted_BE = quantiles(routing.logits_TE, routing.noted_TX, K, sequences, padding_T)
+            load = load._replace(noted_BX=noted_BE)
+        return y_TD, load
 
-    def mix(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Routing]:
+    def mix(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """y [T, D], and where its tokens went; no load is measured."""
         if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
             valid = f"all {self.router.cfg.experts}, or spread by parallelize"
@@ -164,21 +193,26 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T)
+        routing = self.router(x_TD, padding_T, ids=ids_TK)
+        routed, kept_T = without_identity(routing, self.router.cfg)
+        own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
 
         if self.shared is None:
-            y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
+            y_TD = self.dispatcher(x_TD, routed, experts)  # dispatch, experts, combine
         else:
-            y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
+            y_TD, shared_TD = self.dispatcher.beside(x_TD, routed, experts, self.shared)
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
 
-        return y_TD.to(x.dtype), routing
+        y_TD = y_TD.to(x.dtype)
+        if kept_T is not None:
+            y_TD = y_TD + (kept_T[:, None] * own_TD).to(x.dtype)
+        return y_TD, routing
 
 
 def balancing_loss(

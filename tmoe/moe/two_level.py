@@ -235,7 +235,7 @@ class TwoLevelDispatcher(Dispatcher):
         x_RD = push(x_TD, *ways, self.group)
         weights_RK = push(routing.weights_TK, *ways, self.group)
         T, K = routing.ids_TK.shape
-        pairs = pairs_bound(T, K, len(self.nodes), self.local_experts)
+        pairs = pairs_bound(T, self.mean_K or K, len(self.nodes), self.local_experts)
         return Rows(x_RD, weights_RK, ways[0], pairs), TwoLevelPlan(*ways, tokens=T)
 
     def combine(self, y_RD: Tensor, plan: Any) -> Tensor:

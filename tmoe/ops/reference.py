@@ -53,6 +53,32 @@ def softmax_topk(logits_TE: torch.Tensor, K: int, renormalize: bool) -> tuple[to
     return weights_TK, ids_TK.int()
 
 
+def sinkhorn(
+    logits_TE: torch.Tensor, live_T: torch.Tensor | None, iterations: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to add to the logits of each expert so that the softmax over experts gives all the same load.
+
+    Returns potentials_E and the residual: the largest relative error of a load, 0-dim. The plan with equal
+    rows and (but for the residual) equal columns is softmax(logits + potentials) / T.
+    live: bool, False at tokens that do not count.
+    """
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    E = wide_TE.shape[1]
+    weight_T = torch.ones_like(wide_TE[:, 0]) if live_T is None else live_T.to(wide_TE.dtype)
+
+    def uneven(potentials_E: torch.Tensor) -> torch.Tensor:
+        """Each expert's load, where 1 is even."""
+        plan_TE = (wide_TE + potentials_E).softmax(-1) * weight_T[:, None]
+        return plan_TE.sum(0) * (E / weight_T.sum().clamp(min=1))
+
+    before_E = potentials_E = wide_TE.new_zeros(E)
+    for _ in range(iterations):
+        ahead_E = potentials_E + (potentials_E - before_E) / 2
+        before_E = potentials_E
+        potentials_E = ahead_E - uneven(ahead_E).clamp(min=1e-30).log()
+    return potentials_E, (uneven(potentials_E) - 1).abs().max()
+
+
 def grouped_mm(a_ND: torch.Tensor, b_EFD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """c[ends[e-1]:ends[e]] = a[ends[e-1]:ends[e]] @ b[e].T; rows past the last end are zero."""
     starts = [0, *ends_E.tolist()]

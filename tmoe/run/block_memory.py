@@ -151,19 +151,19 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
     moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
     ep, etp = axes.ep, axes.etp
-    T, K = local_tokens(cfg, axes), moe.top_k
-    kept = T * moe.experts * FP32  # the router's logits
+    T, K = local_tokens(cfg, axes), moe.slots
+    kept = T * moe.outputs * FP32  # the router's logits
     if moe.jitter:
         kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
     # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
     # experts
     kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
     # H: under etp 1/etp of the width, of etp times the pairs
-    kept += (pairs_bound(T, K, ep, moe.experts // ep) or T * K) * 2 * moe.ffn_dim * width
+    kept += (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * 2 * moe.ffn_dim * width
     if uses_symm(cfg, axes):
         # weights and ids; the backward pushes x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
-    R = etp * rows_received(T, K, ep)
+    R = etp * rows_received(T, moe.top_k, ep)
     kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 
@@ -197,7 +197,7 @@ def exchange_bytes(cfg: Config, axes: Axes) -> int:
     rows = axes.ep * local_tokens(cfg, axes)
     D, width = cfg.model.dim, compute_bytes(cfg)
     packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
-    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.top_k * FP32)
+    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.slots * FP32)
 
 
 def rows_received(T: int, top_k: int, ep: int) -> int:
@@ -262,7 +262,7 @@ def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
         return 0
     symm = uses_symm(cfg, axes)
     L = moe.experts // ep
-    slots = T * ep * min(moe.top_k, L) if symm else rows_received(T, moe.top_k, ep) * moe.top_k
+    slots = T * ep * min(moe.slots, L) if symm else rows_received(T, moe.top_k, ep) * moe.slots
     pairs = pairs_bound(T, moe.top_k, ep, L) or slots
     if pairs >= slots:  # one window
         return 0

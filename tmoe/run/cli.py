@@ -63,6 +63,8 @@ def notes(cfg: Config, world: int) -> Iterator[str]:
     """Settings that work, but that are hardly meant: a line each."""
     if trains_routers(cfg) and (untrained := cfg.model.moe.untrained):
         yield f"{untrained}, as in the model that this run goes on with"
+    if trains_routers(cfg) and cfg.model.moe.acausal:
+        yield cfg.model.moe.acausal
 
     world = planned_world(cfg, world)
     axes = Axes.of(cfg.parallel, world)

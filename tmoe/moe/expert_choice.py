@@ -1,0 +1,24 @@
+"""Expert choice: each expert takes its best tokens, as many as its capacity, and every expert equally many.
+
+(Zhou et al. 2022, arXiv 2202.09368.) A token may go to any number of experts, so ids have E columns, or
+`--model.moe.columns`. The choice depends on this rank's other tokens, later ones too: a causal model that is
+trained so is evaluated on another task than it was trained on.
+
+next: moe/tiles.py
+"""
+
+import torch
+
+from tmoe.moe.selection import Asked, Choice, best_tokens, in_columns, shares
+
+
+def choose(asked: Asked) -> Choice:
+    """Each expert's ceil(T K / E) best of T tokens, by the shares of the tokens' scores."""
+    shares_TE = shares(asked.cfg, asked.logits_TE)
+    T, E = shares_TE.shape
+    if asked.live_T is None:
+        capacity = torch.full((), -(-T * asked.K // E), device=shares_TE.device)
+    else:
+        capacity = (asked.live_T.sum() * asked.K + E - 1) // E
+    taken_TE = best_tokens(shares_TE, capacity, asked.live_T)
+    return Choice(in_columns(taken_TE, shares_TE, asked.cfg.slots))

@@ -1,0 +1,126 @@
+"""What a selection of experts is asked and answers; plain top-k, and what several selections share.
+
+A selection is a function `choose(asked) -> Choice` in a file of its own, and a line in the table SELECTIONS
+of config/policies.py. It runs without gradient, inside the compiled block: nothing waits for the host, and no
+size depends on numbers.
+
+next: moe/sinkhorn.py
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.config.model import MoEConfig
+from tmoe.config.policies import SELECTIONS
+from tmoe.moe.scores import SCORES
+from tmoe.ops import softmax_topk
+
+
+class Asked(NamedTuple):
+    """What a router asks of a selection: T tokens' numbers for all experts. None has a gradient."""
+
+    cfg: MoEConfig
+    K: int  # experts a token, on average where a selection has columns of its own
+    logits_TE: Tensor
+    scores_TE: Tensor
+    bias_E: Tensor | None  # the choice bias
+    live_T: Tensor | None  # bool, False at padding; None: no padding
+    devices: int  # ranks of the expert group, each with as many neighbouring experts
+    training: bool
+
+
+class Choice(NamedTuple):
+    """Which experts each token goes to."""
+
+    ids_TK: Tensor  # any integer type; in the token's order of preference; -1: no expert
+    noted_TX: Tensor | None = None  # numbers for the log, or for the selection's own balance
+
+
+def choose(asked: Asked) -> Choice:
+    """Plain top-k: the K experts that a token prefers."""
+    return Choice(best_experts(preference(asked), asked.K))
+
+
+def best_experts(wanted_TE: Tensor, K: int) -> Tensor:
+    """Ids of each token's K largest numbers, in decreasing order."""
+    if wanted_TE.dtype != torch.float32:
+        return wanted_TE.topk(K, -1).indices
+    return softmax_topk(wanted_TE, K, False)[1]  # on a GPU one short launch, where topk sorts
+
+
+def preference(asked: Asked) -> Tensor:
+    """The numbers [T, E] whose K largest are chosen; -inf outside a token's best groups or ranks.
+
+    With a choice bias: scores plus that bias. Without: logits, which have the same order as scores, and which
+    still differ between experts whose scores have underflowed to 0 or rounded to 1.
+    """
+    cfg = asked.cfg
+    scores_TE = asked.scores_TE if asked.bias_E is None else asked.scores_TE + asked.bias_E
+    wanted_TE = asked.logits_TE if asked.bias_E is None else scores_TE
+    if cfg.softmax == "after":
+        scores_TE = wanted_TE  # as there are no scores yet, groups are compared by logits (Megatron)
+    groups, best = cfg.groups, cfg.top_groups
+    if cfg.top_devices:
+        groups, best = asked.devices, min(cfg.top_devices, asked.devices)
+    return wanted_TE if best == groups else within_best(asked, wanted_TE, scores_TE, groups, best)
+
+
+def within_best(asked: Asked, wanted_TE: Tensor, scores_TE: Tensor, groups: int, best: int) -> Tensor:
+    """`wanted`, but -inf at the experts of all groups other than a token's `best` ones.
+
+    Groups are neighbouring experts. A group is worth its best expert (DeepSeek-V2, 2024, section 2.2.2), or
+    the sum of its two best scores (DeepSeek-V3, 2024, released code), or of its best K / `best` (Megatron).
+    Identity experts are in no group and always open.
+    """
+    E = asked.cfg.experts
+    inside = wanted_TE[:, :E].unflatten(-1, (groups, -1))
+    if asked.cfg.group_score == "max":
+        worth = inside.amax(-1)
+    else:
+        count = 2 if asked.cfg.group_score == "top2" else max(1, asked.K // best)
+        worth = scores_TE[:, :E].unflatten(-1, (groups, -1)).topk(count, -1).values.sum(-1)
+    chosen = worth.topk(best, -1).indices
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, chosen, False)
+    inside = inside.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+    return torch.cat([inside, wanted_TE[:, E:]], -1) if asked.cfg.identity_experts else inside
+
+
+def best_tokens(worth_TE: Tensor, counts_E: Tensor, live_T: Tensor | None) -> Tensor:
+    """Which (token, expert) pairs belong together, bool [T, E], where expert e takes its counts_E[e] best.
+
+    Of equal tokens the earlier one comes first, on every machine.
+    """
+    if live_T is not None:
+        worth_TE = worth_TE.masked_fill(~live_T[:, None], float("-inf"))
+    order_TE = worth_TE.argsort(dim=0, descending=True, stable=True)
+    places_TE = torch.arange(len(worth_TE), device=worth_TE.device)[:, None].expand_as(order_TE)
+    rank_TE = torch.empty_like(order_TE).scatter(0, order_TE, places_TE)
+    taken_TE = rank_TE < counts_E
+    return taken_TE if live_T is None else taken_TE & live_T[:, None]
+
+
+def in_columns(taken_TE: Tensor, worth_TE: Tensor, columns: int) -> Tensor:
+    """The experts of each token as ids [T, columns], -1 in the columns that are left over.
+
+    With fewer columns than experts a token keeps those that are worth most.
+    """
+    E = taken_TE.shape[1]
+    if columns == E:
+        return torch.arange(E, device=taken_TE.device).where(taken_TE, -1)
+    best_TK = worth_TE.masked_fill(~taken_TE, float("-inf")).topk(columns, -1).indices
+    return best_TK.where(taken_TE.gather(-1, best_TK), -1)
+
+
+def shares(cfg: MoEConfig, logits_TE: Tensor) -> Tensor:
+    """A token's scores divided by their sum, over all experts."""
+    return SCORES[cfg.score].log(logits_TE).softmax(-1)
+
+
+def selection(name: str) -> Callable[[Asked], Choice]:
+    """The function of a line of SELECTIONS."""
+    module = SELECTIONS[name].module
+    return importlib.import_module(module if "." in module else f"tmoe.moe.{module}").choose

@@ -1,0 +1,22 @@
+"""Sinkhorn (S-BASE): in training the experts are the top-k of a plan that gives each of them the same load.
+
+(Clark et al. 2022, arXiv 2202.01169, section 3.1; Megatron-Core's sinkhorn.) The plan is nearest to the
+scores among those with equal rows and columns, over this rank's tokens of a call. It has no gradient. Weights
+are the softmax of the logits, or for K=1 their sigmoid. Evaluation is plain top-k of the logits.
+
+next: ops/sinkhorn.py, then moe/expert_choice.py
+"""
+
+from tmoe.moe import selection
+from tmoe.moe.selection import Asked, Choice
+from tmoe.ops.sinkhorn import sinkhorn
+
+
+def choose(asked: Asked) -> Choice:
+    """The K largest of each token's row of the plan. Notes the plan's residual, the same for each token."""
+    if not asked.training:
+        return selection.choose(asked)
+    potentials_E, residual = sinkhorn(asked.logits_TE, asked.live_T, asked.cfg.sinkhorn_iterations)
+    # a token's row of the plan is the softmax of these, over T
+    ids_TK = selection.best_experts(asked.logits_TE + potentials_E, asked.K)
+    return Choice(ids_TK, residual.expand(len(ids_TK), 1))

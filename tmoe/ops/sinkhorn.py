@@ -1,0 +1,165 @@
+"""sinkhorn: potentials that give every expert the same load, by a fixed number of iterations in one launch.
+
+An iteration adds a number to each expert's logits, minus the logarithm of its load under the softmax so far,
+where 1 is even. That is Sinkhorn's in log space (Cuturi 2013): the softmax makes the rows right, the step the
+columns. Nesterov's momentum of 1/2 doubles the rate where it is slow and costs nothing: with logits of
+standard deviation 6 (256 tokens, 128 experts) 32 iterations leave a residual of 2e-5, where they left 1e-2.
+
+The kernel's programs share the tokens and meet once an iteration, all resident, so the launch is cooperative.
+What they meet with is added up in the same order in each of them: equal inputs give equal bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tmoe.ops import reference
+from tmoe.ops.check import check_tensors, require
+from tmoe.ops.experts.routing import power_of_2
+from tmoe.ops.launch.launch import cdiv, device_facts, launch
+from tmoe.ops.register import register
+
+WARPS = 8
+PARTS = 16  # programs whose sums are read at a time
+
+
+def sinkhorn(logits_TE: Tensor, live_T: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
+    """What to add to each expert's logits so that the softmax over experts loads all of them evenly.
+
+    Args:
+        logits_TE: [T, E] float32 or float64; T may be 0.
+        live_T: bool, False at tokens that do not count; None: all count.
+        iterations: 1 or more.
+
+    Returns potentials_E, in the logits' type, and the residual, 0-dim: the largest relative error of a load.
+    Neither is differentiable. Raises ValueError for shapes or types that do not fit. Definition:
+    `tmoe.ops.reference.sinkhorn`.
+    """
+    check_tensors(logits=logits_TE)
+    require(logits_TE.dim() == 2, "logits", f"shape {tuple(logits_TE.shape)}", "[T, E]")
+    require(logits_TE.dtype in (torch.float32, torch.float64), "logits", logits_TE.dtype, "fp32 or fp64")
+    ok = type(iterations) is int and iterations > 0
+    require(ok, "iterations", repr(iterations), "a whole number from 1 on")
+    if live_T is not None:
+        ok = live_T.dtype == torch.bool and live_T.shape == logits_TE.shape[:1]
+        require(ok, "live", f"{live_T.dtype} {tuple(live_T.shape)}", f"torch.bool [T={len(logits_TE)}]")
+        require(live_T.device == logits_TE.device, "live", live_T.device, f"{logits_TE.device}, as logits")
+    return torch.ops.tmoe.sinkhorn(logits_TE.detach(), live_T, iterations)
+
+
+@triton.jit
+def meet(arrived, arrivals):
+    """Wait until all programs have come here; what they have stored before is there then."""
+    tl.debug_barrier()  # of all threads of this program
+    tl.atomic_add(arrived, 1, sem="release", scope="gpu")
+    while tl.load(arrived, volatile=True) < arrivals:
+        pass
+    tl.atomic_add(arrived, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["T", "iterations", "first", "programs"])
+def sinkhorn_kernel(
+    logits, live, potentials, residual, parts, arrived, T, iterations, first, programs,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """One of `programs` that share T tokens, R at a time; the launch's own begin at `first`.
+
+    parts: [2, programs, 2, EP], each program's loads, and its tokens in the first number behind them, of even
+    and of odd iterations: who stores again has seen all others finish reading. arrived: 0.
+    """
+    program = first + tl.program_id(0)
+    e = tl.arange(0, EP)
+    now = tl.zeros((EP,), tl.float32)
+    before = now
+    uneven = now
+    for i in range(iterations + 1):  # the last one only looks at the residual
+        last = i == iterations
+        ahead = tl.where(last, now, now + (now - before) / 2)
+        load = tl.zeros((EP,), tl.float32)
+        tokens = tl.zeros((R,), tl.float32)
+        for start in range(program * R, T, programs * R):
+            r = start + tl.arange(0, R)
+            weight = (r < T).to(tl.float32)
+            if LIVE:
+                weight = tl.load(live + r, mask=r < T, other=0).to(tl.float32)
+            at = r.to(tl.int64)[:, None] * E + e[None, :]
+            x = tl.load(logits + at, mask=(r < T)[:, None] & (e < E)[None, :], other=float("-inf"))
+            x += ahead[None, :]
+            most = tl.max(x, 1)
+            plan = tl.exp(x - tl.where(r < T, most, 0.0)[:, None])
+            total = tl.where(r < T, tl.sum(plan, 1), 1.0)
+            load += tl.sum(plan * (weight / total)[:, None], 0)
+            tokens += weight
+        mine = parts + ((i % 2) * programs + program).to(tl.int64) * 2 * EP
+        tl.store(mine + e, load)
+        tl.store(mine + EP, tl.sum(tokens, 0))
+        meet(arrived, (i + 1) * programs)
+
+        load = tl.zeros((EP,), tl.float32)
+        tokens = tl.zeros((PARTS,), tl.float32)
+        for p in range(0, programs, PARTS):
+            q = p + tl.arange(0, PARTS)
+            theirs = parts + ((i % 2) * programs + q).to(tl.int64) * 2 * EP
+            there = q < programs
+            # past the first cache, which may hold what was here two iterations ago
+            loads = tl.load(theirs[:, None] + e[None, :], there[:, None], 0.0, cache_modifier=".cg")
+            load += tl.sum(loads, 0)
+            tokens += tl.load(theirs + EP, there, 0.0, cache_modifier=".cg")
+        uneven = load * (E / tl.maximum(tl.sum(tokens, 0), 1.0))
+        moved = ahead - tl.log(tl.maximum(uneven, 1e-30))
+        before = now
+        now = tl.where(last, now, moved)
+    if program == 0:
+        tl.store(potentials + e, now, mask=e < E)
+        tl.store(residual, tl.max(tl.where(e < E, tl.abs(uneven - 1.0), 0.0), 0))
+
+
+def rows_a_turn(E: int) -> int:
+    """Tokens that a program looks at together: 8 numbers a thread."""
+    return max(1, 2048 // power_of_2(E))
+
+
+def forward(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
+    """The op on the GPU; fp64 by its definition."""
+    if logits.dtype == torch.float64:
+        return reference.sinkhorn(logits, live, iterations)
+    logits = logits.contiguous()
+    T, E = logits.shape
+    programs = max(1, min(device_facts(logits.device)[1], cdiv(T, rows_a_turn(E))))
+    potentials, residual = logits.new_empty(E), logits.new_empty(())
+    parts = logits.new_empty(2, programs, 2, power_of_2(E))
+    arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
+    marks = None if live is None else live.contiguous()
+    launch(
+        sinkhorn_kernel, (programs,), logits, marks, potentials, residual, parts, arrived, T, iterations,
+        0, programs, E, power_of_2(E), rows_a_turn(E), PARTS, live is not None,
+        num_warps=WARPS, launch_cooperative_grid=True,
+    )  # fmt: skip
+    return potentials, residual
+
+
+def _forward_cuda(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(logits.device):
+        return forward(logits, live, iterations)
+
+
+def _fake(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(logits.shape[1]), logits.new_empty(())
+
+
+def trace(T: int, E: int) -> None:
+    """Run it on meta tensors, with padding and without, inside compile_only."""
+    logits = torch.empty(T, E, device="meta")
+    for live in (None, torch.empty(T, dtype=torch.bool, device="meta")):
+        forward(logits, live, 1)
+
+
+register(
+    "sinkhorn",
+    "(Tensor logits, Tensor? live, int iterations) -> (Tensor, Tensor)",
+    cpu=reference.sinkhorn,
+    cuda=_forward_cuda,
+    fake=_fake,
+)
