@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tmoe.activations import ActivationName
+from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import check, divisors, require
 
 # settings of a model that training alone reads, in every step
-STEPS_READ = "dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"
+STEPS_READ = ("dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.noise")
+STEPS_READ += ("moe.bias_speed",)
 
 
 @dataclass(frozen=True)
@@ -125,15 +127,20 @@ class MoEConfig:
     and falls by this for those above"""
     scaling: float = 1.0
     """factor on the K weights"""
-    balance: Literal["none", "batch", "sequence", "global"] = "sequence"
-    """scope of the load-balancing loss: a rank's micro-batch (batch),
-    each sequence, which no layout changes (sequence), all of the step so far (global)"""
+    balance: Balance = "sequence"
+    """load-balancing losses: none, or one or several of these, as NAME or NAME:COEFFICIENT.
+    E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021) over a rank's micro-batch (batch),
+    each sequence, which no layout changes (sequence), or all of the step so far (global);
+    of a micro-batch also gshard (first choices alone count), importance (V-MoE's importance and load losses)
+    and importance-tutel (the same as Tutel has them), which need noise"""
     balance_coeff: float = 0.01
-    """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
+    """weight of a load-balancing loss that comes without its own"""
     z_coeff: float = 0.001
     """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
     jitter: float = 0.0
     """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
+    noise: float = 0.0
+    """normal noise of this standard deviation over E on the router's logits in training (Tutel, V-MoE)"""
     router_bias: bool = False
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
@@ -143,7 +150,7 @@ class MoEConfig:
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 
     def __post_init__(self) -> None:
-        zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
+        zero, share = "bias_speed shared_dim balance_coeff z_coeff noise", "jitter"
         check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
         k, e = self.top_k, self.experts
         n, best = self.groups, self.top_groups
@@ -167,6 +174,16 @@ class MoEConfig:
         )
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
+        require_noise(self.balance, self.balance_coeff, self.noise)
+        for name, value in zip(
+            ("balance", "balance_coeff"), one_spelling(self.balance, self.balance_coeff), strict=True
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The load-balancing losses by name, each with its coefficient."""
+        return read_balance(self.balance, self.balance_coeff)
 
     @property
     def untrained(self) -> str:

@@ -173,7 +173,8 @@ class MoE(nn.Module):
 
         y_TD = y_TD.to(x.dtype)
         sequences = x.shape[0] if x.dim() == 3 else 1
-        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+        cfg = self.router.cfg
+        return y_TD, measure(routing, sequences, padding_T, cfg.score, cfg=cfg)
 
 
 def balancing_loss(

@@ -23,6 +23,7 @@ class Routing(NamedTuple):
     weights_TK: Tensor  # fp32, differentiable
     ids_TK: Tensor  # int32 expert ids, -1 for tokens that go nowhere (padding)
     logits_TE: Tensor  # fp32, differentiable
+    clean_TE: Tensor | None = None  # the logits before noise, where there is noise
 
 
 def on_matrix_units(x_TD: Tensor) -> bool:
@@ -72,6 +73,11 @@ class Router(nn.Module):
                     x_TD = x_TD * (1 + jitter * (2 * torch.rand_like(x_TD) - 1))
                 logits_TE = F.linear(x_TD, self.weight.float(), bias)
 
+            clean_TE = None
+            if self.training and cfg.noise:
+                clean_TE = logits_TE
+                logits_TE = logits_TE + cfg.noise / cfg.experts * torch.randn_like(logits_TE)
+
             after = cfg.softmax == "after"
             by_score_alone = self.choice_bias is None and cfg.top_groups == cfg.groups
             if after or (cfg.score == "softmax" and by_score_alone):
@@ -85,7 +91,7 @@ class Router(nn.Module):
         ids_TK = ids_TK.to(torch.int32)
         if padding_T is not None:
             ids_TK = ids_TK.masked_fill(padding_T[:, None], -1)
-        return Routing(weights_TK * cfg.scaling, ids_TK, logits_TE)
+        return Routing(weights_TK * cfg.scaling, ids_TK, logits_TE, clean_TE)
 
     def preference(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """The numbers [T, E] whose K largest are chosen; -inf outside a token's `top_groups` best groups.
