@@ -128,7 +128,8 @@ class Router(nn.Module):
             raise ValueError(
                 "choice_bias: got False, valid is True in MoEConfig where the bias is to be updated"
             )
-        require(isinstance(counts_E, Tensor), "counts", repr(counts_E)[:80], "a tensor")
+        if not isinstance(counts_E, Tensor):  # only then: repr of a tensor reads it, and waits for the GPU
+            require(False, "counts", repr(counts_E)[:80], "a tensor")
         same_shape = counts_E.shape == self.choice_bias.shape
         require(same_shape, "counts", tuple(counts_E.shape), f"[E={self.cfg.experts}]")
         counts_E = counts_E.double()  # E times a load may be too large for int32 and for float32
