@@ -241,6 +241,8 @@ class LogConfig:
     """write TensorBoard files into the run folder"""
     wandb: str | None = None
     """name of a Weights & Biases project (needs the wandb extra)"""
+    routes: tuple[int, ...] = ()
+    """steps whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
 
     def __post_init__(self) -> None:
         check(self, "--log.", one="every")
@@ -288,7 +290,8 @@ class Config:
             if steps
             else "a run without steps has none"
         )
-        require(all(0 <= step < steps for step in self.profile), f"--profile={self.profile}: {valid}")
+        for flag, named in (("profile", self.profile), ("log.routes", self.log.routes)):
+            require(all(0 <= step < steps for step in named), f"--{flag}={named}: {valid}")
 
         seq, longest = self.train.seq, self.model.rope.max_seq
         require(

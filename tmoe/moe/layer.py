@@ -122,6 +122,9 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.load: Any = None  # a Load
+        # moe/trace.py: whether the load holds the choices, and choices that are given to the router
+        self.traced = False
+        self.given: dict[str, Tensor] = {}
         if init:
             initialise(self)
 
@@ -157,7 +160,7 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T)
+        routing = self.router(x_TD, padding_T, **self.given)
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
@@ -174,7 +177,8 @@ class MoE(nn.Module):
         y_TD = y_TD.to(x.dtype)
         sequences = x.shape[0] if x.dim() == 3 else 1
         cfg = self.router.cfg
-        return y_TD, measure(routing, sequences, padding_T, cfg.score, cfg=cfg)
+        load = measure(routing, sequences, padding_T, cfg.score, cfg=cfg)
+        return y_TD, load._replace(ids_TK=routing.ids_TK) if self.traced else load
 
 
 def balancing_loss(

@@ -57,8 +57,12 @@ class Router(nn.Module):
         choice_bias = torch.zeros(cfg.experts, dtype=torch.float32) if cfg.choice_bias else None
         self.register_buffer("choice_bias", choice_bias)
 
-    def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
-        """x_TD: any float dtype. padding_T: bool, True at tokens to leave out."""
+    def forward(self, x_TD: Tensor, padding_T: Tensor | None = None, *, ids: Tensor | None = None) -> Routing:
+        """x_TD: any float dtype. padding_T: bool, True at tokens to leave out.
+
+        ids: [T, any number of columns], int: the experts to take, -1 for none, instead of a choice; their
+            weights are made of this call's scores. For a recorded routing.
+        """
         cfg = self.cfg
         # autocast does not exist on the meta device
         with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):
@@ -80,7 +84,15 @@ class Router(nn.Module):
 
             after = cfg.softmax == "after"
             by_score_alone = self.choice_bias is None and cfg.top_groups == cfg.groups
-            if after or (cfg.score == "softmax" and by_score_alone):
+            if ids is not None:
+                ok = ids.dim() == 2 and len(ids) == len(x_TD)
+                require(ok, "ids", tuple(ids.shape), f"[T={len(x_TD)}, K]")
+                ids_TK = ids
+                scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
+                weights_TK = scores_TE.gather(-1, ids.clamp(min=0).long()).where(ids >= 0, 0)
+                if cfg.renormalize or after:
+                    weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            elif after or (cfg.score == "softmax" and by_score_alone):
                 weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)
             else:
                 scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
