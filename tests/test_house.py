@@ -24,7 +24,7 @@ FLOORS = [
     ("model",),
     ("hf",),
     ("run",),
-    ("report", "upcycle", "warmup"),
+    ("report", "routing", "upcycle", "warmup"),
     ("train",),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.

@@ -83,6 +83,7 @@ def test_recomputed_layers_take_the_replay_again():
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_replay_too():
     """Each replay is taken, by one more graph, and none afterwards."""
     model, tokens = model_and_tokens(2)

@@ -10,7 +10,7 @@ next: moe/losses.py
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,8 @@ def measure(
 
 def stack(loads: list[Load]) -> Load:
     """The loads of all MoE layers as one, with the layers as the first dimension."""
-    fields = (None if field[0] is None else torch.stack(field) for field in zip(*loads, strict=True))
+    columns = zip(*loads, strict=True)
+    fields: list[Any] = [None if field[0] is None else torch.stack(field) for field in columns]
     return Load(*fields)
 
 
