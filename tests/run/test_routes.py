@@ -11,7 +11,7 @@ from tiny_models import MODEL
 import tmoe
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
-from tmoe.config.run import Config, LogConfig
+from tmoe.config.run import Config, LogConfig, TrainConfig
 from tmoe.moe.trace import keeping, layers_of, replaying
 from tmoe.run.cli import parse
 from tmoe.run.routes import read_routes
@@ -121,29 +121,31 @@ def test_settings():
     assert parse("tiny --dry-run --log.routes 0 3".split(), "").log.routes == (0, 3)
     with pytest.raises(ConfigError, match=r"--log.routes=\(1000,\): must be numbers of steps, from 0 to"):
         Config(log=LogConfig(routes=(1000,)))
+    dense = replace(MODEL, dense_layers=3)
+    with pytest.raises(ConfigError, match=r"--log.routes=\(0,\): a model without MoE layers"):
+        Config(model=dense, train=TrainConfig(seq=16), log=LogConfig(routes=(0,)))
 
 
-@pytest.mark.parametrize(
-    ("world", "readers", "axes"),
-    slow_but(
-        [(2, 2, "--parallel.ep 2"), (2, 1, "--parallel.pp 2")],
-        [
-            (2, 2, "--parallel.ep 2"),
-            (2, 1, "--parallel.pp 2"),
-            (2, 1, "--parallel.cp 2"),
-            (2, 1, "--parallel.tp 2"),
-            (4, 2, "--parallel.ep 2 --parallel.cp 2"),
-            (4, 2, "--parallel.ep 2 --parallel.pp 2"),
-        ],
-    ),
-)
-def test_a_run_writes_what_it_dispatched_in_every_layout(tmp_path, gloo, world, readers, axes):
+LAYOUTS = [
+    (2, 2, "ep 2", ""),
+    (2, 1, "pp 2", ""),
+    (2, 1, "cp 2", ""),
+    (2, 1, "tp 2", ""),
+    (4, 2, "ep 2 --parallel.cp 2", ""),
+    (4, 2, "ep 2 --parallel.pp 2", ""),
+    (2, 1, "pp 2", "--model.dense-layers 1"),  # a stage without routers
+]
+
+
+@pytest.mark.parametrize(("world", "readers", "axes", "model"), slow_but(LAYOUTS[:2], LAYOUTS))
+def test_a_run_writes_what_it_dispatched_in_every_layout(tmp_path, gloo, world, readers, axes, model):
     """The same global batch on one rank, whose micro-batches are as many times larger."""
-    gloo(world, run, [*SMALL, *TRACED, str(tmp_path / "a"), *axes.split()])
     size = 2 * readers
-    gloo(1, run, [*SMALL, *TRACED, str(tmp_path / "b"), "--train.batch", str(size)])
+    common = [*SMALL, *model.split(), *TRACED]
+    gloo(world, run, [*common, str(tmp_path / "a"), *f"--parallel.{axes}".split()])
+    gloo(1, run, [*common, str(tmp_path / "b"), "--train.batch", str(size)])
     found, want = (read_routes(tmp_path / name / "routes", 0) for name in "ab")
-    assert found.keys() == want.keys() == {0, 1}
+    assert found.keys() == want.keys() == ({1} if model else {0, 1})
     assert all(ids.shape == (2 * size, 32, 2) for ids in want.values())
     for block, ids in want.items():
         same = (found[block].sort(-1).values == ids.sort(-1).values).float().mean()

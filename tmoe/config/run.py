@@ -302,6 +302,8 @@ class Config:
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
+        routes = f"--log.routes={self.log.routes}"
+        require(has_moe or not self.log.routes, f"{routes}: a model without MoE layers routes nothing")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
         require_layout(self)

@@ -52,10 +52,12 @@ class Routes:
         if step not in self.steps:
             return
         self.inside.close()
-        calls = len(self.kept[0])
+        calls = max(map(len, self.kept))
         rows = [(call * readers + reader) * batch + row for call in range(calls) for row in range(batch)]
         arrays = {}
         for part, kept in zip(self.parts, self.kept, strict=True):
+            if not kept:  # a stage's blocks may all be dense
+                continue
             blocks = [name for name, block in part.blocks.named_children() if block.moe is not None]
             place = next(part.parameters()).device
             tokens = part.own(torch.arange(seq, device=place)[None])[0].cpu().numpy()
@@ -63,9 +65,11 @@ class Routes:
                 ids = torch.cat([call[i].unflatten(0, (batch, len(tokens))) for call in kept])
                 arrays[f"ids.{block}"] = ids.cpu().numpy().astype(np.int16 if ids.max() < 2**15 else np.int32)
             arrays |= {"rows": np.array(rows), "tokens": tokens.astype(np.int64)}
+        self.kept = []
+        if not arrays:
+            return
         told = dict(step=step, sequences=calls * readers * batch, seq=seq)
         write(self.folder / f"step-{step}.rank-{self.rank}.safetensors", arrays, told)
-        self.kept = []
 
 
 def write(path: Path, arrays: dict[str, np.ndarray], told: dict[str, Any]) -> None:
