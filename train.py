@@ -44,6 +44,7 @@ from tmoe.run.memory import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
+from tmoe.run.routes import Routes
 from tmoe.versions import versions
 
 Unread = tuple[
@@ -115,6 +116,7 @@ class Trainer:
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips)
         self.graphs = Graphs()
+        self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
         self.unread: Unread | None = None
 
         # Checkpoints, and the step to go on from.
@@ -166,6 +168,7 @@ class Trainer:
                 totals, stop = self.agree(batch)
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
+                self.routes.begin(step)
                 loss = self.forward_backward(batch, totals)
                 norm = clip_grad_norm_(model.counted(), inf)
                 run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
@@ -198,6 +201,8 @@ class Trainer:
         """
         cfg, run = self.cfg, self.run
         self.graphs.passed("train")
+        axes, place = self.mesh.axes, self.mesh.place
+        self.routes.end(step, cfg.train.seq, cfg.train.batch, axes.readers, place.reader)
         last = stop or self.step == cfg.steps
         save = last or self.every(cfg.checkpoint.every)
         validate = not stop and (last or self.every(cfg.train.eval_every))

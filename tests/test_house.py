@@ -26,7 +26,7 @@ FLOORS = [
     ("generate",),
     ("run",),
     ("post",),
-    ("report", "upcycle", "warmup", "migrate"),
+    ("report", "routing", "upcycle", "warmup", "migrate"),
     ("train",),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.

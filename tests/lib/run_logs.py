@@ -8,7 +8,7 @@ from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.run import Config, LogConfig, ParallelConfig, TrainConfig
 from tmoe.run.metrics import Metrics
 
-Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L")
+Stats = namedtuple("Stats", "counts_LE entropy_L dropped_L dropped_LE bias_LE losses_LX")
 
 
 def config(path, steps=10, eval_every=0, **log) -> Config:
@@ -29,10 +29,18 @@ def start(cfg, *, rank=0, start_step=0, peak=None, facts=None) -> Metrics:
     return Metrics(cfg, peak=peak, start_step=start_step, **common)
 
 
+def stats(counts_LE: torch.Tensor, entropy_L: torch.Tensor, dropped_L: torch.Tensor) -> Stats:
+    """What a log line is made of; all dropped pairs are of a layer's first expert."""
+    dropped_LE = torch.zeros_like(counts_LE)
+    dropped_LE[:, 0] = dropped_L
+    losses_LX = torch.ones(len(counts_LE), 2)  # sequence, z
+    return Stats(counts_LE, entropy_L, dropped_L, dropped_LE, torch.zeros_like(counts_LE), losses_LX)
+
+
 def routers(seed: int, layers=3, experts=6) -> Stats:
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 1000, (layers, experts), generator=generator).float()
-    return Stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
+    return stats(counts, torch.rand(layers, generator=generator), torch.arange(layers).float())
 
 
 def step(log: Metrics, number: int, val_loss: float | None = None, **values) -> None:

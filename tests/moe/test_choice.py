@@ -20,7 +20,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.model.transformer import Transformer
-from tmoe.moe.balance import Balancer, Totals, measure
+from tmoe.moe.balance import Balancer, Totals, measure, stack
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, Routing
 from tmoe.optim.adamw import build_optimizer
@@ -140,7 +140,7 @@ def test_sigmoid_scores_are_shares_in_the_balancing_loss():
     assert load.probs_BE.sum().item() == pytest.approx(24, rel=1e-6)
     torch.testing.assert_close(load.z_B[0], logits.logsumexp(-1).square().sum())
     cfg = MoEConfig(experts=6, top_k=2, balance_coeff=1.0, z_coeff=0.0, score="sigmoid")
-    loss = Balancer(cfg).loss(type(load)(*(t[None] for t in load)), None)
+    loss = Balancer(cfg).loss(stack([load]), None)
     assert loss.item() == pytest.approx(reference_loss(shares.log().float(), ids).item(), rel=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_counts_stay_exact_beyond_what_fp32_counts():
     load = measure(routing, 1, None)
     balancer = Balancer(cfg)
     for _ in range(4200):  # 17.2 million pairs: 2^24 is 16.8
-        balancer.record(type(load)(*(t[None] for t in load)))
+        balancer.record(stack([load]))
     assert balancer.read_log().counts_LE.tolist() == [[0, 4200 * 4097, 0]]
 
 

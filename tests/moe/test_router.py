@@ -186,11 +186,11 @@ def test_padding_goes_nowhere_and_changes_nobody():
     y, load, grads = run(x, padding)
     other = torch.where(padding[..., None], 100 * torch.randn_like(x), x)
     y2, load2, grads2 = run(other, padding)
-    for a, b in zip([y, *load, *grads], [y2, *load2, *grads2], strict=True):
+    for a, b in zip([y, *load[:7], *grads], [y2, *load2[:7], *grads2], strict=True):
         assert torch.equal(a, b)
     y3, load3, grads3 = run(x[keep], None)  # the kept tokens alone, as one sequence
     for a, b in zip(
-        [y, *(v.sum(0) for v in load), *grads], [y3, *(v[0] for v in load3), *grads3], strict=True
+        [y, *(v.sum(0) for v in load[:7]), *grads], [y3, *(v[0] for v in load3[:7]), *grads3], strict=True
     ):
         torch.testing.assert_close(a, b)
     routing = moe.router(x.flatten(0, 1), padding.flatten())
@@ -281,7 +281,7 @@ def test_sequence_and_z_loss_do_not_see_the_split(split):
     start = 0
     for n in split:
         rows = slice(start * 9, (start + n) * 9)
-        part = Routing(*(t[rows] for t in routing))
+        part = Routing(*(t[rows] for t in routing[:3]))
         parts += balance_loss(cfg, measure(part, n, padding.flatten()[rows]), totals)
         start += n
     want = balance_loss(cfg, whole)
@@ -298,7 +298,7 @@ def parts_of(routing, padding, sizes):
     loads = []
     for n in sizes:
         rows = slice(start * S, (start + n) * S)
-        loads.append(measure(Routing(*(t[rows] for t in routing)), n, padding.flatten()[rows]))
+        loads.append(measure(Routing(*(t[rows] for t in routing[:3])), n, padding.flatten()[rows]))
         start += n
     return loads
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from run_logs import Stats, config, routers, start, step
+from run_logs import config, routers, start, stats, step
 
 from tmoe import report as command
 from tmoe.run import report
@@ -60,7 +60,7 @@ def test_every_kind_of_run_draws_without_warnings(tmp_path, kind):
     changes = {
         "dense": dict(router=None),
         "nulls": dict(loss=nan, grad_norm=nan),
-        "idle layer": dict(router=Stats(torch.zeros(3, 6), torch.zeros(3), torch.zeros(3))),
+        "idle layer": dict(router=stats(torch.zeros(3, 6), torch.zeros(3), torch.zeros(3))),
     }.get(kind, {})
     for first, last in {"one line": [(0, 1)], "resumed": [(0, 8), (6, 12)]}.get(kind, [(0, 12)]):
         with start(cfg, start_step=first, peak=8e12) as log:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tmoe.activations import ActivationName
+from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
 from tmoe.config.check import check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 
@@ -157,18 +158,21 @@ class MoEConfig:
     """cosine: width of the projection"""
     cosine_temperature: float = 0.5
     """cosine: what cosines are divided by at first; a learned scale follows"""
-    balance: Literal["none", "batch", "sequence", "global"] = "sequence"
-    """scope of the load-balancing loss: a rank's micro-batch (batch),
-    each sequence, which no layout changes (sequence), all of the step so far (global)"""
+    balance: Balance = "sequence"
+    """load-balancing losses: none, or one or several of these, as NAME or NAME:COEFFICIENT.
+    E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021) over a rank's micro-batch (batch),
+    each sequence, which no layout changes (sequence), or all of the step so far (global);
+    of a micro-batch also gshard (first choices alone count), importance (V-MoE's importance and load losses)
+    and importance-tutel (the same as Tutel has them), which need noise"""
     balance_coeff: float = 0.01
-    """weight of the load-balancing loss E/(K T^2) sum_e (sum_t p_te) count_e (Switch, Fedus et al. 2021)"""
+    """weight of a load-balancing loss that comes without its own"""
     z_coeff: float = 0.001
     """weight of the router z-loss mean(logsumexp(logits)^2) (ST-MoE, Zoph et al. 2022)"""
     jitter: float = 0.0
     """router input times uniform(1 - jitter, 1 + jitter) in training (Switch)"""
     noise: float = 0.0
     """normal noise on the logits in training, of this standard deviation divided by the number of experts
-    (Tutel's gate_noise)"""
+    (Tutel's gate_noise, V-MoE)"""
     force: Literal["none", "even", "skew"] = "none"
     """for benchmarks, routing that ignores the logits' values: the same load for every expert (even),
     or random logits with fixed biases of standard deviation force-skew (skew)"""
@@ -205,6 +209,16 @@ class MoEConfig:
         require_policy(self)
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
+        require_noise(self.balance, self.balance_coeff, self.noise)
+        for name, value in zip(
+            ("balance", "balance_coeff"), one_spelling(self.balance, self.balance_coeff), strict=True
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The load-balancing losses by name, each with its coefficient."""
+        return read_balance(self.balance, self.balance_coeff)
 
     @property
     def outputs(self) -> int:

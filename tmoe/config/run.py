@@ -341,6 +341,8 @@ class LogConfig:
     """write TensorBoard files into the run folder"""
     wandb: str | None = None
     """name of a Weights & Biases project (needs the wandb extra)"""
+    routes: tuple[int, ...] = ()
+    """steps whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
 
     def __post_init__(self) -> None:
         check(self, "--log.", one="every")
@@ -398,7 +400,8 @@ class Config:
             if steps
             else "a run without steps has none"
         )
-        require(all(0 <= step < steps for step in self.profile), f"--profile={self.profile}: {valid}")
+        for flag, named in (("profile", self.profile), ("log.routes", self.log.routes)):
+            require(all(0 <= step < steps for step in named), f"--{flag}={named}: {valid}")
 
         seq, longest = self.train.seq, self.model.rope.max_seq
         require(
@@ -409,6 +412,8 @@ class Config:
         experts, ep = self.model.moe.experts, self.parallel.ep
         has_moe = any(self.model.is_moe(i) for i in range(self.model.layers))
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
+        routes = f"--log.routes={self.log.routes}"
+        require(has_moe or not self.log.routes, f"{routes}: a model without MoE layers routes nothing")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
         if has_moe:

@@ -30,7 +30,7 @@ from tmoe.model.freeze import freeze
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
-from tmoe.moe.balance import RouterStats, Totals, stats_of
+from tmoe.moe.balance import RouterStats, Totals, log_width, stats_of
 from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
@@ -272,14 +272,15 @@ class Stages(nn.Module):
         layers = [layer for layer in range(cfg.layers) if cfg.is_moe(layer)]
         if not layers:
             return None
-        sums = torch.zeros(len(layers), cfg.moe.outputs + 3, dtype=torch.float64, device=self.part_device)
+        size = len(layers), log_width(cfg.moe)
+        sums = torch.zeros(size, dtype=torch.float64, device=self.part_device)
         for part in self:
             own = [layers.index(int(i)) for i, block in part.blocks.named_children() if block.moe is not None]
-            log = part.balancer.take_log()
+            log = part.balancer.take_log(part.routers())
             if log is not None:
                 sums[own] += log
         dist.all_reduce(sums)
-        return stats_of(sums, cfg.moe.outputs)
+        return stats_of(sums, cfg.moe)
 
     @property
     def part_device(self) -> torch.device:

@@ -22,6 +22,7 @@ from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
 from tmoe.moe.layer import MoE, SwiGLU, check_marks, warn_if_acausal, warn_if_untrained
+from tmoe.moe.router import Router
 
 
 class Block(nn.Module):
@@ -166,15 +167,18 @@ class Transformer(nn.Module):
 
         A collective.
         """
-        return self.balancer.read_log()
+        return self.balancer.read_log(self.routers())
 
     def update_bias(self, taken: Tensor | None = None) -> None:
         """Lets the routers' choice bias follow the step's loads (MoEConfig.choice_bias).
 
         Call it once after each optimizer step, on every rank. taken: 0 for a step that was skipped.
         """
-        routers = (block.moe.router for block in self.blocks if block.moe is not None)
-        self.balancer.update_bias(routers, taken)
+        self.balancer.update_bias(self.routers(), taken)
+
+    def routers(self) -> Iterator[Router]:
+        """Of the MoE layers, from the first to the last."""
+        return (block.moe.router for block in self.blocks if block.moe is not None)
 
     def forward(
         self,

@@ -4,7 +4,9 @@ Every MoE layer returns only sums per sequence. The loss is computed once, for a
 the compiled blocks. So the global-batch loss costs one all-reduce per micro-batch, however deep the model is,
 and activation checkpointing cannot count a token twice.
 
-next: moe/dispatch.py
+A mask of padding is True at tokens to leave out, here and wherever tmoe takes one.
+
+next: moe/losses.py
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tmoe.config.balance import OF_NOISE
 from tmoe.config.model import MoEConfig
+from tmoe.moe.losses import LOSSES, Load, Scope, Totals, smooth_load
 from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
 from tmoe.moe.scores import SCORES
@@ -22,42 +26,34 @@ from tmoe.moe.scores import SCORES
 FEW = 16  # columns of ids that are compared with every expert
 
 
-class Load(NamedTuple):
-    """One layer's sums over the tokens of each of B sequences, without padding.
-
-    `stack` puts the loads of Y MoE layers together, with Y as the first dimension.
-    """
-
-    probs_BE: Tensor  # sum over tokens of each expert's share of a token's scores, differentiable
-    counts_BE: Tensor  # (token, expert) pairs routed, fp32
-    tokens_B: Tensor  # fp32
-    z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
-    entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
-    # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
-    noted_BX: Tensor | None = None
-
-
-class Totals(NamedTuple):
-    """Counts of a whole step, over all ranks and micro-batches (0-dim fp32): the divisors of the losses."""
-
-    targets: Tensor
-    tokens: Tensor
-    sequences: Tensor
-
-
-def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
+def measure(
+    routing: Routing,
+    sequences: int,
+    padding_T: Tensor | None,
+    score: str = "softmax",
+    taken: Routing | None = None,
+    cfg: MoEConfig | None = None,
+) -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
     padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Scores that are no softmax are
     divided by their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose
     shares still add up to one where all scores are nearly 0.
+    taken: the same routing without the pairs that full experts dropped; None: none were. Losses and the
+    choice bias count before that: behind it the counts of full experts are all the same.
+    cfg: whose losses want more than the sums of sequence, batch and global; None: none does.
     """
     z_T = routing.logits_TE.logsumexp(-1)
     logits_TE = SCORES[score].log(routing.logits_TE)
     lse_T = z_T if logits_TE is routing.logits_TE else logits_TE.logsumexp(-1)
     probs_TE = (logits_TE - lse_T[:, None]).exp()
 
-    chosen_TE = chosen(routing.ids_TK, logits_TE.shape[-1]).to(probs_TE.dtype)
+    E = logits_TE.shape[-1]
+    chosen_TE = chosen(routing.ids_TK, E).to(probs_TE.dtype)
+    if taken is None or taken.ids_TK is routing.ids_TK:
+        dropped_TE = torch.zeros_like(chosen_TE)
+    else:
+        dropped_TE = chosen_TE - chosen(taken.ids_TK, E).to(probs_TE.dtype)
 
     # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
     logs_TE = logits_TE.detach()
@@ -73,14 +69,33 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
         length = v_T.shape[0] // max(sequences, 1)  # computed, since unflatten's -1 fails for 0 sequences
         return v_T.unflatten(0, (sequences, length)).sum(1)
 
-    return Load(
+    tokens_B = per_sequence(keep_T)
+    # selections with columns of their own fill K of them in the mean
+    K = routing.ids_TK.shape[-1] if cfg is None or cfg.slots == cfg.top_k else cfg.top_k
+    load = Load(
         per_sequence(probs_TE * keep_T[:, None]),
         per_sequence(chosen_TE * keep_T[:, None]),
-        per_sequence(keep_T),
+        tokens_B,
         per_sequence(z_T.square() * keep_T),
         per_sequence(entropy_T * keep_T),
-        per_sequence(noted_TX * keep_T[:, None]),
+        tokens_B * K,
+        per_sequence(dropped_TE),
+        noted_BX=per_sequence(noted_TX * keep_T[:, None]),
     )
+
+    names = [] if cfg is None else cfg.losses
+    if "gshard" in names:
+        first_TE = chosen(routing.ids_TK[:, :1], E).to(probs_TE.dtype)
+        load = load._replace(first_BE=per_sequence(first_TE * keep_T[:, None]))
+    if cfg is not None and any(name in names for name in OF_NOISE):
+        clean_TE = routing.logits_TE if routing.clean_TE is None else routing.clean_TE
+        last_T = routing.logits_TE.gather(1, routing.ids_TK[:, -1:].clamp(min=0).long())[:, 0]
+        smooth_TE = smooth_load(clean_TE, last_T, cfg)
+        load = load._replace(
+            clean_BE=per_sequence(clean_TE.softmax(-1) * keep_T[:, None]),
+            smooth_BE=per_sequence(smooth_TE * keep_T[:, None]),
+        )
+    return load
 
 
 def chosen(ids_TK: Tensor, E: int) -> Tensor:
@@ -114,9 +129,9 @@ def alone(t: Tensor) -> Tensor:
 
 
 class Balancer:
-    """Turns the layers' loads into the balancing loss, or into steps of the routers' choice bias.
+    """Turns the layers' loads into the balancing losses, or into steps of the routers' choice bias.
 
-    It keeps two kinds of counts: those of the step, and those for the log.
+    It keeps the counts of the step, sums for the log, and a trace of the choices where one is kept.
     """
 
     def __init__(self, cfg: MoEConfig):
@@ -125,6 +140,9 @@ class Balancer:
         # sum over the ranks that divide sequences, if any do; set by parallelize
         self.over_parts: Callable[[Tensor], Tensor] | None = None
         self.log: RouterLog | None = None
+        self.losses_YX: Tensor | None = None  # for the log as well: of the losses, then of z, without factors
+        self.steps = 0  # that losses_YX is of
+        self.trace: list[Tensor] | None = None  # ids [Y, T, K] of each call, while they are to be kept
         self.start_step()
 
     def start_step(self) -> None:
@@ -132,74 +150,105 @@ class Balancer:
         self.seen_YE: Tensor | None = None
         self.routed_YE: Tensor | None = None  # int64, this rank's, where a choice bias is to be updated
         self.quantiles = Quantiles()
+        self.begun = False
 
     def loss(self, load: Load, totals: Totals | None) -> Tensor:
-        """This rank's share of the balancing loss and z-loss of one micro-batch, summed over layers.
+        """This rank's share of the balancing losses and z-loss of one micro-batch, summed over layers.
 
         The shares of all ranks and micro-batches add up to the loss of the step.
         load: stacked over layers. totals: those of the step; None: this call is the whole step.
         A load made with gradients off, as in a checkpoint with use_reentrant=True, gives a loss without
         gradients, and no error: its tensors look like those of a frozen router, whose loss rightly has none.
         """
-        cfg = self.cfg
+        terms = self.cfg.losses
         # an evaluation between two micro-batches is not part of the step
-        part = totals is not None and torch.is_grad_enabled()
-        if cfg.balance != "global" or totals is None:
-            load = self._of_whole_sequences(load)
+        trains = torch.is_grad_enabled()
+        part = totals is not None and trains
+        step_YE = self._counts_of_step(load, part) if "global" in terms else None
+        parts: Tensor | float = 1.0
+        if terms.keys() - {"global"} or totals is None:
+            load, parts = self._of_whole_sequences(load)
         if totals is None:
             totals = Totals(
                 load.tokens_B[0].sum(),
                 load.tokens_B[0].sum(),
                 load.tokens_B.new_full((), load.tokens_B.shape[1]),
             )
-        loss = cfg.z_coeff * load.z_B.sum() / totals.tokens.clamp(min=1)
-        if cfg.balance != "none":
-            loss = loss + cfg.balance_coeff * cfg.outputs * self._overlap(load, totals, part)
-        return loss
+        scope = Scope(totals, step_YE, parts)
+        z_Y = load.z_B.sum(1) / totals.tokens.clamp(min=1)
+        shares_XY = [*(LOSSES[name](load, scope) for name in terms), z_Y]
+        if trains:
+            self._note(torch.stack(shares_XY, 1), part)
+        factors = [*terms.values(), self.cfg.z_coeff]
+        return torch.stack(
+            [factor * share_Y.sum() for factor, share_Y in zip(factors, shares_XY, strict=True)]
+        ).sum()
 
-    def _of_whole_sequences(self, load: Load) -> Load:
-        """The load with counts and tokens of whole sequences; all else stays this rank's share.
+    def _counts_of_step(self, load: Load, part: bool) -> Tensor:
+        """Routed pairs of the step so far over all ranks, [Y, E]. A collective.
 
-        A product of two sums over a sequence is no sum of its parts' products. A collective where tp or cp
-        divide sequences, one for all layers.
-        """
-        if self.over_parts is None:
-            return load
-        both_YBX = torch.cat([load.counts_BE, load.tokens_B[..., None]], -1)
-        both_YBX = self.over_parts(both_YBX.detach())
-        return load._replace(counts_BE=both_YBX[..., :-1], tokens_B=both_YBX[..., -1])
-
-    def _overlap(self, load: Load, totals: Totals, part: bool) -> Tensor:
-        """The sum over experts of f_e P_e, which is least where the experts are evenly used.
-
-        f_e: the expert's share of the routed pairs in the scope; P_e: its mean probability.
         part: this micro-batch is part of a step, whose counts add up.
         """
-        if self.cfg.balance == "sequence":
-            share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
-            mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
-            return (share_YBE * mean_YBE).sum() / totals.sequences.clamp(min=1)
-        counts_YE = load.counts_BE.sum(1)
-        if self.cfg.balance == "global":
-            counts_YE = self.all_reduce(counts_YE)
-            if part:
-                counts_YE = counts_YE if self.seen_YE is None else counts_YE + self.seen_YE
-                self.seen_YE = counts_YE
-        share_YE = counts_YE / counts_YE.sum(-1, keepdim=True).clamp(min=1)
-        return (share_YE * load.probs_BE.sum(1)).sum() / totals.tokens.clamp(min=1)
+        counts_YE = self.all_reduce(load.counts_BE.sum(1))
+        if part:
+            counts_YE = counts_YE if self.seen_YE is None else counts_YE + self.seen_YE
+            self.seen_YE = counts_YE
+        return counts_YE
+
+    def _of_whole_sequences(self, load: Load) -> tuple[Load, Tensor | float]:
+        """The load with the sums of whole sequences, and how many ranks divide them.
+
+        A product of two sums over a sequence is no sum of its parts' products. Sums that losses multiply by,
+        the counts, become those of whole sequences, and so do those of importance, which keep the gradient of
+        this rank's part. All else stays this rank's share. A collective where tp or cp divide sequences, one
+        for all layers.
+        """
+        if self.over_parts is None:
+            return load, 1.0
+        names = ["counts_BE", "first_BE", "clean_BE", "smooth_BE"]
+        names = [name for name in names if getattr(load, name) is not None]
+        own = [getattr(load, name) for name in names]
+        tokens_YB1 = load.tokens_B[..., None]
+        sums = torch.cat([*own, tokens_YB1, torch.ones_like(tokens_YB1)], -1).detach()
+        widths = [*(v.shape[-1] for v in own), 1, 1]
+        *whole, tokens_YB1, parts_YB1 = self.over_parts(sums).split(widths, -1)
+        sums = {name: b + (a - a.detach()) for name, a, b in zip(names, own, whole, strict=True)}
+        parts = parts_YB1.amax() if parts_YB1.numel() else 1.0
+        return load._replace(**sums, tokens_B=tokens_YB1[..., 0]), parts
+
+    @torch.no_grad()
+    def _note(self, losses_YX: Tensor, part: bool) -> None:
+        """Adds a micro-batch's losses to those of the next log line.
+
+        part: the step that it belongs to has begun with `start_step`.
+        """
+        self.steps += not (part and self.begun)
+        self.begun = part
+        losses_YX = losses_YX.double()
+        self.losses_YX = losses_YX if self.losses_YX is None else self.losses_YX + losses_YX
 
     @torch.no_grad()
     def record(self, load: Load) -> None:
-        """Adds a micro-batch to what the next log line shows, and to the counts that update_bias uses."""
-        tokens_Y = load.tokens_B.sum(1)
+        """Adds a micro-batch to what the next log line shows, and to the counts that update_bias uses.
+
+        Counts are those before dropping. Under pad-to-capacity those after it would be equal for all experts,
+        and the bias would never move.
+        """
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
         if self.cfg.selection == "quantile":
             assert load.noted_BX is not None
             self.quantiles.record(load.noted_BX, load.tokens_B)
-        dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
-        sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)
+        if self.trace is not None and load.ids_TK is not None:
+            self.trace.append(load.ids_TK)
+        sums = (
+            counts_LE,
+            load.dropped_BE.sum(1),
+            load.entropy_B.sum(1),
+            load.choices_B.sum(1) - counts_LE.sum(-1),
+            load.tokens_B.sum(1),
+        )
         # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
         new = RouterLog(*(v.double() for v in sums))
         if self.log is None:
@@ -225,44 +274,76 @@ class Balancer:
                 router.update_bias(counts_E)
         self.routed_YE = None
 
-    def take_log(self) -> Tensor | None:
-        """This rank's sums since the last call, [Y, E + 3] in fp64; None if nothing was recorded."""
+    @torch.no_grad()
+    def take_log(self, routers: Iterable[Router] = ()) -> Tensor | None:
+        """This rank's sums since the last call, [Y, log_width] in fp64; None if nothing was recorded.
+
+        routers: of the layers, for their choice bias, if that is wanted.
+        """
         if self.log is None:
             return None
-        flat = torch.cat([v.reshape(v.shape[0], -1) for v in self.log], 1)
-        self.log = None
-        return flat
+        counts_LE, dropped_LE, *single = self.log
+        one_L1 = torch.ones_like(counts_LE[:, :1])  # of each rank: what is the same on all of them is divided
+        biases = [router.choice_bias for router in routers if router.choice_bias is not None]
+        bias_LE = torch.stack(biases).double() if biases else torch.zeros_like(counts_LE)
+        losses_LX = self.losses_YX
+        if losses_LX is None:  # called without targets
+            losses_LX = one_L1.expand(-1, len(self.cfg.losses) + 1) * 0
+        parts = [counts_LE, dropped_LE, bias_LE, losses_LX, *(v[:, None] for v in single)]
+        parts += [one_L1 * self.steps, one_L1]
+        self.log = self.losses_YX = None
+        self.steps = 0
+        return torch.cat(parts, 1)
 
-    def read_log(self) -> "RouterStats | None":
+    def read_log(self, routers: Iterable[Router] = ()) -> "RouterStats | None":
         """What was recorded since the last call, over all ranks; None if nothing was.
 
         A collective: every rank calls it, or none.
         """
-        own = self.take_log()
-        return None if own is None else stats_of(self.all_reduce(own), self.cfg.outputs)
+        own = self.take_log(routers)
+        return None if own is None else stats_of(self.all_reduce(own), self.cfg)
 
 
-def stats_of(sums: Tensor, experts: int) -> "RouterStats":
+def log_width(cfg: MoEConfig) -> int:
+    """Columns of `Balancer.take_log`."""
+    return 3 * cfg.outputs + len(cfg.losses) + 1 + 5
+
+
+def stats_of(sums: Tensor, cfg: MoEConfig) -> "RouterStats":
     """What a log line says of them; sums: those of `Balancer.take_log`, over all ranks."""
-    counts_LE, entropy_L, dropped_L, tokens_L = sums.split([experts, 1, 1, 1], 1)
-    mean_entropy_L = entropy_L / tokens_L.clamp(min=1)
-    return RouterStats(counts_LE, mean_entropy_L[:, 0], dropped_L[:, 0])
+    columns = [*[cfg.outputs] * 3, len(cfg.losses) + 1, *[1] * 5]
+    counts_LE, dropped_LE, bias_LE, losses_LX, *single = sums.split(columns, 1)
+    entropy_L, open_L, tokens_L, steps_L, ranks_L = (v[:, 0] for v in single)
+    ranks_L1 = ranks_L[:, None].clamp(min=1)
+    return RouterStats(
+        counts_LE,
+        entropy_L / tokens_L.clamp(min=1),
+        open_L + dropped_LE.sum(1),
+        dropped_LE,
+        bias_LE / ranks_L1,
+        losses_LX / (steps_L[:, None] / ranks_L1).clamp(min=1),
+    )
 
 
 class RouterLog(NamedTuple):
     """Sums since the last log line, one row for each MoE layer."""
 
     counts_LE: Tensor
+    dropped_LE: Tensor
     entropy_L: Tensor
-    dropped_L: Tensor
+    open_L: Tensor
     tokens_L: Tensor
 
 
 class RouterStats(NamedTuple):
     """What a log line says of the routers of L MoE layers."""
 
-    counts_LE: Tensor  # routed pairs per expert
+    counts_LE: Tensor  # routed pairs per expert, before dropping
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
-    # K choices per token less the counts: choices that a router left open (-1). tmoe's router leaves
-    # none open, and dispatch drops none
+    # choices that reached no expert: those that a router left open (-1), of K per token, and dropped pairs
     dropped_L: Tensor
+    dropped_LE: Tensor  # dropped pairs per expert
+    bias_LE: Tensor  # the choice bias when the line was made; 0 without one
+    # means over the line's steps: the losses of MoEConfig.losses in their order, then the z-loss, without
+    # their coefficients (an even load has 1 in sequence, batch, global and gshard)
+    losses_LX: Tensor

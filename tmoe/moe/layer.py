@@ -131,6 +131,9 @@ class MoE(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
         self.load: Any = None  # a Load
+        # moe/trace.py: whether the load holds the choices, and choices that are given to the router
+        self.traced = False
+        self.given: dict[str, Tensor] = {}
         if init:
             initialise(self)
 
@@ -172,13 +175,13 @@ class MoE(nn.Module):
         y_TD, routing = self.mix(x, padding, experts, ids_TK)
         padding_T = None if padding is None else padding.flatten()
         sequences = x.shape[0] if x.dim() == 3 else 1
-        load = measure(routing, sequences, padding_T, cfg.score)
+        load = measure(routing, sequences, padding_T, cfg.score, cfg=cfg)
         if cfg.selection == "quantile":
             assert routing.noted_TX is not None
             K = routing.ids_TK.shape[1] if ids_TK is None else cfg.top_k
             noted_BE = quantiles(routing.logits_TE, routing.noted_TX, K, sequences, padding_T)
             load = load._replace(noted_BX=noted_BE)
-        return y_TD, load
+        return y_TD, load._replace(ids_TK=routing.ids_TK) if self.traced else load
 
     def mix(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
@@ -193,7 +196,8 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T, ids=ids_TK)
+        given = self.given if ids_TK is None else {"ids": ids_TK}
+        routing = self.router(x_TD, padding_T, **given)
         routed, kept_T = without_identity(routing, self.router.cfg)
         own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype

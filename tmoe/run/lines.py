@@ -53,12 +53,11 @@ def read_steps(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield first, joined
 
 
-def append(file: BinaryIO, line: str) -> None:
-    """Writes the whole line or nothing of it: what a full disk cut short is taken back.
+def append(file: BinaryIO, rest: bytes) -> None:
+    """Writes all of a line, or of a record, or nothing: what a full disk cut short is taken back.
 
-    Raises OSError if the line could not be written.
+    Raises OSError if it could not be written.
     """
-    rest = line.encode()
     end = os.fstat(file.fileno()).st_size
     try:
         while rest:

@@ -1,4 +1,4 @@
-"""Writes a run down: config.json, metrics.jsonl, progress, TensorBoard and W&B; at the end report.png.
+"""Writes a run down: config.json, metrics.jsonl, routing.bin, progress, TensorBoard and W&B; then report.png.
 
 next: tmoe/run/report.py
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from tmoe.config.run import Config
 from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
 from tmoe.onlookers import Onlooker, reason
+from tmoe.run import routing_log
 from tmoe.run.lines import COMPACT, append, rewind
 from tmoe.run.progress import Display
 
@@ -45,7 +47,13 @@ class RouterStats(Protocol):
     @property
     def entropy_L(self) -> Tensor: ...  # mean entropy of the router's softmax over E, nats
     @property
-    def dropped_L(self) -> Tensor: ...  # choices that the router left open
+    def dropped_L(self) -> Tensor: ...  # choices that reached no expert
+    @property
+    def dropped_LE(self) -> Tensor: ...  # pairs that were dropped for lack of capacity
+    @property
+    def bias_LE(self) -> Tensor: ...  # the choice bias
+    @property
+    def losses_LX(self) -> Tensor: ...  # of MoEConfig.losses, then the z-loss, without coefficients
 
 
 class Metrics:
@@ -64,9 +72,12 @@ class Metrics:
         what the task measures  of post/: rewards/accuracy, for example
         expert_counts           [layers][E], of the MoE layers
         max_violation, entropy, dropped     [layers], of the MoE layers
+        router_losses           {name: [layers]}, means over the line's steps, without their coefficients
     What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
         step, val_loss, and val_ with each name that the task measures
     `read_steps` of run/lines.py reads both as one.
+    A record of routing.bin (run/routing_log.py) holds a line's counts by layer and expert, and what else is
+    known of them.
 
     start_step: the first step of this process; lines of it and of later ones are dropped, to be written
     again.
@@ -109,6 +120,7 @@ class Metrics:
         self.held = held
         self.clock = Clock()
         self.lines: BinaryIO | None = None  # on rank 0 of a run that trains
+        self.records: BinaryIO | None = None  # there as well, if it has MoE layers
         self.failing: set[Path] = set()  # files that could not be written when last tried
         self.display = Display(cfg, start_step) if rank == 0 else None
         self.memory = Onlooker("peak_gib: could not be read", self.note)
@@ -136,8 +148,12 @@ class Metrics:
             kept = f"; {keep.name} has all" if keep else ""
             what = f"torn or of steps from {self.start_step} on"
             self.note(f"{self.path}: dropped {dropped} lines, {what}{kept}")
-        # It stays open, and each line goes out at once.
+        self.routing = self.run / "routing.bin"
+        routing_log.rewind(self.routing, self.start_step, keep and routing_before(keep))
+        # They stay open, and each line goes out at once.
         self.lines = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        if any(map(self.cfg.model.is_moe, range(self.cfg.model.layers))):
+            self.records = open(self.routing, "ab", buffering=0)  # noqa: SIM115
 
     def due(self, step: int) -> bool:
         """Whether `step` gets a line, the same on every rank.
@@ -183,6 +199,8 @@ class Metrics:
             values["expert_counts"] = router.counts_LE
             values["entropy"] = router.entropy_L
             values["dropped"] = router.dropped_L
+            more = "dropped_LE", "bias_LE", "losses_LX"
+            values |= {name: getattr(router, name) for name in more}
         values = to_host(values, self.device)
         rate = self.clock.lap(tokens, ended)  # after the copy: the device has finished the step
 
@@ -190,7 +208,7 @@ class Metrics:
         seconds = self.seconds_before + self.clock.total()
         line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
-        line |= values | self.speed(rate)
+        line |= {"router_losses": None} | values | self.speed(rate)
         line["peak_gib"] = self.memory(lambda: peak_gib(self.device))
         line["skipped"] = skipped
         line["recompiles"] = recompiles
@@ -199,6 +217,7 @@ class Metrics:
             line["expert_counts"] = counts_LE
             line["dropped"] = [round(count) for count in line["dropped"]]
             line["max_violation"] = [max_violation(counts_E) for counts_E in counts_LE]
+            self.record(line)
         line = finite(line)
         self.write(line)
         self.line = line | {"val_loss": None}
@@ -220,11 +239,26 @@ class Metrics:
         self.line |= numbers
         self.show(scalars(numbers))
 
+    def record(self, line: dict[str, Any]) -> None:
+        """Puts what a line knows of the routers at the end of routing.bin, and leaves in it what is short."""
+        names = [*self.cfg.model.moe.losses, "z"]
+        more = {name: line.pop(name) for name in ("dropped_LE", "bias_LE", "losses_LX")}
+        losses_XL = [list(of_layers) for of_layers in zip(*more["losses_LX"], strict=True)]
+        line["router_losses"] = dict(zip(names, losses_XL, strict=True))
+        if self.records is None:
+            return
+        arrays = {name: np.array(value) for name, value in more.items()}
+        counts = dict(counts_LE=np.array(line["expert_counts"]), entropy_L=np.array(line["entropy"]))
+        packed = routing_log.pack(routing_log.Record(line["step"], tuple(names), **counts, **arrays))
+        with self.going_on(self.routing):
+            append(self.records, packed)
+
     def write(self, line: dict[str, Any]) -> None:
         """Puts a line, of finite numbers, at the end of metrics.jsonl."""
         assert self.lines is not None
+        text = json.dumps(line, allow_nan=False, separators=COMPACT) + "\n"
         with self.going_on(self.path):
-            append(self.lines, json.dumps(line, allow_nan=False, separators=COMPACT) + "\n")
+            append(self.lines, text.encode())
 
     def show(self, numbers: dict[str, float]) -> None:
         """Gives `numbers` of the last step to the sinks, and all that is known of it to the display."""
@@ -286,7 +320,10 @@ class Metrics:
             return
         with self.going_on(self.path):
             self.lines.close()
-        self.lines = None
+        if self.records is not None:
+            with self.going_on(self.routing):
+                self.records.close()
+        self.lines = self.records = None
         if self.held:
             self.held.close()
         for look, sink in self.sinks:
@@ -383,8 +420,10 @@ def finite(value: Any) -> Any:
 def scalars(line: dict[str, Any]) -> dict[str, float]:
     """The known numbers of a line by TensorBoard's names; of lists over layers, the mean and the largest."""
     out = {name: value for name, value in line.items() if isinstance(value, int | float) and name != "step"}
-    for name in ("max_violation", "entropy", "dropped"):
-        layers = [value for value in line.get(name) or [] if value is not None]
+    lists = {name: line.get(name) for name in ("max_violation", "entropy", "dropped")}
+    lists |= {f"{name}_loss": layers for name, layers in (line.get("router_losses") or {}).items()}
+    for name, values in lists.items():
+        layers = [value for value in values or [] if value is not None]
         if layers:
             out |= {f"router/{name}_mean": sum(layers) / len(layers), f"router/{name}_max": max(layers)}
     return out
@@ -396,6 +435,11 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def routing_before(lines_before: Path) -> Path:
+    """Where the records of metrics.before-N.jsonl are kept: routing.before-N.bin."""
+    return lines_before.with_name(lines_before.stem.replace("metrics", "routing") + ".bin")
 
 
 # Files -----------------------------------------------------------------------------------------------------

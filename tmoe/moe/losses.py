@@ -1,0 +1,140 @@
+"""The load-balancing losses: each a function of a micro-batch's sums, by its name in --model.moe.balance.
+
+One more is a function here, a line in LOSSES, and its name in config/balance.py. What it needs beside the
+sums of Load goes into `measure` (moe/balance.py).
+
+Y here: MoE layers. Every function returns a rank's share of the step's loss, [Y], without its coefficient.
+The shares of all ranks and micro-batches add up.
+
+next: moe/dispatch.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.config.model import MoEConfig
+
+
+class Load(NamedTuple):
+    """One layer's sums over the tokens of each of B sequences, without padding.
+
+    `stack` puts the loads of Y MoE layers together, with Y as the first dimension.
+    Counts are of what the router chose, groups and bias included, before any pair is dropped: they are the
+    map of the losses, and what the choice bias follows.
+    """
+
+    probs_BE: Tensor  # sum over tokens of each expert's share of a token's scores, differentiable
+    counts_BE: Tensor  # (token, expert) pairs routed, fp32
+    tokens_B: Tensor  # fp32
+    z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
+    entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
+    choices_B: Tensor  # K per token: as many pairs as there would be if no choice were left open (-1)
+    dropped_BE: Tensor  # of the pairs routed, those that a full expert did not take, fp32
+    # only where a loss asks for them
+    first_BE: Tensor | None = None  # tokens by their first choice
+    clean_BE: Tensor | None = None  # probs_BE of the logits before noise, differentiable
+    smooth_BE: Tensor | None = None  # tokens times the chance that noise chooses the expert, differentiable
+    # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
+    noted_BX: Tensor | None = None
+    ids_TK: Tensor | None = None  # the choices themselves, where a trace of them is kept
+
+
+class Totals(NamedTuple):
+    """Counts of a whole step, over all ranks and micro-batches (0-dim fp32): the divisors of the losses."""
+
+    targets: Tensor
+    tokens: Tensor
+    sequences: Tensor
+
+
+class Scope(NamedTuple):
+    """What a loss needs to know beside the micro-batch's own sums."""
+
+    totals: Totals
+    # routed pairs of the step so far, over all ranks; None where no loss asks for them
+    step_YE: Tensor | None
+    # ranks that divide each sequence, and so have each a part of the micro-batch's loss
+    parts: Tensor | float
+
+
+def sequence(load: Load, scope: Scope) -> Tensor:
+    """E sum_e f_e P_e of each sequence (Switch, Fedus et al. 2021, eq. 4): the mean over sequences.
+
+    f_e: the expert's share of the sequence's routed pairs; P_e: its mean share of the scores.
+    """
+    share_YBE = load.counts_BE / load.counts_BE.sum(-1, keepdim=True).clamp(min=1)
+    mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
+    return _experts(load) * (share_YBE * mean_YBE).sum((-2, -1)) / scope.totals.sequences.clamp(min=1)
+
+
+def batch(load: Load, scope: Scope) -> Tensor:
+    """The same of a rank's micro-batch as a whole; micro-batches weigh as many tokens as they have."""
+    return _overlap(load.counts_BE.sum(1), load, scope)
+
+
+def whole_step(load: Load, scope: Scope) -> Tensor:
+    """The same with f_e of all ranks and of the step's micro-batches so far."""
+    assert scope.step_YE is not None
+    return _overlap(scope.step_YE, load, scope)
+
+
+def gshard(load: Load, scope: Scope) -> Tensor:
+    """batch with first choices alone in f (GShard, Lepikhin et al. 2020; Tutel's default)."""
+    assert load.first_BE is not None
+    return _overlap(load.first_BE.sum(1), load, scope)
+
+
+def importance(load: Load, scope: Scope) -> Tensor:
+    """(cv^2 of the experts' summed scores + cv^2 of their smooth load) / 2 of a micro-batch.
+
+    cv: standard deviation over mean. Both sums are of scores and logits before noise (Shazeer et al. 2017;
+    V-MoE, Riquelme et al. 2021).
+    """
+    assert load.clean_BE is not None and load.smooth_BE is not None
+    loss_Y = (_cv_squared(load.clean_BE.sum(1)) + _cv_squared(load.smooth_BE.sum(1))) / 2
+    # No sum of its parts': where ranks divide sequences each has the whole value and its own part's gradient.
+    share_Y = loss_Y - loss_Y.detach() + loss_Y.detach() / scope.parts
+    return share_Y * load.tokens_B.sum(1) / scope.totals.tokens.clamp(min=1)
+
+
+LOSSES: dict[str, Callable[[Load, Scope], Tensor]] = {
+    "sequence": sequence,
+    "batch": batch,
+    "global": whole_step,
+    "gshard": gshard,
+    "importance": importance,
+    "importance-tutel": importance,  # of another smooth load: see `smooth_load`
+}
+
+
+def _experts(load: Load) -> int:
+    return load.counts_BE.shape[-1]
+
+
+def _overlap(counts_YE: Tensor, load: Load, scope: Scope) -> Tensor:
+    """E sum_e f_e P_e, which is least where experts are evenly used; f: shares of counts_YE."""
+    share_YE = counts_YE / counts_YE.sum(-1, keepdim=True).clamp(min=1)
+    overlap_Y = (share_YE * load.probs_BE.sum(1)).sum(-1)
+    return _experts(load) * overlap_Y / scope.totals.tokens.clamp(min=1)
+
+
+def _cv_squared(sums_YE: Tensor) -> Tensor:
+    """The squared coefficient of variation over experts, with Tutel's divisor E - 1 and its 1e-10."""
+    many = sums_YE.shape[-1] > 1
+    return sums_YE.var(-1, correction=int(many)) / (sums_YE.mean(-1).square() + 1e-10)
+
+
+def smooth_load(clean_TE: Tensor, last_T: Tensor, cfg: MoEConfig) -> Tensor:
+    """The chance, of the noise alone, that a token chooses each expert: [T, E], differentiable.
+
+    It is Phi((logit - last) / sigma). last: a token's K-th chosen logit, noise included. sigma: that of the
+    noise. Tutel compares not the logits but their softmax with it (tutel/impls/losses.py, seen at ac0e51b):
+    "importance-tutel" does so too, for runs that go on as they were.
+    """
+    ours_TE = clean_TE.softmax(-1) if "importance-tutel" in cfg.losses else clean_TE
+    return torch.special.ndtr((ours_TE - last_T[:, None]) * (cfg.outputs / cfg.noise))

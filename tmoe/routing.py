@@ -1,0 +1,44 @@
+"""How evenly experts were used, over a run's time: python -m tmoe.routing RUN [RUN...].
+
+next: run/history.py
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tmoe.disk import expand_home
+from tmoe.run.history import compare, describe, read_history
+from tmoe.run.report import readable
+from tmoe.run.routing_report import paint, paint_beside, save
+
+
+def main(runs: Annotated[tuple[Path, ...], tyro.conf.Positional], out: Path | None = None) -> None:
+    """Draws RUN/routing.png of each run, load over time by layer and expert, and prints a summary.
+
+    Several runs are compared: a line each, and one more picture with the curves of all.
+
+    Args:
+        runs: run folders; one that is still going can be drawn too
+        out: the picture that compares several runs; None: routing-compare.png in the first run's folder
+    """
+    if not runs:
+        raise ValueError("RUN: name one run folder or more")
+    if out is not None and len(runs) == 1:
+        raise ValueError(f"--out={out}: is for several runs; one is drawn as RUN/routing.png")
+    histories = [read_history(run) for run in runs]
+    for run, history in zip(runs, histories, strict=True):
+        print(readable(describe(history)))
+        print(readable(save(paint(history), run / "routing.png")), end="\n\n")
+    if len(runs) > 1:
+        print(readable(compare(histories)))
+        print(readable(save(paint_beside(histories), out or runs[0] / "routing-compare.png")))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main, prog="python -m tmoe.routing", args=expand_home())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

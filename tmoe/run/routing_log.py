@@ -1,0 +1,137 @@
+"""The records of routing.bin: how the experts were loaded over time, layer x expert x step.
+
+A record is whole or none: 12 bytes of head (mark, length, CRC-32), then zlib of a line of JSON and arrays.
+Each stands alone. A reader passes over what a crash has torn or a disk has damaged, to the next mark.
+
+next: tmoe/run/routing_report.py
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MARK = b"tmoR"
+HEAD = struct.Struct("<4sII")  # mark, bytes of the body, their CRC-32
+LARGEST = 2**28  # bytes of an unpacked body: 4096 layers of 2048 experts in all arrays are fewer
+WHOLE_NUMBERS = tuple(np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
+
+
+class Record(NamedTuple):
+    """What a line of the log knows of the routers, sums over the steps since the line before it.
+
+    L here: the MoE layers, dense ones left out.
+    """
+
+    step: int
+    losses: tuple[str, ...]  # names of the columns of losses_LX
+    counts_LE: np.ndarray  # routed pairs, before dropping
+    dropped_LE: np.ndarray  # of these, dropped ones
+    bias_LE: np.ndarray  # the choice bias at the end of the step; 0 without one
+    entropy_L: np.ndarray  # mean over tokens, nats
+    losses_LX: np.ndarray  # means over the steps, without coefficients
+
+
+ARRAYS = Record._fields[2:]
+
+
+def pack(record: Record) -> bytes:
+    """The bytes of a record; whole numbers take as few bytes each as the largest of them needs."""
+    arrays = {name: np.asarray(value) for name, value in zip(ARRAYS, record[2:], strict=True)}
+    for name in ("counts_LE", "dropped_LE"):
+        most = arrays[name].max(initial=0)
+        arrays[name] = arrays[name].astype(next(t for t in WHOLE_NUMBERS if most <= np.iinfo(t).max))
+    for name in ("bias_LE", "entropy_L", "losses_LX"):
+        arrays[name] = arrays[name].astype("<f4")
+    told = dict(
+        step=record.step,
+        losses=list(record.losses),
+        arrays={name: [array.dtype.str, *array.shape] for name, array in arrays.items()},
+    )
+    parts = [json.dumps(told).encode() + b"\n", *(array.tobytes() for array in arrays.values())]
+    body = zlib.compress(b"".join(parts))
+    return HEAD.pack(MARK, len(body), zlib.crc32(body)) + body
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The whole records of a file, in their order; nothing of a file that is not there."""
+    for _, record in _records(path):
+        yield record
+
+
+def rewind(path: Path, start_step: int, keep: Path | None = None) -> int:
+    """Cuts the file behind its last whole record of a step before `start_step`; how many bytes went.
+
+    If any go, `keep` gets a copy of all of them first.
+    """
+    if not path.exists():
+        return 0
+    end = 0
+    for behind, record in _records(path):
+        if record.step >= start_step:
+            break
+        end = behind
+    gone = path.stat().st_size - end
+    if gone and keep:
+        shutil.copyfile(path, keep)
+    if gone:
+        os.truncate(path, end)
+    return gone
+
+
+def _records(path: Path) -> Iterator[tuple[int, Record]]:
+    """Each whole record, and where it ends."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
+        at = held.find(MARK)
+        while at >= 0:
+            end, record = _read(held, at)
+            if record is not None:
+                yield end, record
+            at = held.find(MARK, end)
+
+
+def _read(held: mmap.mmap, at: int) -> tuple[int, Record | None]:
+    """The record whose mark is at `at`, and its end; None, and a place to search on from, for no record."""
+    begin = at + HEAD.size
+    if begin > len(held):
+        return at + 1, None
+    _, length, crc = HEAD.unpack(held[at:begin])
+    body = held[begin : begin + length]
+    if len(body) < length or zlib.crc32(body) != crc:
+        return at + 1, None
+    try:
+        return begin + length, _unpacked(body)
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError):
+        return at + 1, None
+
+
+def _unpacked(body: bytes) -> Record:
+    line, _, rest = zlib.decompressobj().decompress(body, LARGEST).partition(b"\n")
+    told: dict[str, Any] = json.loads(line)
+    arrays = {}
+    at = 0
+    for name, (kind, *shape) in told["arrays"].items():
+        dtype, size = np.dtype(kind), int(np.prod(shape))
+        if dtype.kind not in "uf":
+            raise ValueError(f"{name}: no numbers")
+        arrays[name] = np.frombuffer(rest, dtype, size, at).reshape(shape)
+        at += size * dtype.itemsize
+    losses = tuple(str(name) for name in told["losses"])
+    record = Record(int(told["step"]), losses, **arrays)
+    layers, experts = record.counts_LE.shape
+    shapes = dict(dropped_LE=(layers, experts), bias_LE=(layers, experts), entropy_L=(layers,))
+    shapes["losses_LX"] = layers, len(losses)
+    if any(getattr(record, name).shape != shape for name, shape in shapes.items()):
+        raise ValueError("arrays of different models")
+    return record
