@@ -172,7 +172,7 @@ def torch_chunks() -> Contestant:
 
 
 def trl() -> Contestant:
-    from trl.kernels import ChunkedLogProbFunction
+    from trl.kernels import ChunkedLogProbFunction  # pyrefly: ignore[missing-import]
 
     def logprobs(x: Inputs, columns: int, outputs: tuple[str, ...] = ("entropy",)) -> Any:
         targets = x.targets.flatten()
@@ -184,7 +184,7 @@ def trl() -> Contestant:
 
 
 def liger_grpo() -> Contestant:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyrefly: ignore[missing-import]
 
     def loss(x: Inputs, sequences: int) -> Tensor:
         B, S = x.targets.shape
@@ -201,9 +201,9 @@ def liger_grpo() -> Contestant:
 
 def liger_scaled() -> Contestant:
     """Its cross-entropy with entropy, whose logits stay on the chip where it has a kernel for the GPU."""
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
-        LigerFusedLinearScaledCrossEntropyFunction as Function,
-    )
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as module  # pyrefly: ignore[missing-import]
+
+    Function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def logprobs(x: Inputs, tiles: int) -> tuple[Tensor, Tensor]:
         nll, H = Function.apply(x.h, x.weight, x.targets.flatten(), 1.0, -100, tiles, True)
@@ -255,9 +255,9 @@ def wrong(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
 
 def wanted(x: Inputs) -> dict[str, tuple[Tensor, ...]]:
     """Results in fp64."""
-    exact = [t.detach().double().requires_grad_() for t in (x.h, x.weight)]
-    logp, H = reference.logprobs(*exact, x.targets.flatten())
-    grads = torch.autograd.grad(x._replace(old=x.old.double()).loss(logp), exact)
+    h, weight = (t.detach().double().requires_grad_() for t in (x.h, x.weight))
+    logp, H = reference.logprobs(h, weight, x.targets.flatten())
+    grads = torch.autograd.grad(x._replace(old=x.old.double()).loss(logp), (h, weight))
     return {"log-probs": (logp.detach(), H.detach()), "policy": grads}
 
 
@@ -291,10 +291,13 @@ def measure(kind: str, x: Inputs, names: Sequence[str], rounds: int) -> tuple[di
     for name in names:
         try:
             entry = CONTESTANTS[name]()
-            of = entry.logprobs if kind == "log-probs" else entry.loss
-            if of is None:
+            call: Callable[[Inputs, Any], Sequence[Tensor]]
+            if kind == "log-probs" and entry.logprobs:
+                call = without_gradients(entry.logprobs)
+            elif kind == "policy" and entry.loss:
+                call = policy_step(entry.loss)
+            else:
                 continue
-            call = without_gradients(of) if kind == "log-probs" else policy_step(of)
             best = None
             for setting in entry.settings:
                 if words := wrong(call(few, setting), truth):
