@@ -247,7 +247,7 @@ class Encoder:
             try:
                 text = self._render(shown, tools, more)[0]
             except DataError:
-                continue  # whatever it looks at, it does not leave it out
+                text = "a\ufffdb"  # what it refuses it does not leave out
             if "a\ufffdb" not in text and "a\\ufffdb" not in text:
                 raise DataError(
                     f"messages: the chat template ({self.template.source}) leaves out the role {role!r}"
