@@ -458,3 +458,19 @@ def test_templates_by_name(tmp_path):
     assert load_template(tokenizer, str(path)).render(CHAT) == "mine"
     with pytest.raises(DataError, match=r"--data.chat-template=.*no such file"):
         load_template(tokenizer, str(tmp_path / "none.jinja"))
+
+
+def test_prompts_to_generate_from():
+    tokenizer = chat_tokenizer("qwen3")
+    asked = CHAT[1:2]
+    plain, silent = (
+        tokenizer.decode(chat_prompt(asked, tokenizer, **how)) for how in ({}, dict(enable_thinking=False))
+    )
+    assert plain == "<|im_start|>user\nCapital of France?<|im_end|>\n<|im_start|>assistant\n"
+    assert silent == plain + "<think>\n\n</think>\n\n"
+    with pytest.raises(DataError, match=r"messages\[0\]: role 'critic'"):
+        chat_prompt([said("critic", "a")], tokenizer)
+    with pytest.raises(DataError, match=r"messages\[0\]: content holds '<\|im_end\|>'"):
+        chat_prompt([said("user", "a<|im_end|>")], tokenizer)
+    with pytest.raises(DataError, match="refuses it: After the optional"):
+        chat_prompt([said("assistant", "a")], chat_tokenizer("mistral"))

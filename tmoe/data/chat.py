@@ -29,10 +29,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 
-from tmoe.data.chat_rows import Conversation, Plain, Sample
+from tmoe.data.chat_rows import Conversation, Plain, Sample, parse_messages
 from tmoe.data.chat_template import CLOSE, OPEN, ChatTemplate, load_template
 from tmoe.data.tokenizer import DataError, JsonTokenizer, Tokenizer
 
@@ -83,6 +82,17 @@ class Marker:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             found.append(Encoded(np.array(encoding.ids, dtype), offsets[:, 0], offsets[:, 1]))
         return found
+
+    def require_text(self, messages: Sequence[dict[str, Any]]) -> None:
+        """DataError where a message holds a special token, which would end its turn or begin another."""
+        for i, message in enumerate(messages):
+            for name in ("content", "reasoning_content"):
+                found = self.names.search(message.get(name) or "")
+                if found:
+                    raise DataError(
+                        f"messages[{i}]: {name} holds {found.group()!r}, which the tokenizer would take for "
+                        "a mark of its own"
+                    )
 
 
 def _of_bytes(raw: bytes) -> Encoded:
@@ -144,7 +154,7 @@ class Encoder:
 
     def _conversation(self, sample: Conversation) -> list[_Piece]:
         messages, _, tools, more = sample
-        self._require_text(messages)
+        self.marker.require_text(messages)
         if not sample.turns:
             raise DataError("no turn of the assistant to learn")
         if self.template.marks:
@@ -228,22 +238,7 @@ class Encoder:
     def _render(
         self, messages: list[dict], tools: list | None, more: dict[str, Any], *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            return self.template.render_marked(messages, tools, prompt=prompt, **more)
-        except Exception as error:  # a template may fail in any way on messages that it does not expect
-            told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
-            raise DataError(f"the chat template ({self.template.source}) refuses it: {told}") from error
-
-    def _require_text(self, messages: list[dict]) -> None:
-        """DataError where a message holds a special token, which would end its turn or begin another."""
-        for i, message in enumerate(messages):
-            for name in ("content", "reasoning_content"):
-                found = self.marker.names.search(message.get(name) or "")
-                if found:
-                    raise DataError(
-                        f"messages[{i}]: {name} holds {found.group()!r}, which the tokenizer would take for "
-                        "a mark of its own"
-                    )
+        return self.template.render_marked(messages, tools, prompt=prompt, **more)
 
     def _require_rendered(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> None:
         """DataError for a role that the template leaves out in silence; looks once for each role."""
@@ -252,7 +247,7 @@ class Encoder:
             try:
                 text = self._render(shown, tools, more)[0]
             except DataError:
-                continue  # whatever it looks at, it does not leave it out
+                text = "a\ufffdb"  # what it refuses it does not leave out
             if "a\ufffdb" not in text and "a\\ufffdb" not in text:
                 raise DataError(
                     f"messages: the chat template ({self.template.source}) leaves out the role {role!r}"
@@ -359,10 +354,13 @@ def chat_prompt(
     """Ids [n] of a conversation up to where the assistant's next turn begins, as training had it.
 
     template: None for the tokenizer's own, with today's date. more: what else it reads, as enable_thinking.
+    DataError for messages that are none, that the template refuses, or that hold a special token.
     """
     template = template or load_template(tokenizer, now=True)
-    text = template.render([dict(one) for one in messages], tools, prompt=True, **more)
-    return Marker(tokenizer).encode([text])[0].ids
+    marker = Marker(tokenizer)
+    parsed = parse_messages(list(messages), "messages")
+    marker.require_text(parsed)
+    return marker.encode([template.render(parsed, tools, prompt=True, **more)])[0].ids
 
 
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:

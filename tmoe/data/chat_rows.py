@@ -99,7 +99,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         return Conversation(messages, first, tools or None, more)
 
     if kind in ("messages", "conversations"):
-        messages = _messages(row[kind], f"{where}: {kind}")
+        messages = parse_messages(row[kind], f"{where}: {kind}")
         sample = conversation(messages, 0)
         if not sample.turns:
             raise DataError(f"{where}: {kind}: no turn of the assistant to learn")
@@ -128,7 +128,7 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
 
 def _turns(value: Any, where: str, role: str) -> list[dict]:
     """Messages of a list, or a text as one message of this role."""
-    return _messages([dict(role=role, content=value)] if isinstance(value, str) else value, where)
+    return parse_messages([dict(role=role, content=value)] if isinstance(value, str) else value, where)
 
 
 def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> list[tuple[list[dict], int]]:
@@ -152,7 +152,8 @@ def _after(prompt: list[dict] | None, answers: list[list[dict]], where: str) -> 
     return [(prompt + one, len(prompt)) for one in answers]
 
 
-def _messages(value: Any, where: str) -> list[dict]:
+def parse_messages(value: Any, where: str) -> list[dict]:
+    """A list of messages as templates read them. DataError that names `where` for what is none."""
     value = _json(value, where, list)
     if not value:
         raise DataError(f'{where}: needs a list of messages, each {{"role": ..., "content": ...}}')

@@ -57,7 +57,7 @@ THINKING = ("enable_thinking", "thinking")
 
 
 class ChatTemplate:
-    """One template, compiled. `render` gives the text of a conversation; TemplateError where it refuses."""
+    """One template, compiled. `render` gives the text of a conversation; DataError where it refuses."""
 
     def __init__(
         self, text: str, source: str, special: dict[str, Any], *, tools: str | None = None, now: bool = False
@@ -98,7 +98,11 @@ class ChatTemplate:
         """`render`, and from which to which character the template's {% generation %} blocks go."""
         template = self._with_tools if tools else self._template
         given = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt)
-        text = template.render(**self.special, **(given | more))
+        try:
+            text = template.render(self.special | given | more)
+        except Exception as error:  # it may fail in any way on messages that it does not expect
+            told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise DataError(f"the chat template ({self.source}) refuses it: {told}") from error
         parts = text.split(OPEN)
         if len(parts) == 1:
             return text, []
