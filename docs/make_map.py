@@ -22,6 +22,7 @@ GROUPS = {
     "Checkpoints": ["tmoe/checkpoint"],
     "Hugging Face": ["tmoe/hf"],
     "The process around a run": ["tmoe/run"],
+    "Coming from others": ["tmoe/migrate"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],
     "Helpers of the tests": ["tests/lib"],

@@ -352,6 +352,7 @@ def _train(given: Given, out: Outcome) -> None:
         * given.whole("--context-parallel-size", 1)
     )
     batch = given.whole("--global-batch-size", given.whole("--micro-batch-size", 1) * readers)
+    out.set("--train.batch", given.whole("--micro-batch-size", 1))
     out.set("--train.global-batch", batch)
     steps = given.whole("--train-iters", given.whole("--train-samples", 0) // batch)
     out.set("--steps", steps)
