@@ -24,6 +24,7 @@ GROUPS = {
     "Post-training": ["tmoe/post"],
     "Generation": ["tmoe/generate"],
     "The process around a run": ["tmoe/run"],
+    "Coming from others": ["tmoe/migrate"],
     "Examples": ["examples"],
     "Benchmarks": ["benchmarks"],
     "Helpers of the tests": ["tests/lib"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import shlex
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tmoe.migrate.command import FRAMEWORKS, main, translate
 from tmoe.migrate.megatron import blend, read_pattern
 from tmoe.migrate.tables import page, spell
 from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
 
 ROOT = Path(__file__).parents[2]
 # A Mixtral 8x7B pretraining command of Megatron-Core on 16 GPUs, as its examples have it.
@@ -220,6 +223,61 @@ def test_layouts_run(gloo, tmp_path, world, more):
     outcome = translate("megatron", [*SMALL, "--save", str(tmp_path), *more.split()], world)
     assert not outcome.refused
     gloo(world, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+
+
+TINY = dict(
+    seq_length=32,
+    max_position_embeddings=64,
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    num_experts=4,
+    global_batch_size=8,
+    train_iters=3,
+    lr_decay_iters=2,
+    lr_warmup_iters=1,
+    expert_model_parallel_size=2,
+    tensor_model_parallel_size=2,
+    eval_interval=2,
+    eval_iters=1,
+    split="90,6,4",
+)
+
+
+@pytest.mark.slow
+def test_mixtral_runs_when_it_is_tiny(gloo, tmp_path):
+    """All flags of the Mixtral command but W&B's, with small numbers: Megatron's data, Llama's tokenizer."""
+    spm = pytest.importorskip("sentencepiece")
+    written = io.BytesIO()
+    text = [" ".join(random.Random(n).choices("expert router token gate".split(), k=20)) for n in range(50)]
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(text),
+        model_writer=written,
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
+    data = indexed.write(tmp_path / "data", [[1 + n % 250 for n in range(60)] + [2]] * 50)
+    words = list(MIXTRAL)
+    new = {f"--{name.replace('_', '-')}": str(value) for name, value in TINY.items()}
+    new |= {"--data-path": f"{data}", "--tokenizer-model": str(tmp_path / "tokenizer.model")}
+    new |= dict.fromkeys(("--save", "--load"), str(tmp_path / "run"))
+    for flag, value in new.items():
+        words[words.index(flag) + 1] = value
+    words = words[: words.index("--wandb-project")]
+    outcome = translate("megatron", words, 2)
+    assert not outcome.refused
+    gloo(2, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
+    lines = [line for _, line in read_steps(tmp_path / "run" / "metrics.jsonl")]
+    # Of each step as Megatron has them: the peak after one step of warm-up, the least rate from step 2 on.
+    assert [line["lr"] for line in lines] == pytest.approx([1e-4, 1e-4, 1e-5])
+    assert [line.get("val_loss") is not None for line in lines] == [False, True, True]
+    assert lines[-1]["test_loss"] > 0
 
 
 def test_megatron_refusals(capsys):

@@ -82,14 +82,24 @@ class StockFolder:
         for stored in self.tensors.values():
             _require_whole(path, stored)
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor. CheckpointError where the bytes are not what the description says."""
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """A whole tensor, or one row of its first dimension, for which only the chunks that have it are read.
+
+        CheckpointError where the bytes are not what the description says.
+        """
         stored = self.tensors[name]
-        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        rows = stored.shape[:1] if row is None else (1,)
+        whole = torch.empty(rows + stored.shape[1:], dtype=stored.dtype)
         for chunk in stored.chunks:
-            target = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))]
-            target.copy_(self._read_chunk(stored, chunk))
-        return whole
+            if row is not None and not chunk.offset[0] <= row < chunk.offset[0] + chunk.shape[0]:
+                continue
+            read = self._read_chunk(stored, chunk)
+            offset = chunk.offset
+            if row is not None:
+                read = read[row - chunk.offset[0]][None]
+                offset = (0, *chunk.offset[1:])
+            whole[tuple(slice(o, o + n) for o, n in zip(offset, read.shape, strict=True))] = read
+        return whole if row is None else whole[0]
 
     def _read_chunk(self, stored: Stored, chunk: Chunk) -> Tensor:
         where = f"{self.path / chunk.file}: {stored.name} at byte {chunk.start}"

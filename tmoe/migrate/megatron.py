@@ -203,7 +203,7 @@ def _capacity(given: Given, out: Outcome) -> None:
         out.set(names.CAPACITY, factor)
         out.set(names.ROUNDING, "megatron")
         policy = given.text("--moe-token-drop-policy", "probs")
-        if policy not in names.DROPS:
+        if policy not in ("probs", "position"):
             raise ConfigError(f"--moe-token-drop-policy={policy}: must be probs or position")
         out.set(names.DROP, names.DROPS[policy])
         if given.has("--moe-pad-expert-input-to-capacity"):
@@ -352,6 +352,7 @@ def _train(given: Given, out: Outcome) -> None:
         * given.whole("--context-parallel-size", 1)
     )
     batch = given.whole("--global-batch-size", given.whole("--micro-batch-size", 1) * readers)
+    out.set("--train.batch", given.whole("--micro-batch-size", 1))
     out.set("--train.global-batch", batch)
     steps = given.whole("--train-iters", given.whole("--train-samples", 0) // batch)
     out.set("--steps", steps)

@@ -32,7 +32,7 @@ GSHARD, IMPORTANCE = "gshard", "importance-tutel"
 # Capacity
 CAPACITY = "--model.moe.capacity-factor"
 DROP = "--model.moe.drop"
-DROPS = dict(probs="probability", position="position", prioritized="priority")
+DROPS = dict(probs="probs", position="position", first_choices="choice", prioritized="priority")
 PAD = "--model.moe.pad"
 ROUNDING = "--model.moe.rounding"
 # Experts

@@ -30,7 +30,10 @@ ROWS: tuple[Row, ...] = (
         "a2a_ffn_overlap_degree", "tmoe overlaps exchange and products itself; results do not depend on it"
     ),
     worked("is_postscore", f"False: `{names.WEIGH} before`"),
-    worked("batch_prioritized_routing", f"True: `{names.DROP} {names.DROPS['prioritized']}`"),
+    worked(
+        "batch_prioritized_routing",
+        f"True: `{names.DROP} {names.DROPS['prioritized']}`, else `{names.DROPS['first_choices']}`",
+    ),
     worked("normalize_gate", "`--model.moe.renormalize`; True where left out"),
     worked(
         "is_gshard_loss",
@@ -228,7 +231,7 @@ def _capacity(given: Given, out: Outcome) -> None:
         out.set(names.CAPACITY, factor)
         out.set(names.ROUNDING, "tutel")
         first = _is_true(given, "batch_prioritized_routing", False)
-        out.set(names.DROP, names.DROPS["prioritized" if first else "position"])
+        out.set(names.DROP, names.DROPS["prioritized" if first else "first_choices"])
     if not _is_true(given, "is_postscore", True):
         out.set(names.WEIGH, "before")
 
