@@ -124,7 +124,7 @@ class MoE(nn.Module):
         self.load: Any = None  # a Load
         # moe/trace.py: whether the load holds the choices, and choices that are given to the router
         self.traced = False
-        self.given: dict[str, Tensor] = {}
+        self.given_TK: Tensor | None = None
         if init:
             initialise(self)
 
@@ -160,7 +160,7 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T, **self.given)
+        routing = self.router(x_TD, padding_T, ids=self.given_TK)
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
