@@ -225,7 +225,7 @@ def test_properties_of_every_loss(case):
 
 # ---- layouts and micro-batches ----
 
-D, ROWS, S = 6, 8, 5
+D, ROWS, S = 6, 16, 5
 
 
 class Two(nn.Module):

@@ -133,7 +133,7 @@ class MoE(nn.Module):
         self.load: Any = None  # a Load
         # moe/trace.py: whether the load holds the choices, and choices that are given to the router
         self.traced = False
-        self.given: dict[str, Tensor] = {}
+        self.given_TK: Tensor | None = None
         if init:
             initialise(self)
 
@@ -196,8 +196,7 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        given = self.given if ids_TK is None else {"ids": ids_TK}
-        routing = self.router(x_TD, padding_T, **given)
+        routing = self.router(x_TD, padding_T, ids=self.given_TK if ids_TK is None else ids_TK)
         routed, kept_T = without_identity(routing, self.router.cfg)
         own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype

@@ -67,11 +67,11 @@ def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None
     layers = layers_of(model)
     valid = f"those of {len(layers)}, as in the model"
     require(len(ids) == len(layers), "ids", f"those of {len(ids)} layers", valid)
-    before = [moe.given for moe in layers]
+    before = [moe.given_TK for moe in layers]
     for moe, of_layer in zip(layers, ids, strict=True):
-        moe.given = {"ids": of_layer.flatten(0, -2).to(moe.router.weight.device, torch.int32)}
+        moe.given_TK = of_layer.flatten(0, -2).to(moe.router.weight.device, torch.int32)
     try:
         yield
     finally:
-        for moe, given in zip(layers, before, strict=True):
-            moe.given = given
+        for moe, given_TK in zip(layers, before, strict=True):
+            moe.given_TK = given_TK
