@@ -26,6 +26,7 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts
@@ -55,14 +56,16 @@ def traces(cfg: Config) -> list[tuple]:
     E, K = moe.experts, moe.top_k
     pairs = pairs_bound(T, K, ep, E // ep)
     pairs = pairs and pairs * etp
-    rows, F = T * ep * etp, moe.ffn_dim // etp
+    rows, slots, F = T * ep * etp, K, moe.ffn_dim // etp
+    if moe.pad:
+        rows, slots, pairs = E * capacity(T, K, moe) * etp, 1, pairs or T * K * etp
     found: list[tuple] = [
-        (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
+        (trace, rows, m.dim, F, E // ep, slots, dtype, pairs, moe.activation, moe.bias),
         (trace_router, T, E, K, moe.renormalize or moe.softmax == "after"),
     ]
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, E, dtype))
-    if ep > 1:
+    if ep > 1 and not moe.pad:
         found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
     if runs_beside(cfg, Axes(ep=ep, etp=etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))

@@ -301,6 +301,11 @@ class Config:
         require(has_moe or ep == 1, f"--parallel.ep={ep}: a model without MoE layers needs --parallel.ep=1")
         valid = f"must divide --model.moe.experts={experts}; valid: {divisors(experts)}"
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
+        for name, other in (("dispatch", "symm"), ("wire", "fp8")):
+            require(
+                not self.model.moe.pad or getattr(self.parallel, name) != other,
+                f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
+            )
         require_layout(self)
 
 

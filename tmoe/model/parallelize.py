@@ -33,6 +33,7 @@ from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher, Slice
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.padded import PaddedDispatcher
 from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
@@ -164,7 +165,9 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     ep = mesh.ep.size()
     L = moe.experts.gate_up.shape[0] // ep
     p = mesh.ep.get_local_rank()
-    if ep > 1 or dispatch == "nccl":
+    if moe.router.cfg.pad:
+        moe.dispatcher = PaddedDispatcher(ep * L, mesh.ep.get_group() if ep > 1 else None)
+    elif ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
         width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0

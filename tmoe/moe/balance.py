@@ -30,6 +30,7 @@ class Load(NamedTuple):
     tokens_B: Tensor  # fp32
     z_B: Tensor  # sum over tokens of logsumexp(logits)^2, differentiable
     entropy_B: Tensor  # sum over tokens of the entropy of those shares, nats, no gradient
+    dropped_BE: Tensor  # of the pairs routed, those that a full expert did not take, fp32
 
 
 class Totals(NamedTuple):
@@ -40,9 +41,17 @@ class Totals(NamedTuple):
     sequences: Tensor
 
 
-def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: str = "softmax") -> Load:
+def measure(
+    routing: Routing,
+    sequences: int,
+    padding_T: Tensor | None,
+    score: str = "softmax",
+    taken: Routing | None = None,
+) -> Load:
     """A layer's sums for the losses, from its routing of T tokens: `sequences` rows of equal length.
 
+    taken: the same routing without the pairs that full experts dropped; None: none were. Losses and the
+    choice bias count before that: behind it the counts of full experts are all the same.
     padding_T: bool, True at tokens to leave out. score: that of MoEConfig. Sigmoid scores are divided by
     their sum (DeepSeek-V3, 2024, eq. 19). That is computed as a softmax of their logarithms, whose shares
     still add up to one where all scores are nearly 0.
@@ -57,6 +66,10 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
     # one comparison for each of the K choices: one_hot allocates [T, K, E], scatter_add adds in random order
     experts_E = torch.arange(logits_TE.shape[-1], device=logits_TE.device)
     chosen_TE = (routing.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
+    if taken is None or taken.ids_TK is routing.ids_TK:
+        dropped_TE = torch.zeros_like(chosen_TE)
+    else:
+        dropped_TE = chosen_TE - (taken.ids_TK[:, :, None] == experts_E).sum(1).to(probs_TE.dtype)
 
     # entropy = lse - sum of share * logit; the logit of an expert that is switched off is -inf, its term 0
     logs_TE = logits_TE.detach()
@@ -76,6 +89,7 @@ def measure(routing: Routing, sequences: int, padding_T: Tensor | None, score: s
         per_sequence(keep_T),
         per_sequence(z_T.square() * keep_T),
         per_sequence(entropy_T * keep_T),
+        per_sequence(dropped_TE),
     )
 
 
@@ -160,7 +174,7 @@ class Balancer:
         part: this micro-batch is part of a step, whose counts add up.
         """
         if self.cfg.balance == "sequence":
-            share_YBE = load.counts_BE / (self.cfg.top_k * load.tokens_B.clamp(min=1)[..., None])
+            share_YBE = load.counts_BE / load.counts_BE.sum(-1, keepdim=True).clamp(min=1)
             mean_YBE = load.probs_BE / load.tokens_B.clamp(min=1)[..., None]
             return (share_YBE * mean_YBE).sum() / totals.sequences.clamp(min=1)
         counts_YE = load.counts_BE.sum(1)
@@ -179,7 +193,7 @@ class Balancer:
         counts_LE = load.counts_BE.sum(1)
         if self.cfg.choice_bias:
             self.routed_YE = counts_LE.long() + (0 if self.routed_YE is None else self.routed_YE)
-        dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1)
+        dropped_Y = tokens_Y * self.cfg.top_k - counts_LE.sum(-1) + load.dropped_BE.sum((1, 2))
         sums = (counts_LE, load.entropy_B.sum(1), dropped_Y, tokens_Y)
         # fp64: a step's counts may pass 2^24, above which fp32 cannot add 1
         new = RouterLog(*(v.double() for v in sums))
@@ -240,6 +254,5 @@ class RouterStats(NamedTuple):
 
     counts_LE: Tensor  # routed pairs per expert
     entropy_L: Tensor  # mean entropy of the router's distribution, nats
-    # K choices per token less the counts: choices that a router left open (-1). tmoe's router leaves
-    # none open, and dispatch drops none
+    # pairs that full experts dropped, and choices that a router left open (-1); tmoe's leaves none open
     dropped_L: Tensor

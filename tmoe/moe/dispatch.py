@@ -75,6 +75,8 @@ class Shared(Protocol):
 class Dispatcher:
     """Applies the experts of all ranks to this rank's tokens: y_TD = dispatcher(x_TD, routing, experts)."""
 
+    ranks = 1  # of the expert group; 1: every expert is here
+
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)
         return self.combine(experts(rows), plan)

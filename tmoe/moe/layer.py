@@ -3,8 +3,10 @@
 next: moe/router.py
 """
 
+import math
 import warnings
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 from tmoe.config.model import MoEConfig
 from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
+from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.router import Router
 from tmoe.ops.check import autocasts, require
 
@@ -86,6 +90,17 @@ def warn_if_untrained(cfg: MoEConfig) -> None:
         warnings.warn(cfg.untrained, stacklevel=1)
 
 
+class Call(NamedTuple):
+    """What one call of a layer sets otherwise than its MoEConfig; None: as that says.
+
+    most: pairs that an expert takes; a 0-dim tensor, so that compiled calls share a graph whatever it is, or
+        a number where sizes depend on it.
+    """
+
+    top_k: int | None = None
+    most: Tensor | int | None = None
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts, which see every token.
 
@@ -120,7 +135,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, cfg)
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
-        self.dispatcher: Dispatcher = LocalDispatcher()
+        self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
         self.load: Any = None  # a Load
         if init:
             initialise(self)
@@ -129,11 +144,22 @@ class MoE(nn.Module):
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
         return self.__dict__ | {"load": None}
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> Tensor:
         """y, of x's shape and dtype; sets `self.load`.
 
-        padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones either
-        (so y is 0), and that count in no loss.
+        Args:
+            padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones
+                either (so y is 0), and that count in no loss.
+            top_k, capacity_factor: for this call, instead of the MoEConfig's; a factor of 0 drops nothing.
+                All ranks must give the same. Where `route` is compiled, the first use of each top_k compiles,
+                and that of a factor (of each one, where the layer pads).
         """
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
@@ -141,15 +167,36 @@ class MoE(nn.Module):
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
-        y_TD, self.load = self.experts(self.route, x, padding)
+        call = self.call(x, top_k, capacity_factor)
+        route = self.route if call is None else partial(self.route, call=call)
+        y_TD, self.load = self.experts(route, x, padding)
         # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
         # on it
         return y_TD.view_as(x)
 
-    def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
+    def call(self, x: Tensor, top_k: int | None, capacity_factor: float | None) -> Call | None:
+        """The checked settings of one call on x; None where it sets nothing."""
+        if top_k is None and capacity_factor is None:
+            return None
+        cfg = self.router.cfg
+        if top_k is not None:
+            most = cfg.experts // cfg.groups * cfg.top_groups
+            ok = type(top_k) is int and 1 <= top_k <= most
+            require(ok, "top_k", repr(top_k), f"a whole number from 1 to {most}")
+        if capacity_factor is None:
+            return Call(top_k)
+        ok = isinstance(capacity_factor, (int, float)) and math.isfinite(capacity_factor)
+        require(ok, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
+        most = capacity(x[..., 0].numel(), top_k or cfg.top_k, cfg, capacity_factor)
+        return Call(top_k, most if cfg.pad else torch.full((), most, device=x.device))
+
+    def route(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
+    ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
-        if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
-            valid = f"all {self.router.cfg.experts}, or spread by parallelize"
+        cfg, call = self.router.cfg, call or Call()
+        if self.dispatcher.ranks == 1 and len(experts.gate_up) != cfg.experts:
+            valid = f"all {cfg.experts}, or spread by parallelize"
             require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
@@ -157,7 +204,16 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T)
+        chosen = self.router(x_TD, padding_T, call.top_k)
+        most = call.most
+        if most is None and cfg.capacity_factor is not None:
+            T, K = chosen.ids_TK.shape
+            most = capacity(T, K, cfg)
+        taken = chosen if most is None else limited(chosen, most, cfg)
+        routing: Any = taken
+        if cfg.pad:
+            assert isinstance(most, int)
+            routing = PaddedRouting(taken.weights_TK, taken.ids_TK, most)
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
             x_TD = x_TD.to(dtype)
@@ -173,7 +229,7 @@ class MoE(nn.Module):
 
         y_TD = y_TD.to(x.dtype)
         sequences = x.shape[0] if x.dim() == 3 else 1
-        return y_TD, measure(routing, sequences, padding_T, self.router.cfg.score)
+        return y_TD, measure(chosen, sequences, padding_T, cfg.score, taken)
 
 
 def balancing_loss(

@@ -21,7 +21,7 @@ class Routing(NamedTuple):
     """What the router decided for T tokens."""
 
     weights_TK: Tensor  # fp32, differentiable
-    ids_TK: Tensor  # int32 expert ids, -1 for tokens that go nowhere (padding)
+    ids_TK: Tensor  # int32 expert ids, -1 for pairs that go nowhere (padding, dropped)
     logits_TE: Tensor  # fp32, differentiable
 
 
@@ -56,9 +56,10 @@ class Router(nn.Module):
         choice_bias = torch.zeros(cfg.experts, dtype=torch.float32) if cfg.choice_bias else None
         self.register_buffer("choice_bias", choice_bias)
 
-    def forward(self, x_TD: Tensor, padding_T: Tensor | None = None) -> Routing:
-        """x_TD: any float dtype. padding_T: bool, True at tokens to leave out."""
+    def forward(self, x_TD: Tensor, padding_T: Tensor | None = None, top_k: int | None = None) -> Routing:
+        """x_TD: any float dtype. padding_T: bool, True at tokens to leave out. top_k: None: that of cfg."""
         cfg = self.cfg
+        top_k = cfg.top_k if top_k is None else top_k
         # autocast does not exist on the meta device
         with nullcontext() if x_TD.is_meta else torch.autocast(x_TD.device.type, enabled=False):
             jitter = cfg.jitter if self.training else 0.0
@@ -75,10 +76,10 @@ class Router(nn.Module):
             after = cfg.softmax == "after"
             by_score_alone = self.choice_bias is None and cfg.top_groups == cfg.groups
             if after or (cfg.score == "softmax" and by_score_alone):
-                weights_TK, ids_TK = softmax_topk(logits_TE, cfg.top_k, cfg.renormalize or after)
+                weights_TK, ids_TK = softmax_topk(logits_TE, top_k, cfg.renormalize or after)
             else:
                 scores_TE = logits_TE.sigmoid() if cfg.score == "sigmoid" else logits_TE.softmax(-1)
-                ids_TK = self.preference(logits_TE.detach(), scores_TE.detach()).topk(cfg.top_k, -1).indices
+                ids_TK = self.preference(logits_TE.detach(), scores_TE.detach()).topk(top_k, -1).indices
                 weights_TK = scores_TE.gather(-1, ids_TK)
                 if cfg.renormalize:  # 1e-20 as in DeepSeek's code: every sigmoid may be 0
                     weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

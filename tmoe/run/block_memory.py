@@ -12,6 +12,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
+from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides
 from tmoe.ops.cross_entropy import aligned
@@ -161,8 +162,12 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     if uses_symm(cfg, axes):
         # weights and ids; the backward pushes x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
-    R = etp * rows_received(T, K, ep)
-    kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
+    if moe.pad:  # slots of one pair each, filled or not, and which slots are a token's
+        R, K = etp * moe.experts * capacity(T, K, moe), 1
+        kept += R * D * width + T * moe.top_k * 2 * INT32
+    else:
+        R = etp * rows_received(T, K, ep)
+        kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 
 
@@ -176,7 +181,8 @@ def slice_bytes(cfg: Config, axes: Axes) -> int:
 def uses_symm(cfg: Config, axes: Axes) -> bool:
     """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
     near = 1 < axes.ep <= NODE and axes.etp == 1
-    return near and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+    moe = cfg.model.moe
+    return near and cfg.parallel.dispatch != "nccl" and not moe.bias and not moe.pad
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
