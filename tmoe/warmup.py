@@ -32,7 +32,7 @@ from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
-from tmoe.run.block_memory import runs_beside
+from tmoe.run.block_memory import runs_beside, travelling
 from tmoe.run.cli import require_cache_folder
 from tmoe.stack import find
 
@@ -50,7 +50,7 @@ def traces(cfg: Config) -> list[tuple]:
     """
     m, moe = cfg.model, cfg.model.moe
     p = cfg.parallel
-    ep, etp = p.ep, p.etp
+    ep, etp = travelling(cfg, Axes(ep=p.ep, etp=p.etp))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     T = cfg.train.batch * cfg.train.seq // (p.cp * p.tp)
     E, K = moe.experts, moe.top_k
@@ -67,7 +67,7 @@ def traces(cfg: Config) -> list[tuple]:
         found.append((router_product.trace, T, m.dim, E, dtype))
     if ep > 1 and not moe.pad:
         found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
-    if runs_beside(cfg, Axes(ep=ep, etp=etp)):
+    if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
     found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))

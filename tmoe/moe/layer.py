@@ -5,8 +5,9 @@ next: moe/router.py
 
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
 from tmoe.init import initialise
+from tmoe.moe.adaptive import Cost
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
@@ -95,10 +97,12 @@ class Call(NamedTuple):
 
     most: pairs that an expert takes; a 0-dim tensor, so that compiled calls share a graph whatever it is, or
         a number where sizes depend on it.
+    way: a key of MoE.ways.
     """
 
     top_k: int | None = None
     most: Tensor | int | None = None
+    way: str | None = None
 
 
 class MoE(nn.Module):
@@ -136,6 +140,9 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
+        # model/parallelize.py: what adaptive_r chooses among, by str(r), and what each costs
+        self.ways: dict[str, Dispatcher] = {}
+        self.cost: Cost | None = None
         self.load: Any = None  # a Load
         if init:
             initialise(self)
@@ -151,6 +158,7 @@ class MoE(nn.Module):
         *,
         top_k: int | None = None,
         capacity_factor: float | None = None,
+        adaptive_r: int | Literal["auto"] | None = None,
     ) -> Tensor:
         """y, of x's shape and dtype; sets `self.load`.
 
@@ -160,6 +168,10 @@ class MoE(nn.Module):
             top_k, capacity_factor: for this call, instead of the MoEConfig's; a factor of 0 drops nothing.
                 All ranks must give the same. Where `route` is compiled, the first use of each top_k compiles,
                 and that of a factor (of each one, where the layer pads).
+            adaptive_r: what travels in this call, with equal results: 0: the expert group's weights, 1:
+                tokens, a divisor of etp: tokens, with experts divided among so many ranks (moe/adaptive.py);
+                "auto": the cheapest by the number of tokens, which then must be the same on all ranks. All
+                ranks must give the same; the first use of each compiles.
         """
         if not isinstance(x, Tensor):
             require(False, "x", repr(x)[:80], f"a tensor [..., T, dim={self.dim}]")
@@ -167,35 +179,57 @@ class MoE(nn.Module):
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
-        call = self.call(x, top_k, capacity_factor)
+        call = self.call(x, top_k, capacity_factor, adaptive_r)
         route = self.route if call is None else partial(self.route, call=call)
         y_TD, self.load = self.experts(route, x, padding)
         # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
         # on it
         return y_TD.view_as(x)
 
-    def call(self, x: Tensor, top_k: int | None, capacity_factor: float | None) -> Call | None:
+    def call(
+        self, x: Tensor, top_k: int | None, capacity_factor: float | None, adaptive_r: int | str | None
+    ) -> Call | None:
         """The checked settings of one call on x; None where it sets nothing."""
-        if top_k is None and capacity_factor is None:
+        if top_k is None and capacity_factor is None and adaptive_r is None:
             return None
-        cfg = self.router.cfg
+        cfg, tokens = self.router.cfg, x[..., 0].numel()
         if top_k is not None:
             most = cfg.experts // cfg.groups * cfg.top_groups
             ok = type(top_k) is int and 1 <= top_k <= most
             require(ok, "top_k", repr(top_k), f"a whole number from 1 to {most}")
+        way = None
+        if adaptive_r is not None:
+            way = self.way(adaptive_r, tokens, top_k or cfg.top_k, x.element_size())
         if capacity_factor is None:
-            return Call(top_k)
+            return Call(top_k, None, way)
         ok = isinstance(capacity_factor, (int, float)) and math.isfinite(capacity_factor)
         require(ok, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
-        most = capacity(x[..., 0].numel(), top_k or cfg.top_k, cfg, capacity_factor)
-        return Call(top_k, most if cfg.pad else torch.full((), most, device=x.device))
+        most = capacity(tokens, top_k or cfg.top_k, cfg, capacity_factor)
+        return Call(top_k, most if cfg.pad else torch.full((), most, device=x.device), way)
+
+    def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
+        """The key in `ways` of what a call of so many tokens asks for; None: on one rank all are the same.
+
+        element: bytes of one in x.
+        """
+        valid = sorted({0, 1} | {int(r) for r in self.ways})
+        ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
+        if not ok:
+            require(False, "adaptive_r", repr(adaptive_r), f"'auto' or one of {valid}")
+        if self.cost is None:
+            return None
+        if adaptive_r == "auto":
+            cost = replace(self.cost, top_k=top_k, element=element, backward=torch.is_grad_enabled())
+            adaptive_r = cost.cheapest(list(map(int, self.ways)), tokens)
+        return str(adaptive_r) if str(adaptive_r) in self.ways else "1"
 
     def route(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
     ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
         cfg, call = self.router.cfg, call or Call()
-        if self.dispatcher.ranks == 1 and len(experts.gate_up) != cfg.experts:
+        dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
+        if dispatcher.ranks == 1 and len(experts.gate_up) != cfg.experts:
             valid = f"all {cfg.experts}, or spread by parallelize"
             require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
@@ -220,9 +254,9 @@ class MoE(nn.Module):
             experts = experts.to(dtype)
 
         if self.shared is None:
-            y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
+            y_TD = dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
-            y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
+            y_TD, shared_TD = dispatcher.beside(x_TD, routing, experts, self.shared)
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
