@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import slow_but
 from tiny_models import MODEL, SEQ
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -308,9 +309,8 @@ def test_trap_data_dependent_shapes(factor, pad):
         assert y.shape == (3, 8, 6)
 
 
-def test_one_graph_for_each_k():
-    """Other routings and other factors compile nothing; each k compiles once."""
-    moe, x = layer(), torch.randn(2, 8, 6)
+def graphs_of(moe: MoE, whole: bool) -> tuple[MoE, list]:
+    """The layer with `route` or the whole of it compiled, and a list to which each graph is added."""
     graphs = []
 
     def count(gm, inputs):
@@ -318,22 +318,32 @@ def test_one_graph_for_each_k():
         return gm.forward
 
     torch._dynamo.reset()
-    moe.route = torch.compile(moe.route, fullgraph=True, dynamic=False, backend=count)
-    eager = layer()
-    calls = [
-        dict(capacity_factor=0.5),
-        dict(top_k=1, capacity_factor=0.5),
-        dict(top_k=3, capacity_factor=0.5),
-    ]
-    for call in calls:
-        torch.testing.assert_close(moe(x, **call), eager(x, **call))
+    if whole:
+        return torch.compile(moe, fullgraph=True, backend=count), graphs
+    moe.route = torch.compile(moe.route, fullgraph=True, backend=count)
+    return moe, graphs
+
+
+@pytest.mark.parametrize(
+    ("whole", "pad"), slow_but([(False, False)], [(False, False), (True, False), (False, True)])
+)
+def test_one_graph_for_each_k(whole, pad):
+    """Each k compiles once. So does the factor: as a tensor at once, as a symbol when it changes first."""
+    moe, graphs = graphs_of(layer(capacity_factor=1.0, pad=pad), whole)
+    eager, x = layer(capacity_factor=1.0, pad=pad), torch.randn(2, 8, 6)
+    for k in (2, 1, 3):
+        torch.testing.assert_close(
+            moe(x, top_k=k, capacity_factor=0.5), eager(x, top_k=k, capacity_factor=0.5)
+        )
     first = len(graphs)
     assert first == 3
-    for factor in (0.0, 0.25, 1.0, -2.0, 7.5):
-        for call in calls:
-            more = call | dict(capacity_factor=factor)
-            torch.testing.assert_close(moe(x * factor, **more), eager(x * factor, **more))
-    assert len(graphs) == first
+    for factor in (0.25, 1.0, -0.75, 0.6):
+        for k in (2, 3, 1):
+            call = dict(top_k=k, capacity_factor=factor)
+            torch.testing.assert_close(moe(x * factor, **call), eager(x * factor, **call))
+    if not whole and not pad:
+        assert len(graphs) == first
+    assert len(graphs) <= 3 * first
 
 
 @pytest.mark.parametrize("padded", [False, True])

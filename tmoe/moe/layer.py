@@ -95,12 +95,13 @@ def warn_if_untrained(cfg: MoEConfig) -> None:
 class Call(NamedTuple):
     """What one call of a layer sets otherwise than its MoEConfig; None: as that says.
 
+    top_k: in digits, for dynamo makes a symbol of a number that changes from call to call.
     most: pairs that an expert takes; a 0-dim tensor, so that compiled calls share a graph whatever it is, or
         a number where sizes depend on it.
     way: a key of MoE.ways.
     """
 
-    top_k: int | None = None
+    top_k: str | None = None
     most: Tensor | int | None = None
     way: str | None = None
 
@@ -193,19 +194,24 @@ class MoE(nn.Module):
         if top_k is None and capacity_factor is None and adaptive_r is None:
             return None
         cfg, tokens = self.router.cfg, x[..., 0].numel()
+        digits, K = None, cfg.top_k
         if top_k is not None:
             most = cfg.experts // cfg.groups * cfg.top_groups
-            ok = type(top_k) is int and 1 <= top_k <= most
-            require(ok, "top_k", repr(top_k), f"a whole number from 1 to {most}")
+            # by comparison: few other things can be done with a symbol of dynamo's
+            digits = next((str(k) for k in range(1, most + 1) if k == top_k), None)
+            if digits is None or type(top_k) is not int:
+                require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
+            K = int(digits)
         way = None
         if adaptive_r is not None:
-            way = self.way(adaptive_r, tokens, top_k or cfg.top_k, x.element_size())
+            way = self.way(adaptive_r, tokens, K, x.element_size())
         if capacity_factor is None:
-            return Call(top_k, None, way)
-        ok = isinstance(capacity_factor, (int, float)) and math.isfinite(capacity_factor)
-        require(ok, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
-        most = capacity(tokens, top_k or cfg.top_k, cfg, capacity_factor)
-        return Call(top_k, most if cfg.pad else torch.full((), most, device=x.device), way)
+            return Call(digits, None, way)
+        ok = isinstance(capacity_factor, (int, float)) and -math.inf < capacity_factor < math.inf
+        if not ok:
+            require(False, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
+        most = capacity(tokens, K, cfg, capacity_factor)
+        return Call(digits, most if cfg.pad else torch.full((), most, device=x.device), way)
 
     def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
         """The key in `ways` of what a call of so many tokens asks for; None: on one rank all are the same.
@@ -238,7 +244,7 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        chosen = self.router(x_TD, padding_T, call.top_k)
+        chosen = self.router(x_TD, padding_T, top_k=None if call.top_k is None else int(call.top_k))
         most = call.most
         if most is None and cfg.capacity_factor is not None:
             T, K = chosen.ids_TK.shape
