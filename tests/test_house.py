@@ -116,6 +116,7 @@ ARGUMENTS = 8
 # schema has, and what such a function starts takes the same.
 MANY = {
     "tmoe.moe.symm": {"moe", "_forward", "_forward_fake", "_backward", "_backward_fake", "push"},
+    "tmoe.moe.gathered": {"_forward", "_forward_fake", "_backward"},
     "tmoe.moe.received": {"__init__"},
     "tmoe.ops.exchange": {"push", "pull"},
     "tmoe.ops.experts.cpu": {"moe_mlp_forward", "moe_mlp_backward", "gradients_of_matrices"},

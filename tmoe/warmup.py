@@ -26,12 +26,13 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, sinkhorn, swiglu
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
-from tmoe.run.block_memory import runs_beside
+from tmoe.run.block_memory import runs_beside, travelling
 from tmoe.run.cli import require_cache_folder
 from tmoe.stack import find
 
@@ -49,7 +50,7 @@ def traces(cfg: Config) -> list[tuple]:
     """
     m, moe = cfg.model, cfg.model.moe
     p = cfg.parallel
-    ep, etp = p.ep, p.etp
+    ep, etp = travelling(cfg, Axes(ep=p.ep, etp=p.etp))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
     T = cfg.train.batch * cfg.train.seq // (p.cp * p.tp)
     E, K = moe.experts, moe.slots
@@ -57,9 +58,11 @@ def traces(cfg: Config) -> list[tuple]:
     if ep == 1 and moe.slots > moe.top_k:
         pairs = T * moe.top_k * 9 // 8
     pairs = pairs and pairs * etp
-    rows, F = T * ep * etp, moe.ffn_dim // etp
+    rows, slots, F = T * ep * etp, K, moe.ffn_dim // etp
+    if moe.pad:
+        rows, slots, pairs = E * capacity(T, K, moe) * etp, 1, pairs or T * K * etp
     found: list[tuple] = [
-        (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
+        (trace, rows, m.dim, F, E // ep, slots, dtype, pairs, moe.activation, moe.bias),
     ]
     if moe.by_softmax_topk(ep):
         found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
@@ -69,9 +72,9 @@ def traces(cfg: Config) -> list[tuple]:
         found.append((sinkhorn.trace, T, moe.outputs))
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
-    if ep > 1:
+    if ep > 1 and not moe.pad:
         found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
-    if runs_beside(cfg, Axes(ep=ep, etp=etp)):
+    if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
     found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))

@@ -63,6 +63,11 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (8, dict(pp=2, tp=2, ep=4), "gqa", dict(micros=2, parallel=dict(schedule="interleaved"))),
     (4, dict(pp=2, replicate=2), "gqa", dict(micros=2)),
     (8, dict(pp=2, replicate=2, etp=2), "gpt_oss", dict(micros=2)),
+    (4, dict(ep=2, dp=2), "gpt_oss", dict(parallel=dict(adaptive_r=0))),
+    (4, dict(ep=2, dp=2), "gqa", dict(micros=2, parallel=dict(adaptive_r=0, whole_gib=0))),
+    (4, dict(ep=1, etp=4), "gpt_oss", dict(parallel=dict(adaptive_r=2, whole_gib=0))),
+    (4, dict(pp=2, ep=2, dp=1), "gqa", dict(micros=4, parallel=dict(schedule="v", adaptive_r=0))),
+    (2, dict(ep=2, tp=2), "gqa", dict(compile=True, parallel=dict(adaptive_r=0, checkpoint="moe"))),
 ]
 
 

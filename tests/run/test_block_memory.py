@@ -110,7 +110,7 @@ def test_tp_gathers_tokens_again_in_the_backward():
 
 
 def test_etp_worked_by_hand():
-    """Twice the rows of half the width, and a copy of the slices that no policy frees."""
+    """Twice the rows of half the width, and a copy of the slices, which recomputing frees."""
     T, D, F, E, K = 2 * S, 256, 128, 8, 2
     model = dataclasses.replace(GROUPED, dense_layers=0, moe=MoEConfig(experts=E, top_k=K, ffn_dim=F))
     cfg = Config(model=model, train=TrainConfig(batch=2, seq=S))
@@ -122,5 +122,35 @@ def test_etp_worked_by_hand():
     assert moe_bytes(cfg, axes) - moe_bytes(cfg, plain) == more
     for policy in ("none", "attention"):
         assert layer_bytes(cfg, axes, 0, policy) - layer_bytes(cfg, plain, 0, policy) == more + slices
-    assert layer_bytes(cfg, axes, 0, "block") - layer_bytes(cfg, plain, 0, "block") == slices
+    assert layer_bytes(cfg, axes, 0, "block") == layer_bytes(cfg, plain, 0, "block")
     assert not uses_symm(cfg, Axes(ep=2, etp=2)) and uses_symm(cfg, Axes(ep=2))
+
+
+def test_adaptive_r_worked_by_hand():
+    """r = 0: rows stay as on one rank; in backward all experts of a layer and their gradients are here."""
+    D, F, E = 256, 128, 8
+    model = dataclasses.replace(GROUPED, dense_layers=0, moe=MoEConfig(experts=E, top_k=2, ffn_dim=F))
+    cfg = Config(model=model, train=TrainConfig(batch=2, seq=S))
+    stay = dataclasses.replace(cfg, parallel=ParallelConfig(ep=4, adaptive_r=0))
+    assert moe_bytes(stay, Axes(ep=4)) == moe_bytes(cfg, Axes(dp=4))
+    more = backward_bytes(stay, Axes(ep=4), 0) - backward_bytes(cfg, Axes(dp=4), 0)
+    assert more == 2 * 3 * E * F * D * 2
+    assert not uses_symm(stay, Axes(ep=4))
+    whole = dataclasses.replace(cfg, parallel=ParallelConfig(etp=4, adaptive_r=1))
+    assert moe_bytes(whole, Axes(etp=4)) == moe_bytes(cfg, Axes(dp=4))
+    assert slice_bytes(whole, Axes(etp=4)) == 0
+
+
+def test_padding_worked_by_hand():
+    """E C slots of one pair each, C = T K / E f, of which x is kept; and where the pairs of a token lie."""
+    T, D, F, E, K = 2 * S, 256, 128, 8, 2
+    moe = MoEConfig(experts=E, top_k=K, ffn_dim=F, capacity_factor=2.0, pad=True)
+    plain = dataclasses.replace(moe, capacity_factor=None, pad=False)
+    padded, without = (
+        Config(model=dataclasses.replace(GROUPED, dense_layers=0, moe=m), train=TrainConfig(batch=2, seq=S))
+        for m in (moe, plain)
+    )
+    slots = 2 * T * K
+    more = slots * D * 2 + T * K * 2 * 4 + (slots - T * K) * (4 + 3 * 4)
+    assert moe_bytes(padded, Axes()) - moe_bytes(without, Axes()) == more
+    assert not uses_symm(padded, Axes(ep=4))

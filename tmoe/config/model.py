@@ -13,11 +13,12 @@ from tmoe.config.balance import Balance, one_spelling, read_balance, require_noi
 from tmoe.config.check import check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 
-# settings of a model that training alone reads, in every step
+# settings of a model that say how it is trained, which runs may change: the weights mean the same under all
 STEPS_READ = (
     *("dropout", "moe.balance", "moe.balance_coeff", "moe.z_coeff", "moe.jitter", "moe.bias_speed"),
     *("moe.noise", "moe.force", "moe.force_skew"),
     *("moe.sinkhorn_iterations", "moe.quantile_ema", "moe.tile", "moe.tile_rounding"),
+    *("moe.capacity_factor", "moe.rounding", "moe.drop", "moe.pad"),
 )
 
 
@@ -182,6 +183,18 @@ class MoEConfig:
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
     """learned biases on the routed experts' projections (gpt-oss)"""
+    capacity_factor: float | None = None
+    """bound on the pairs (a token and one of its experts) that an expert takes of a rank's micro-batch, as a
+    multiple of an even share; further pairs are dropped. None: none are;
+    0: none are, with pad there is room for every token; below 0: as above 0 (Tutel)"""
+    rounding: Literal["megatron", "tutel"] = "megatron"
+    """the bound for T tokens and factor f: ceil(T K / E f) (megatron), or K int(f ceil(T / E)) (tutel)"""
+    drop: Literal["probs", "position", "choice", "priority"] = "probs"
+    """which pairs an expert takes first: the largest weights (probs), the first tokens (position),
+    first choices before second ones and then the first tokens (choice, GShard and Tutel),
+    or then the tokens with the best scores (priority, Tutel's batch-prioritised routing)"""
+    pad: bool = False
+    """pad each expert's rows to its bound: sizes are known beforehand, and no exchange waits for counts"""
     activation: ActivationName = "swiglu"
     """of the routed experts: silu(gate) up (swiglu);
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
@@ -207,6 +220,15 @@ class MoEConfig:
             f"--model.moe.group-score=top2: needs two experts a group; --model.moe.groups={n} leaves {size}",
         )
         require_policy(self)
+        factor = f"--model.moe.capacity-factor={self.capacity_factor}"
+        require(math.isfinite(self.capacity_factor or 0.0), f"{factor}: must be finite")
+        bounded = self.capacity_factor is not None
+        require(
+            bounded or not self.pad, "--model.moe.pad: needs --model.moe.capacity-factor (0: room for all)"
+        )
+        full = SELECTIONS[self.selection].columns or self.identity_experts > 0
+        others = "--model.moe.selection expert-choice and tiles, or --model.moe.identity-experts"
+        require(not (bounded and full), f"{factor}: not with {others}")
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
         require_noise(self.balance, self.balance_coeff, self.noise)

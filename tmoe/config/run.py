@@ -98,6 +98,10 @@ class ParallelConfig:
     """whole copies of the sharded model: gradients are summed over them, parameters never gathered"""
     etp: int = 1
     """expert-tensor-parallel degree: ranks that divide every expert; ep is nearly always faster"""
+    adaptive_r: int | Literal["auto"] | None = None
+    """what travels in the MoE layers, with equal results: 0: the expert group's weights, to every rank;
+    1: tokens, to the ranks that hold their experts; a divisor of etp: tokens, with each expert divided among
+    so many ranks; auto: the cheapest for this model and batch; None: etp"""
     ep_across_nodes: bool = False
     """let expert groups span nodes, where the exchange of tokens runs over the slower network"""
     dispatch: Literal["auto", "local", "nccl", "symm"] = "auto"
@@ -129,6 +133,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check(self, "--parallel.", one="dp ep tp tp_pieces cp pp chunks replicate etp", zero="whole_gib")
+        valid = [0, *divisors(self.etp)]
+        require(
+            self.adaptive_r in (None, "auto", *valid),
+            f"--parallel.adaptive-r={self.adaptive_r}: must be auto or one of {valid} with "
+            f"--parallel.etp={self.etp}",
+        )
         alone = self.ep == 1
         dispatch = self.dispatch
         need = "needs --parallel.ep"
@@ -418,6 +428,11 @@ class Config:
         require(not has_moe or experts % ep == 0, f"--parallel.ep={ep}: {valid}")
         if has_moe:
             require_routing(self)
+        for name, other in (("dispatch", "symm"), ("wire", "fp8")):
+            require(
+                not self.model.moe.pad or getattr(self.parallel, name) != other,
+                f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
+            )
         require_layout(self)
 
 

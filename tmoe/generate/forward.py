@@ -9,6 +9,7 @@ next: generate/sampler.py
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -95,10 +96,12 @@ def windows(model: Transformer) -> set[int]:
 
 
 def feed_forward(block: Block, x: Tensor, padding_BS: Tensor | None) -> tuple[Tensor, Routing | None]:
-    """The block's second half, as in training, and where an MoE's router sent the tokens."""
-    if block.moe is None:
+    """The block's second half, as in training but without full experts, and where an MoE sent the tokens."""
+    moe = block.moe
+    if moe is None:
         return block.feed_forward(x, padding_BS, None)[0], None
-    y_TD, routing = block.moe.experts(block.moe.mix, block.ffn_norm(x), padding_BS)
+    call = None if moe.router.cfg.capacity_factor is None else moe.call(x, capacity_factor=0.0)
+    y_TD, routing, _ = moe.experts(partial(moe.mix, call=call), block.ffn_norm(x), padding_BS)
     return x + block.branch(y_TD.view_as(x)), routing
 
 

@@ -30,10 +30,11 @@ from tmoe.config.run import Config, TrainConfig, require_heads
 from tmoe.model.attention_backend import COMPILE
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
+from tmoe.moe.adaptive import cost_of, ways
 from tmoe.moe.dispatch import dispatcher_for
-from tmoe.moe.expert_tensor import ExpertTensorDispatcher, Slice
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.padded import PaddedDispatcher
 from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
 from tmoe.parallel.copies import WorkingCopy, stand_in
@@ -64,8 +65,8 @@ def parallelize(
     `init_weights`.
 
     cfg: of it, `train.dtype`, `train.batch` and `.seq`, `parallel.dispatch`, `.wire`, `.checkpoint`,
-        `.whole_gib`, `.shard`, `.cp_by` and `.tp_pieces` and `compile` are read. None: fp32, auto, same,
-        none, 16, 3, keys, 1, eager.
+        `.whole_gib`, `.shard`, `.cp_by`, `.tp_pieces` and `.adaptive_r` and `compile` are read. None: fp32,
+        auto, same, none, 16, 3, keys, 1, none, eager.
     whole_forwards: a promise that every forward of a Transformer runs all blocks, that a backward begins at
         its end, and that micro-batches that do not sync are told to the model itself. FSDP2 then gathers
         small neighbours together, with one hook in front of the first and one behind the last. Experts that
@@ -119,6 +120,7 @@ def parallelize(
         apply_spread(model, mesh, cfg)
     for moe in layers:
         apply_ep(moe, mesh, cfg.parallel.dispatch, tokens, cfg.parallel.wire)
+        apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)
     if isinstance(model, Transformer):
         model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
         apply_checkpoint(model, cfg.parallel.checkpoint)
@@ -167,7 +169,9 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     p = mesh.ep.get_local_rank()
     moe.router.devices = ep
     mean_K = moe.dispatcher.mean_K
-    if ep > 1 or dispatch == "nccl":
+    if moe.router.cfg.pad:
+        moe.dispatcher = PaddedDispatcher(ep * L, mesh.ep.get_group() if ep > 1 else None)
+    elif ep > 1 or dispatch == "nccl":
         biased = moe.experts.down_bias is not None
         # the shared expert may be somebody's own module
         width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
@@ -177,13 +181,25 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     moe.dispatcher.mean_K = mean_K
-    if etp := mesh.groups.get("etp"):
-        moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
-        moe.experts.slice = Slice(etp.rank(), etp.size())
+    moe.ways = ways(moe.dispatcher, moe.router.cfg, mesh)
+    moe.cost = cost_of(moe.dispatcher, moe.router.cfg, moe.dim, mesh)
+    moe.dispatcher = moe.ways[str(mesh.axes.etp)]
     for name, full in list(moe.experts.named_parameters(recurse=False)):
         local = full.data[p * L : (p + 1) * L].clone()
         spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
         setattr(moe.experts, name, nn.Parameter(spread, full.requires_grad))
+
+
+def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int) -> None:
+    """What travels in calls that do not say it, by ParallelConfig.adaptive_r.
+
+    tokens: of each rank in a call; element: bytes. "auto" chooses once, as for a step of training.
+    """
+    if adaptive_r is None:
+        return
+    key = moe.way(adaptive_r, tokens, moe.router.cfg.top_k, element)
+    if key is not None:
+        moe.dispatcher = moe.ways[key]
 
 
 def require_divisible(moe: MoE, mesh: Mesh) -> None:

@@ -30,8 +30,10 @@ from tmoe.model.freeze import freeze
 from tmoe.model.loss import Objective
 from tmoe.model.parallelize import parallelize
 from tmoe.model.transformer import Context, Transformer
+from tmoe.moe.adaptive import WeightsDispatcher
 from tmoe.moe.balance import RouterStats, Totals, log_width, stats_of
 from tmoe.moe.dispatch import SymmDispatcher
+from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
 from tmoe.ops.experts.deferred import Left
@@ -325,8 +327,10 @@ def can_defer(parts: Iterable[Part]) -> bool:
 
 def obstacle(moe: MoE) -> str:
     """Why the weights' gradients of a layer's experts cannot be put off, "" if they can."""
-    if moe.experts.slice is not None:
+    if isinstance(moe.dispatcher, ExpertTensorDispatcher):
         return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
+    if isinstance(moe.dispatcher, WeightsDispatcher):
+        return "--parallel.adaptive-r=0 gathers other ranks' matrices in each forward"
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "

@@ -78,6 +78,7 @@ class Dispatcher:
     # experts of a token on average, where ids have more columns than that (expert choice): what memory is
     # allocated for. 0: as many as columns
     mean_K = 0
+    ranks = 1  # of the expert group; 1: every expert is here
 
     def __call__(self, x_TD: Tensor, routing: Routing, experts: Callable[[Rows], Tensor]) -> Tensor:
         rows, plan = self.dispatch(x_TD, routing)

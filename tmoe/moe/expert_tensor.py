@@ -8,7 +8,7 @@ and costs n times the rows; more ep is nearly always faster.
 next: parallel/uneven.py
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,16 @@ class Gathered(NamedTuple):
 
 
 class ExpertTensorDispatcher(Dispatcher):
-    """Another dispatcher, whose rows are gathered over the ranks that divide experts."""
+    """Another dispatcher, whose rows are gathered over the ranks of a group, which divide experts."""
 
     def __init__(self, inner: Dispatcher, group: dist.ProcessGroup):
         self.inner = inner
         self.ranks = group.size()
         self.group = collectives.name_of(group)
+        self.slice = Slice(group.rank(), group.size())
+
+    def __call__(self, x_TD: Tensor, routing: Routing, experts: Any) -> Tensor:
+        return super().__call__(x_TD, routing, experts.part(self.slice))
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Gathered]:
         rows, plan = self.inner.dispatch(x_TD, routing)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice
+from tmoe.moe.gathered import moe_mlp_gathered
 from tmoe.ops import moe_mlp
 from tmoe.ops.check import require
 from tmoe.ops.experts.op import moe_mlp_deferred
+from tmoe.parallel import tokens
 from tmoe.parallel.mesh import local_part
 
 
@@ -31,6 +33,7 @@ class LocalExperts(NamedTuple):
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
     deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
+    group: str | None = None  # the ranks whose experts are gathered for the op: moe/gathered.py
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype; gradients reach the original weights in their own."""
@@ -54,24 +57,30 @@ class LocalExperts(NamedTuple):
             self.activation,
         )
 
+    def gathered(self, group: str) -> "LocalExperts":
+        """Those of all ranks of a group, in rank order. They are gathered while the op runs."""
+        if self.deferred:
+            valid = "1: a pipeline puts off the gradients of this rank's own experts"
+            require(False, "adaptive_r", 0, valid)
+        return self._replace(group=group)
+
     def __call__(self, rows: Rows) -> Tensor:
-        op = moe_mlp_deferred if self.deferred else moe_mlp
-        y_RD = op(
-            rows.x_RD,
-            self.gate_up,
-            self.down,
-            rows.weights_RK,
-            rows.ids_RK,
-            self.gate_up_bias,
-            self.activation,
-            rows.pairs,
-        )
-        if self.down_bias is None:
+        matrices, down_bias = (self.gate_up, self.down), self.down_bias
+        routed = (rows.weights_RK, rows.ids_RK, self.gate_up_bias, self.activation)
+        if self.group is None:
+            op = moe_mlp_deferred if self.deferred else moe_mlp
+            y_RD = op(rows.x_RD, *matrices, *routed, rows.pairs)
+        else:
+            y_RD = moe_mlp_gathered(rows.x_RD, *matrices, *routed, self.group)
+            if down_bias is not None:  # in fp32, in which its gradients are then added up
+                whole = tokens.gather(down_bias[None].float(), self.group)[0]
+                down_bias = whole.to(down_bias.dtype)
+        if down_bias is None:
             return y_RD
         # each row's weight for each expert; column 0 collects what has the id -1, and is cut off
-        weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], self.down_bias.shape[0] + 1)
+        weights_RE = rows.weights_RK.new_zeros(y_RD.shape[0], down_bias.shape[0] + 1)
         weights_RE = weights_RE.scatter_add(1, rows.ids_RK.long() + 1, rows.weights_RK)[:, 1:]
-        return y_RD + weights_RE.to(y_RD.dtype) @ self.down_bias
+        return y_RD + weights_RE.to(y_RD.dtype) @ down_bias
 
 
 class Experts(nn.Module):
@@ -92,7 +101,6 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
-        self.slice: Slice | None = None  # model/parallelize.py: where ranks divide each expert's width
         self.deferred = False  # model/stages.py: a pipeline makes the matrices' gradients after the backward
 
     def forward(self, fn: Callable, *args: Any) -> Any:
@@ -105,5 +113,4 @@ class Experts(nn.Module):
         deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred)
-        return fn(*args, local if self.slice is None else local.part(self.slice))
+        return fn(*args, LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred))

@@ -3,9 +3,11 @@
 next: moe/router.py
 """
 
+import math
 import warnings
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 
 from tmoe.config.model import MoEConfig
 from tmoe.init import initialise
+from tmoe.moe.adaptive import Cost
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
+from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
@@ -94,6 +99,22 @@ def warn_if_acausal(cfg: MoEConfig) -> None:
         warnings.warn(cfg.acausal, stacklevel=1)
 
 
+class Call(NamedTuple):
+    """What one call of a layer sets otherwise than its MoEConfig; None: as that says.
+
+    top_k: in digits, for dynamo makes a symbol of a number that changes from call to call.
+    most: pairs that an expert takes; a 0-dim tensor, so that compiled calls share a graph whatever it is, or
+        a number where sizes depend on it.
+    way: a key of MoE.ways.
+    ids_TK: the experts to take instead of a choice.
+    """
+
+    top_k: str | None = None
+    most: Tensor | int | None = None
+    way: str | None = None
+    ids_TK: Tensor | None = None
+
+
 class MoE(nn.Module):
     """y = sum over a token's K experts of weight * expert(x), plus the shared experts, which see every token.
 
@@ -128,8 +149,11 @@ class MoE(nn.Module):
         self.experts = Experts(dim, cfg)
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
-        self.dispatcher: Dispatcher = LocalDispatcher()
+        self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
         self.dispatcher.mean_K = cfg.top_k if cfg.slots > cfg.top_k else 0
+        # model/parallelize.py: what adaptive_r chooses among, by str(r), and what each costs
+        self.ways: dict[str, Dispatcher] = {}
+        self.cost: Cost | None = None
         self.load: Any = None  # a Load
         # moe/trace.py: whether the load holds the choices, and choices that are given to the router
         self.traced = False
@@ -141,12 +165,28 @@ class MoE(nn.Module):
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
         return self.__dict__ | {"load": None}
 
-    def forward(self, x: Tensor, padding: Tensor | None = None, *, ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        *,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+        adaptive_r: int | Literal["auto"] | None = None,
+        ids: Tensor | None = None,
+    ) -> Tensor:
         """y, of x's shape and dtype; sets `self.load`.
 
         Args:
             padding: bool of x's leading shape, True at tokens that go to no expert, not to the shared ones
                 either (so y is 0), and that count in no loss.
+            top_k, capacity_factor: for this call, instead of the MoEConfig's; a factor of 0 drops nothing.
+                All ranks must give the same. Where `route` is compiled, the first use of each top_k compiles,
+                and that of a factor (of each one, where the layer pads).
+            adaptive_r: what travels in this call, with equal results: 0: the expert group's weights, 1:
+                tokens, a divisor of etp: tokens, with experts divided among so many ranks (moe/adaptive.py);
+                "auto": the cheapest by the number of tokens, which then must be the same on all ranks. All
+                ranks must give the same; the first use of each compiles.
             ids: whole numbers of x's leading shape and K more, -1 for no expert: the experts to take instead
                 of a choice, weighed by this call's scores (Router.forward).
         """
@@ -156,39 +196,90 @@ class MoE(nn.Module):
             require(False, "x", f"shape {tuple(x.shape)}", f"[..., T, dim={self.dim}]")
         if padding is not None:
             check_marks("padding", padding, x, x.shape[:-1], torch.bool)
-        route = self.route
-        if ids is not None:
-            ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
-            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)[:80]
-            require(ok, "ids", got, f"[{', '.join(map(str, x.shape[:-1]))}, K], as x")
-            route = partial(self.route, ids_TK=ids.flatten(0, -2))
+        call = self.call(x, top_k, capacity_factor, adaptive_r, ids)
+        route = self.route if call is None else partial(self.route, call=call)
         y_TD, self.load = self.experts(route, x, padding)
         # the view is made here, outside the scope: given a view, FSDP2's hook would be lost to an in-place op
         # on it
         return y_TD.view_as(x)
 
+    def call(
+        self,
+        x: Tensor,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+        adaptive_r: int | str | None = None,
+        ids: Tensor | None = None,
+    ) -> Call | None:
+        """The checked settings of one call on x; None where it sets nothing."""
+        if ids is not None:
+            ok = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1]
+            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)[:80]
+            require(ok, "ids", got, f"[{', '.join(map(str, x.shape[:-1]))}, K], as x")
+            ids = ids.flatten(0, -2)
+        if top_k is None and capacity_factor is None and adaptive_r is None:
+            return None if ids is None else Call(ids_TK=ids)
+        cfg, tokens = self.router.cfg, x[..., 0].numel()
+        digits, K = None, cfg.top_k
+        if top_k is not None:
+            most = cfg.reach(self.router.devices)
+            # by comparison: few other things can be done with a symbol of dynamo's
+            digits = next((str(k) for k in range(1, most + 1) if k == top_k), None)
+            if digits is None or type(top_k) is not int:
+                require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
+            K = int(digits)
+        way = None
+        if adaptive_r is not None:
+            way = self.way(adaptive_r, tokens, K, x.element_size())
+        if capacity_factor is None:
+            return Call(digits, None, way, ids)
+        ok = isinstance(capacity_factor, (int, float)) and -math.inf < capacity_factor < math.inf
+        if not ok:
+            require(False, "capacity_factor", repr(capacity_factor), "a finite number; 0 drops nothing")
+        most = capacity(tokens, K, cfg, capacity_factor)
+        return Call(digits, most if cfg.pad else torch.full((), most, device=x.device), way, ids)
+
+    def way(self, adaptive_r: int | str, tokens: int, top_k: int, element: int) -> str | None:
+        """The key in `ways` of what a call of so many tokens asks for; None: on one rank all are the same.
+
+        element: bytes of one in x.
+        """
+        valid = sorted({0, 1} | {int(r) for r in self.ways})
+        ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
+        if not ok:
+            require(False, "adaptive_r", repr(adaptive_r), f"'auto' or one of {valid}")
+        if self.cost is None:
+            return None
+        if adaptive_r == "auto":
+            cost = replace(self.cost, top_k=top_k, element=element, backward=torch.is_grad_enabled())
+            adaptive_r = cost.cheapest(list(map(int, self.ways)), tokens)
+        return str(adaptive_r) if str(adaptive_r) in self.ways else "1"
+
     def route(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
     ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
         cfg = self.router.cfg
-        y_TD, routing = self.mix(x, padding, experts, ids_TK)
+        y_TD, chosen, taken = self.mix(x, padding, experts, call)
         padding_T = None if padding is None else padding.flatten()
         sequences = x.shape[0] if x.dim() == 3 else 1
-        load = measure(routing, sequences, padding_T, cfg.score, cfg=cfg)
+        load = measure(chosen, sequences, padding_T, cfg.score, taken, cfg)
         if cfg.selection == "quantile":
-            assert routing.noted_TX is not None
-            K = routing.ids_TK.shape[1] if ids_TK is None else cfg.top_k
-            noted_BE = quantiles(routing.logits_TE, routing.noted_TX, K, sequences, padding_T)
+            assert chosen.noted_TX is not None
+            given = call is not None and call.ids_TK is not None
+            K = cfg.top_k if given else chosen.ids_TK.shape[1]
+            noted_BE = quantiles(chosen.logits_TE, chosen.noted_TX, K, sequences, padding_T)
             load = load._replace(noted_BX=noted_BE)
-        return y_TD, load._replace(ids_TK=routing.ids_TK) if self.traced else load
+        return y_TD, load._replace(ids_TK=chosen.ids_TK) if self.traced else load
 
     def mix(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, ids_TK: Tensor | None = None
-    ) -> tuple[Tensor, Routing]:
-        """y [T, D], and where its tokens went; no load is measured."""
-        if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
-            valid = f"all {self.router.cfg.experts}, or spread by parallelize"
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
+    ) -> tuple[Tensor, Routing, Routing]:
+        """y [T, D], where its tokens went, and the same without the pairs that full experts dropped."""
+        cfg, call = self.router.cfg, call or Call()
+        dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
+        if dispatcher.ranks == 1 and len(experts.gate_up) != cfg.experts:
+            valid = f"all {cfg.experts}, or spread by parallelize"
             require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
@@ -196,8 +287,22 @@ class MoE(nn.Module):
             # attention to nothing gives NaN there, which would spread to every gradient
             x_TD = x_TD.masked_fill(padding_T[:, None], 0)
 
-        routing = self.router(x_TD, padding_T, ids=self.given_TK if ids_TK is None else ids_TK)
-        routed, kept_T = without_identity(routing, self.router.cfg)
+        chosen = self.router(
+            x_TD,
+            padding_T,
+            None if call.top_k is None else int(call.top_k),
+            self.given_TK if call.ids_TK is None else call.ids_TK,
+        )
+        most = call.most
+        if most is None and cfg.capacity_factor is not None:
+            T, K = chosen.ids_TK.shape
+            most = capacity(T, K, cfg)
+        taken = chosen if most is None else limited(chosen, most, cfg)
+        routed, kept_T = without_identity(taken, cfg)
+        routing: Any = routed
+        if cfg.pad:
+            assert isinstance(most, int)
+            routing = PaddedRouting(taken.weights_TK, taken.ids_TK, most)
         own_TD = x_TD  # what identity experts return
         if autocasts(x) and x.dtype != torch.float64:  # as for F.linear; the experts' op takes one dtype
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -205,9 +310,9 @@ class MoE(nn.Module):
             experts = experts.to(dtype)
 
         if self.shared is None:
-            y_TD = self.dispatcher(x_TD, routed, experts)  # dispatch, experts, combine
+            y_TD = dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
-            y_TD, shared_TD = self.dispatcher.beside(x_TD, routed, experts, self.shared)
+            y_TD, shared_TD = dispatcher.beside(x_TD, routing, experts, self.shared)
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
@@ -215,7 +320,7 @@ class MoE(nn.Module):
         y_TD = y_TD.to(x.dtype)
         if kept_T is not None:
             y_TD = y_TD + (kept_T[:, None] * own_TD).to(x.dtype)
-        return y_TD, routing
+        return y_TD, chosen, taken
 
 
 def balancing_loss(

@@ -229,6 +229,7 @@ class TwoLevelDispatcher(Dispatcher):
         self.group = group
         self.local_experts = local_experts
         self.nodes = list(nodes)
+        self.ranks = len(self.nodes)
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[Rows, Any]:
         ways = plan(routing.ids_TK, self.local_experts, self.nodes, self.group)

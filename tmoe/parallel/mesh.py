@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tmoe.config.axes import Axes, Place
+from tmoe.config.check import divisors
 from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
@@ -68,7 +69,8 @@ class Mesh:
     sharers: DeviceMesh
     """what FSDP2 cuts experts over: `dp`, or (replicate, dp)"""
     groups: dict[str, dist.ProcessGroup]
-    """where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence)"""
+    """where an axis is more than 1: tp, cp, etp, pp, and parts (the cp x tp ranks of one sequence);
+    "etp 2" and so on: for other divisors of etp, groups of so many of its ranks"""
     nodes: tuple[str, ...] = ()
     """the node of each rank of the default group; empty where no group could span nodes"""
 
@@ -156,6 +158,10 @@ def _meshes(axes: Axes, nodes: tuple[str, ...]) -> Mesh:
         groups["etp"] = view(row=axes.world // (axes.etp * axes.ep), etp=axes.etp, ep=axes.ep)[
             "etp"
         ].get_group()
+        # smaller groups of neighbours, for layers whose calls say how many ranks divide an expert
+        for d in divisors(axes.etp)[1:-1]:
+            parted = view(row=axes.world // (d * axes.ep), etp=d, ep=axes.ep)
+            groups[f"etp {d}"] = parted["etp"].get_group()
     if stages:
         groups["pp"] = grid["pp"].get_group()
     return Mesh(

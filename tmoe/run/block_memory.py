@@ -12,6 +12,7 @@ from tmoe.config.axes import Axes
 from tmoe.config.run import Config
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.loss import chunk_rows
+from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.moe.symm import hides
 from tmoe.ops import logprob
@@ -52,16 +53,16 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     feed_forward = T * (2 * D * width + FP32)  # its norm: input, output and root mean square
     feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
 
+    feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0
+
     stream = T * D * width
-    # given to the block from outside, so that no policy frees them
-    slices = slice_bytes(cfg, axes) if model.is_moe(layer) else 0
     if checkpoint == "block":
-        return stream + slices
+        return stream
     if checkpoint == "attention":
-        return stream + feed_forward + slices
+        return stream + feed_forward
     if checkpoint == "moe":
-        return attention + stream + slices
-    return attention + feed_forward + slices
+        return attention + stream
+    return attention + feed_forward
 
 
 def statistics(cfg: Config, axes: Axes) -> int:
@@ -150,7 +151,7 @@ def latent_elements(cfg: Config, axes: Axes) -> int:
 def moe_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes that autograd keeps of one MoE feed-forward beyond the norm's output that it reads."""
     moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
-    ep, etp = axes.ep, axes.etp
+    ep, etp = travelling(cfg, axes)
     T, K = local_tokens(cfg, axes), moe.slots
     kept = T * moe.outputs * FP32  # the router's logits
     if moe.jitter:
@@ -163,22 +164,47 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     if uses_symm(cfg, axes):
         # weights and ids; the backward pushes x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
-    R = etp * rows_received(T, moe.top_k, ep)
-    kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
+    if moe.pad:  # slots of one pair each, filled or not, and which slots are a token's
+        R, K = etp * moe.experts * capacity(T, K, moe), 1
+        kept += R * D * width + T * moe.top_k * 2 * INT32
+    else:
+        R = etp * rows_received(T, moe.top_k, ep)
+        kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
+    """Ranks that a layer's tokens travel to (ep), and that divide an expert (etp), by `adaptive_r`.
+
+    "auto" is taken for the layout's own.
+    """
+    r = cfg.parallel.adaptive_r
+    if r == 0:
+        return 1, 1
+    return axes.ep, r if isinstance(r, int) else axes.etp
+
+
+def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
+    elements = 3 * cfg.model.moe.experts * cfg.model.moe.ffn_dim * cfg.model.dim
+    here = cfg.parallel.adaptive_r == 0 and axes.ep > 1
+    return 2 * elements * compute_bytes(cfg) if here else 0
 
 
 def slice_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
     moe = cfg.model.moe
-    elements = 3 * moe.experts // axes.ep * (moe.ffn_dim // axes.etp) * cfg.model.dim
-    return elements * compute_bytes(cfg) if axes.etp > 1 else 0
+    ep, etp = travelling(cfg, axes)
+    elements = 3 * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.dim
+    return elements * compute_bytes(cfg) if etp > 1 else 0
 
 
 def uses_symm(cfg: Config, axes: Axes) -> bool:
     """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
     near = 1 < axes.ep <= NODE and axes.etp == 1
-    return near and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+    moe = cfg.model.moe
+    by_tokens = cfg.parallel.adaptive_r != 0
+    return near and by_tokens and cfg.parallel.dispatch != "nccl" and not moe.bias and not moe.pad
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
@@ -248,7 +274,8 @@ def backward_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     whole = layer_bytes(cfg, axes, layer)
     again = 2 * whole - layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint)
     gathered = 2 * (axes.tp - 1) * local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
-    return again + gathered + window_bytes(cfg, axes, layer)
+    experts = gathered_expert_bytes(cfg, axes) if cfg.model.is_moe(layer) else 0
+    return again + gathered + experts + window_bytes(cfg, axes, layer)
 
 
 def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
@@ -256,7 +283,7 @@ def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
 
     They are H, and with symm dH and the activations too, beside those of the first window.
     """
-    moe, ep = cfg.model.moe, axes.ep
+    moe, ep = cfg.model.moe, travelling(cfg, axes)[0]
     T = local_tokens(cfg, axes)
     if ep == 1 or not cfg.model.is_moe(layer):
         return 0

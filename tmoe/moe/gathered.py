@@ -1,0 +1,130 @@
+"""The experts' op over the weights of a whole expert group, which come to the tokens and are not kept.
+
+    forward    all-gather of the group's experts, then moe_mlp over all E of them
+    backward   the same all-gather, moe_mlp's gradients, and an all-to-all that brings the parts of an
+               expert's gradient to its owner, who adds them up in fp32 and in rank order
+
+All E experts of a layer are in memory while its op runs, and their gradients with them in backward; kept for
+it is what moe_mlp keeps, and this rank's own experts.
+
+next: moe/adaptive.py
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.ops.register import Backward, register_differentiable
+from tmoe.ops.sum_parts import sum_parts
+from tmoe.parallel.collectives import group_of
+
+# torch 2.13's name, and 2.11's
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def moe_mlp_gathered(
+    x_TD: Tensor,
+    gate_up_L2FD: Tensor,
+    down_LDF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    gate_up_bias_L2F: Tensor | None,
+    activation: str,
+    group: str,
+) -> Tensor:
+    """`moe_mlp` over the experts of all ranks of a group, in rank order; ids count those.
+
+    Gradients of this rank's experts are the sums over the group. A collective of the group, forward and
+    backward; ranks may have unequal numbers of tokens, or none.
+    """
+    tensors = (x_TD, gate_up_L2FD, down_LDF, weights_TK, ids_TK, gate_up_bias_L2F)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.ops.tmoe.moe_mlp_gathered(*tensors, activation, keep, group)[0]
+
+
+class _Travel(NamedTuple):
+    """A collective under way, and what it reads and writes: whoever holds this keeps both alive."""
+
+    work: Any
+    sent: Tensor
+    out: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.out
+
+
+def _gathered(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """[L, ...] of each rank as [E, ...]; all of them travel at once."""
+    coming = []
+    for t in tensors:
+        t = t.contiguous()
+        out = t.new_empty(group.size() * t.shape[0], *t.shape[1:])
+        coming.append(_Travel(_all_gather(out, t, group=group, async_op=True), t, out))
+    return [travel.wait() for travel in coming]
+
+
+def _owned(grads: Iterable[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """[E, ...] of each rank as [L, ...] of the sum over ranks, made in fp32 (fp64 for fp64)."""
+    coming = []
+    for grad in grads:
+        grad = grad.contiguous()
+        parts = torch.empty_like(grad)
+        work = dist.all_to_all_single(parts, grad, group=group, async_op=True)
+        coming.append(_Travel(work, grad, parts))
+    sums = []
+    for travel in coming:
+        parts = travel.wait().unflatten(0, (group.size(), -1))
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        total = sum_parts(parts) if parts.is_cuda else parts.sum(0, dtype=wide)
+        sums.append(total.to(parts.dtype))
+    return sums
+
+
+def _whole(experts: tuple[Tensor | None, ...], group: str) -> list[Tensor | None]:
+    """gate_up, down and the bias (or None) of all ranks."""
+    found = _gathered([t for t in experts if t is not None], group_of(group))
+    return [*found, *[None] * (len(experts) - len(found))]
+
+
+def _forward(x, gate_up, down, weights, ids, bias, activation, keep, group):
+    gate_up, down, bias = _whole((gate_up, down, bias), group)
+    return torch.ops.tmoe.moe_mlp(x, gate_up, down, weights, ids, bias, activation, ids.numel(), keep)
+
+
+def _forward_fake(x, gate_up, down, weights, ids, bias, activation, keep, group):
+    n = group_of(group).size()
+    wide = [t if t is None else t.new_empty(n * t.shape[0], *t.shape[1:]) for t in (gate_up, down, bias)]
+    gate_up, down, bias = wide
+    return torch.ops.tmoe.moe_mlp(x, gate_up, down, weights, ids, bias, activation, ids.numel(), keep)
+
+
+def _backward(dy, x, gate_up, down, weights, h, packed, bias, activation, group):
+    gate_up, down, bias = _whole((gate_up, down, bias), group)
+    dx, *of_matrices, d_weights, d_bias = torch.ops.tmoe.moe_mlp_backward(
+        dy, x, gate_up, down, weights, h, packed, bias, activation, weights.numel()
+    )
+    own = _owned(of_matrices if bias is None else (*of_matrices, d_bias), group_of(group))
+    return dx, own[0], own[1], d_weights, None if bias is None else own[2]
+
+
+register_differentiable(
+    "moe_mlp_gathered",
+    "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? bias, str activation, "
+    "bool keep, str group) -> (Tensor, Tensor, Tensor)",
+    returns="y",
+    keeps="h packed",
+    cpu=_forward,
+    cuda=_forward,
+    fake=_forward_fake,
+    backward=Backward(
+        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor h, Tensor packed, "
+        "Tensor? bias, str activation, str group) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        gradients="x gate_up down weights bias",
+        cpu=_backward,
+        cuda=_backward,
+    ),
+)

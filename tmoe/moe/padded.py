@@ -1,0 +1,154 @@
+"""Pads every expert's rows to its capacity, so that all sizes of a layer are known beforehand.
+
+A rank lays its pairs out in C slots for each of the E experts, and sends L C slots to each rank of the expert
+group, filled or not: an all-to-all of equal parts. So the host waits for nothing and a CUDA graph can hold
+the layer, while dispatch.py's all-to-all sends what is there and waits for the counts. Empty slots travel as
+zeros. They have the id -1, so no product is spent on them.
+
+    to_slots     [T, D] -> [E C, D]    a copy for each pair that is not dropped     backward: from_slots
+    from_slots   [E C, D] -> [T, D]    each token's rows, added up in fp32          backward: to_slots
+    exchange     part p of the rows goes to rank p                                  backward: exchange
+
+next: parallel/collectives.py
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.moe.capacity import places
+from tmoe.moe.dispatch import Dispatcher, Rows, pairs_bound
+from tmoe.parallel import collectives
+from tmoe.parallel.collectives import group_of
+
+
+class PaddedRouting(NamedTuple):
+    """A Routing whose experts have `capacity` slots each, and no more pairs than that."""
+
+    weights_TK: Tensor
+    ids_TK: Tensor
+    capacity: int
+
+
+class Slots(NamedTuple):
+    """Where each pair lies among this rank's E C slots; E C where it was dropped. All that combine needs."""
+
+    slots_TK: Tensor
+    count: int
+
+
+class PaddedDispatcher(Dispatcher):
+    """Static shapes: E times C slots a rank. All ranks of the group have the same C.
+
+    group: None: every expert is here.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup | None = None):
+        self.experts = experts
+        self.group = None if group is None else collectives.name_of(group)
+        self.ranks = 1 if group is None else group.size()
+
+    def dispatch(self, x_TD: Tensor, routing: Any) -> tuple[Rows, Slots]:
+        """routing: a PaddedRouting."""
+        weights_TK, ids_TK, C = routing
+        (T, K), E, P, L = ids_TK.shape, self.experts, self.ranks, self.experts // self.ranks
+
+        everything = E * C  # also the number of the slot for what is dropped, which is cut off
+        places_TK = places(ids_TK, torch.arange(T * K, device=ids_TK.device), E)
+        slots_TK = torch.where(ids_TK >= 0, ids_TK * C + places_TK, everything)
+        rows_SD = to_slots(x_TD, slots_TK, everything)
+        weights_S = weights_TK.new_zeros(everything + 1).scatter(0, slots_TK.flatten(), weights_TK.flatten())
+        filled_E = places_TK.new_zeros(E + 1).scatter_add(
+            0, (ids_TK + 1).long().flatten(), torch.ones_like(places_TK).flatten()
+        )[1:]
+
+        # how many slots are filled rides as the last column of the weights
+        marks = torch.cat([weights_S[:-1].view(E, C), filled_E[:, None].to(weights_TK.dtype)], 1)
+        if self.group is not None:
+            rows_SD = exchange(rows_SD, self.group)
+            marks = exchange(marks, self.group)
+        filled_PL1 = marks[:, C:].detach().view(P, L, 1)
+        local_L1 = torch.arange(L, dtype=torch.int32, device=ids_TK.device)[:, None]
+        ids_PLC = torch.where(torch.arange(C, device=ids_TK.device) < filled_PL1, local_L1, -1)
+
+        pairs = T * K if P == 1 else pairs_bound(T, K, P, L)
+        weights_R1 = marks[:, :C].reshape(everything, 1)
+        return Rows(rows_SD, weights_R1, ids_PLC.view(everything, 1), pairs or None), Slots(
+            slots_TK, everything
+        )
+
+    def combine(self, y_RD: Tensor, plan: Any) -> Tensor:
+        if self.group is not None:
+            y_RD = exchange(y_RD, self.group)
+        return from_slots(y_RD, plan.slots_TK)
+
+
+@torch.library.custom_op("tmoe::to_slots", mutates_args=())
+def to_slots(x_TD: Tensor, slots_TK: Tensor, count: int) -> Tensor:
+    """Rows [count, D]: x[t] in the slots of token t, zeros in the others. The slot `count` is cut off."""
+    rows = x_TD.new_zeros(count + 1, *x_TD.shape[1:])
+    for slots_T in slots_TK.unbind(1):
+        rows.index_copy_(0, slots_T, x_TD)
+    return rows[:count]
+
+
+@to_slots.register_fake
+def _(x_TD, slots_TK, count):
+    return x_TD.new_empty(count, *x_TD.shape[1:])
+
+
+@torch.library.custom_op("tmoe::from_slots", mutates_args=())
+def from_slots(rows_SD: Tensor, slots_TK: Tensor) -> Tensor:
+    """y[t], the sum of the rows in token t's slots, in fp32 (fp64 for fp64) and in the order of choices."""
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    y_TD = rows_SD.new_zeros(slots_TK.shape[0], *rows_SD.shape[1:], dtype=dtype)
+    if rows_SD.shape[0]:
+        for slots_T in slots_TK.unbind(1):
+            here_T1 = (slots_T < rows_SD.shape[0])[:, None]
+            found_TD = rows_SD.index_select(0, slots_T.clamp(max=rows_SD.shape[0] - 1))
+            y_TD += found_TD.masked_fill(~here_T1, 0)
+    return y_TD.to(rows_SD.dtype)
+
+
+@from_slots.register_fake
+def _(rows_SD, slots_TK):
+    return rows_SD.new_empty(slots_TK.shape[0], *rows_SD.shape[1:])
+
+
+@torch.library.custom_op("tmoe::exchange_slots", mutates_args=())
+def exchange(rows: Tensor, group: str) -> Tensor:
+    """The rows in as many equal parts as the group has ranks: part p goes to rank p."""
+    out = rows.new_empty(rows.shape)
+    dist.all_to_all_single(out, rows.contiguous(), group=group_of(group))
+    return out
+
+
+@exchange.register_fake
+def _(rows, group):
+    return rows.new_empty(rows.shape)
+
+
+def _to_setup(ctx, inputs, output):
+    _, slots_TK, _ = inputs
+    ctx.save_for_backward(slots_TK)
+
+
+def _from_setup(ctx, inputs, output):
+    rows_SD, slots_TK = inputs
+    ctx.count = rows_SD.shape[0]
+    ctx.save_for_backward(slots_TK)
+
+
+def _exchange_setup(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+to_slots.register_autograd(
+    lambda ctx, grad: (from_slots(grad, *ctx.saved_tensors), None, None), setup_context=_to_setup
+)
+from_slots.register_autograd(
+    lambda ctx, grad: (to_slots(grad, *ctx.saved_tensors, ctx.count), None), setup_context=_from_setup
+)
+exchange.register_autograd(lambda ctx, grad: (exchange(grad, ctx.group), None), setup_context=_exchange_setup)
