@@ -57,3 +57,17 @@ def grouped_mm(a_ND: torch.Tensor, b_EFD: torch.Tensor, ends_E: torch.Tensor) ->
     groups = [a_ND[lo:hi] @ b.T for lo, hi, b in zip(starts, starts[1:], b_EFD, strict=False)]
     rest = a_ND.new_zeros(a_ND.shape[0] - starts[-1], b_EFD.shape[1])
     return torch.cat([*groups, rest])
+
+
+def gather_rows(x_TD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    """out[n] = x[ids[n]]; zeros where ids[n] is no row of x."""
+    (n,) = torch.where((ids_N >= 0) & (ids_N < x_TD.shape[0]))
+    return x_TD.new_zeros(ids_N.shape[0], x_TD.shape[1]).index_copy(0, n, x_TD[ids_N[n].long()])
+
+
+def scatter_rows(y_ND: torch.Tensor, ids_N: torch.Tensor, rows: int) -> torch.Tensor:
+    """out[t] = the sum over n with ids[n] = t of y[n], in fp32 or more."""
+    (n,) = torch.where((ids_N >= 0) & (ids_N < rows))
+    wide = torch.promote_types(y_ND.dtype, torch.float32)
+    total = torch.zeros(rows, y_ND.shape[1], dtype=wide, device=y_ND.device)
+    return total.index_add(0, ids_N[n].long(), y_ND[n].to(wide)).to(y_ND.dtype)
