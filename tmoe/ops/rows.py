@@ -37,7 +37,7 @@ def gather_rows(x_TD: Tensor, ids_N: Tensor) -> Tensor:
 
 
 def scatter_rows(y_ND: Tensor, ids_N: Tensor, rows: int) -> Tensor:
-    """[rows, D]: row t is the sum of all y[n] with ids[n] = t; rows whose ids are outside 0 to rows-1 are lost.
+    """[rows, D]: row t is the sum of all y[n] with ids[n] = t; -1, or an id beyond the rows, adds to none.
 
     The sum is made in fp32 (fp64 for fp64 rows), in the order of n, and has y's type. A row of -1 may hold
     anything, NaN too. On a GPU the time grows with the most rows that meet in one.
@@ -46,7 +46,8 @@ def scatter_rows(y_ND: Tensor, ids_N: Tensor, rows: int) -> Tensor:
     `tmoe.ops.reference.scatter_rows`.
     """
     check_rows("y", y_ND, "[N, D]", ids_N)
-    require(ids_N.shape[0] == y_ND.shape[0], "ids", f"shape {tuple(ids_N.shape)}", f"[N={y_ND.shape[0]}]")
+    if ids_N.shape[0] != y_ND.shape[0]:  # words with a size in them would bind a graph to that size
+        require(False, "ids", f"shape {tuple(ids_N.shape)}", f"[N={y_ND.shape[0]}]")
     whole = isinstance(rows, int | torch.SymInt) and not isinstance(rows, bool)
     if not whole or rows < 0:
         require(False, "rows", repr(rows)[:80], "a whole number from 0 on")
@@ -56,10 +57,10 @@ def scatter_rows(y_ND: Tensor, ids_N: Tensor, rows: int) -> Tensor:
 def check_rows(name: str, x: Tensor, letters: str, ids_N: Tensor) -> None:
     """Raise ValueError unless x are rows of a float type and ids are numbers, on one device."""
     check_tensors(**{name: x, "ids": ids_N})
-    require(x.dim() == 2, name, f"shape {tuple(x.shape)}", letters)
+    require(x.dim() == 2, name, f"{x.dim()} dimensions", letters)
     valid = (*FLOATS, torch.float64) if x.device.type == "cpu" else FLOATS
     require(x.dtype in valid, name, x.dtype, f"one of {valid} on {x.device.type}")
-    require(ids_N.dim() == 1, "ids", f"shape {tuple(ids_N.shape)}", "[N]")
+    require(ids_N.dim() == 1, "ids", f"{ids_N.dim()} dimensions", "[N]")
     require(ids_N.dtype in INTS, "ids", ids_N.dtype, "int32 or int64")
     check_device(x, ids=ids_N)
 
@@ -77,7 +78,7 @@ def gather_rows_kernel(x, ids, out, T, N, D, RB: tl.constexpr, CB: tl.constexpr)
 
 @triton.jit
 def scatter_rows_kernel(y, order, starts, out, D, CB: tl.constexpr):
-    """CB columns of one row of the result a program: the rows order[starts[t]] to order[starts[t + 1] - 1]."""
+    """CB columns of one row of the result a program: the sum over order[starts[t]:starts[t+1]]."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     total = tl.zeros((CB,), tl.float32)
@@ -104,7 +105,7 @@ def gather_gpu(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def scatter_gpu(y: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """The op on a GPU. Numbers outside 0 to rows-1 sort before the first row's start or after the last's end."""
+    """The op on a GPU. Ids of no row are sorted before the first row's start or behind the last one's end."""
     y = y.contiguous()
     D = y.shape[1]
     out = y.new_empty(rows, D)
