@@ -138,12 +138,18 @@ class MoEConfig:
     """a learned bias on the router's logits (gpt-oss)"""
     bias: bool = False
     """learned biases on the routed experts' projections (gpt-oss)"""
+    latent_dim: int = 0
+    """width of the rows that routed experts work on: tokens are projected down to it before they are sent,
+    and the experts' sums up again; router and shared experts keep the full width; 0: no projections"""
+    weigh: Literal["before", "activation", "after"] = "activation"
+    """where a token's weights apply: on its rows before the experts, on the activation inside them,
+    or on the experts' results (the same function as on the activation, and slower)"""
     activation: ActivationName = "swiglu"
     """of the routed experts: silu(gate) up (swiglu);
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 
     def __post_init__(self) -> None:
-        zero, share = "bias_speed shared_dim balance_coeff z_coeff", "jitter"
+        zero, share = "bias_speed shared_dim balance_coeff z_coeff latent_dim", "jitter"
         check(self, "--model.moe.", one="experts ffn_dim groups", zero=zero, positive="scaling", share=share)
         k, e = self.top_k, self.experts
         n, best = self.groups, self.top_groups
@@ -280,6 +286,11 @@ class ModelConfig:
         )
         valid = "one or more of 1 (with the window) and 0 (without)"
         require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of the rows that routed experts work on."""
+        return self.moe.latent_dim or self.dim
 
     @property
     def rotary_dim(self) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice
-from tmoe.ops import moe_mlp
+from tmoe.moe.sorted_rows import Sorted, over_sorted_rows
+from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.check import require
 from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.parallel.mesh import local_part
@@ -31,6 +32,12 @@ class LocalExperts(NamedTuple):
     down_bias: Tensor | None = None  # [L, D]
     activation: str = "swiglu"
     deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
+    weigh: str = "activation"  # where weights apply: MoEConfig.weigh
+
+    @property
+    def held(self) -> int:
+        """L."""
+        return len(self.gate_up)
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype; gradients reach the original weights in their own."""
@@ -41,7 +48,7 @@ class LocalExperts(NamedTuple):
             t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
         )
         matrices = self.gate_up.to(dtype), self.down.to(dtype)
-        return LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, self.deferred)
+        return LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, self.deferred, self.weigh)
 
     def part(self, own: Slice) -> "LocalExperts":
         """Of each expert, this rank's slice of its width."""
@@ -52,9 +59,25 @@ class LocalExperts(NamedTuple):
             None if gate_up_bias is None else own.of_rows(gate_up_bias),
             None if down_bias is None else own.once(down_bias),
             self.activation,
+            weigh=self.weigh,
         )
 
+    def each(self, x_ND: Tensor, pairs: Sorted, ids_RK: Tensor) -> Tensor:
+        """The experts' results for sorted rows, without weights."""
+        slots_N = pairs.slots_N.clamp(min=0).long()
+        ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
+        ones_N1 = torch.ones_like(ids_N, dtype=torch.float32)[:, None]
+        op = moe_mlp_deferred if self.deferred else moe_mlp
+        ones_N1 = ones_N1.to(torch.promote_types(x_ND.dtype, torch.float32))
+        y_ND = op(
+            x_ND, self.gate_up, self.down, ones_N1, ids_N[:, None], self.gate_up_bias, self.activation, None
+        )
+        return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
+
     def __call__(self, rows: Rows) -> Tensor:
+        if self.weigh != "activation":
+            run = lambda x_ND, pairs: self.each(x_ND, pairs, rows.ids_RK)  # noqa: E731
+            return over_sorted_rows(rows, self.held, run, self.weigh)
         op = moe_mlp_deferred if self.deferred else moe_mlp
         y_RD = op(
             rows.x_RD,
@@ -92,8 +115,16 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
+        self.weigh = cfg.weigh
         self.slice: Slice | None = None  # model/parallelize.py: where ranks divide each expert's width
         self.deferred = False  # model/stages.py: a pipeline makes the matrices' gradients after the backward
+
+    @property
+    def symm_lacks(self) -> str:
+        """What of these experts the symm dispatcher cannot do, "" if it can do all."""
+        if self.weigh != "activation":
+            return f"--model.moe.weigh={self.weigh}"
+        return "experts whose down projection has a bias" if self.down_bias is not None else ""
 
     def forward(self, fn: Callable, *args: Any) -> Any:
         gate_up_bias, down_bias = (
@@ -105,5 +136,5 @@ class Experts(nn.Module):
         deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred)
+        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, self.weigh)
         return fn(*args, local if self.slice is None else local.part(self.slice))

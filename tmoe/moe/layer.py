@@ -4,6 +4,7 @@ next: moe/router.py
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tmoe.init import initialise
 from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.own_experts import OwnExperts, OwnLocal
 from tmoe.moe.router import Router
 from tmoe.ops.check import autocasts, require
 
@@ -104,8 +106,18 @@ class MoE(nn.Module):
     `self.router.update_bias`.
     """
 
-    def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
+    def __init__(
+        self,
+        dim: int,
+        cfg: MoEConfig,
+        *,
+        init: bool = True,
+        experts: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ):
         """init: draw the weights; False where the builder of the model draws or loads them.
+
+        experts: your own, a module or a function of sorted rows and the ends of their groups
+            (docs/experts.md); their parameters stay as they come. None: tmoe's, as cfg says.
 
         ConfigError where they are drawn and the task's loss would not train the router
         (`MoEConfig.untrained`).
@@ -117,13 +129,18 @@ class MoE(nn.Module):
             cfg.require_trained()
         self.dim = dim
         self.router = Router(dim, cfg)
-        self.experts = Experts(dim, cfg)
+        latent = cfg.latent_dim
+        self.experts = Experts(latent or dim, cfg) if experts is None else None
+        self.to_latent = nn.Linear(dim, latent, bias=False) if latent else None
+        self.from_latent = nn.Linear(latent, dim, bias=False) if latent else None
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.load: Any = None  # a Load
         if init:
             initialise(self)
+        if experts is not None:  # after the weights were drawn: these have their values
+            self.experts = OwnExperts(experts, cfg)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
@@ -146,11 +163,13 @@ class MoE(nn.Module):
         # on it
         return y_TD.view_as(x)
 
-    def route(self, x: Tensor, padding: Tensor | None, experts: LocalExperts) -> tuple[Tensor, Load]:
+    def route(
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal
+    ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
-        if isinstance(self.dispatcher, LocalDispatcher) and len(experts.gate_up) != self.router.cfg.experts:
+        if isinstance(self.dispatcher, LocalDispatcher) and experts.held != self.router.cfg.experts:
             valid = f"all {self.router.cfg.experts}, or spread by parallelize"
-            require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
+            require(False, "experts", f"{experts.held} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         if padding_T is not None:
@@ -163,10 +182,15 @@ class MoE(nn.Module):
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
 
-        if self.shared is None:
+        shared_TD = None
+        if self.to_latent is not None:
+            y_TD = self.from_latent(self.dispatcher(self.to_latent(x_TD), routing, experts))
+            shared_TD = None if self.shared is None else self.shared(x_TD)
+        elif self.shared is None:
             y_TD = self.dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
             y_TD, shared_TD = self.dispatcher.beside(x_TD, routing, experts, self.shared)
+        if shared_TD is not None:
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD
