@@ -28,6 +28,7 @@ from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, router_product, swiglu
+from tmoe.ops import rows as row_ops
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
@@ -56,14 +57,21 @@ def traces(cfg: Config) -> list[tuple]:
     pairs = pairs_bound(T, K, ep, E // ep)
     pairs = pairs and pairs * etp
     rows, F = T * ep * etp, moe.ffn_dim // etp
+    W, how = m.expert_dim, (moe.activation, moe.bias)
+    if moe.weigh == "activation":
+        experts: list[tuple] = [(trace, rows, W, F, E // ep, K, dtype, pairs, *how)]
+    else:  # one row for each pair, whose only expert has the weight 1
+        n = T * K * etp
+        experts = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
+        experts.append((row_ops.trace, rows * K, n, 1, torch.float32))
     found: list[tuple] = [
-        (trace, rows, m.dim, F, E // ep, K, dtype, pairs, moe.activation, moe.bias),
+        *experts,
         (trace_router, T, E, K, moe.renormalize or moe.softmax == "after"),
     ]
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, E, dtype))
     if ep > 1:
-        found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
+        found.append((exchange.trace, T, m.expert_dim, K, ep, dtype, p.wire == "fp8"))
     if runs_beside(cfg, Axes(ep=ep, etp=etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))

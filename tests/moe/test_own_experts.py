@@ -3,7 +3,9 @@
 Also where weights apply, and latent experts.
 """
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,7 @@ class Same(nn.Module):
     def forward(self, x_ND, ends_L):
         ends = [0, *ends_L.tolist()]
         parts = []
-        for e, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+        for e, (a, b) in enumerate(itertools.pairwise(ends)):
             gate, up = (x_ND[a:b] @ self.inner.gate_up[e].T).chunk(2, -1)
             parts.append((F.silu(gate) * up) @ self.inner.down[e].T)
         return torch.cat([*parts, x_ND[ends[-1] :]])
@@ -199,7 +201,7 @@ def test_the_example_on_1_2_and_4_ranks_and_through_a_checkpoint(gloo, tmp_path)
 def refused(rank, world):
     _, own = layers()
     mesh = tmoe.parallel.build_mesh(ep=1, dp=1, etp=2)
-    with pytest.raises(ValueError, match="--parallel.etp: got 2, valid is 1 with experts of your own"):
+    with pytest.raises(ValueError, match=r"--parallel\.etp: got 2, valid is 1 with experts of your own"):
         tmoe.parallel.parallelize(own, mesh)
     return True
 
@@ -268,7 +270,7 @@ def weighed(moe, x, where):
 def test_weights_apply_where_the_setting_says(where, bias):
     torch.manual_seed(0)
     activation = "clamped" if bias else "swiglu"
-    cfg = MoEConfig(experts=E, top_k=K, ffn_dim=F_, weigh=where, bias=bias, activation=activation, scaling=3.0)
+    cfg = replace(CFG, weigh=where, bias=bias, activation=activation, scaling=3.0)
     moe = MoE(D, cfg)
     for p in moe.experts.parameters():
         nn.init.normal_(p)
@@ -321,7 +323,7 @@ def test_latent_experts_by_the_definition():
     low = x @ moe.to_latent.weight.T
     y = tmoe.ops.moe_mlp(low, moe.experts.gate_up, moe.experts.down, routing.weights_TK, routing.ids_TK)
     torch.testing.assert_close(moe(x), y @ moe.from_latent.weight.T + moe.shared(x))
-    assert moe.from_latent.weight.std() < 0.85 * moe.to_latent.weight.std()  # it writes to the residual stream
+    assert moe.from_latent.weight.std() < 0.85 * moe.to_latent.weight.std()  # it writes to the stream
 
 
 def latent_spread(rank, world):

@@ -150,7 +150,9 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
     ep, etp = axes.ep, axes.etp
     T, K = local_tokens(cfg, axes), moe.top_k
+    W = cfg.model.expert_dim
     kept = T * moe.experts * FP32  # the router's logits
+    kept += 2 * T * moe.latent_dim * width  # what latent experts read and give, both operands of products
     if moe.jitter:
         kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
     # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
@@ -162,26 +164,43 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
         # weights and ids; the backward pushes x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
     R = etp * rows_received(T, K, ep)
-    kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
+    if moe.weigh != "activation":
+        return kept + sorted_bytes(cfg, axes, R)
+    kept += R * W * width if ep * etp > 1 else 0  # rows received; else they are read in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
+    """Bytes that autograd keeps of R rows received where weights apply before or after the experts.
+
+    A row for each pair: what the experts read, and what its weight multiplies. Then the weights, and numbers.
+    """
+    moe, width = cfg.model.moe, compute_bytes(cfg)
+    N = axes.etp * local_tokens(cfg, axes) * moe.top_k  # as many pairs come as go, if experts are evenly used
+    slots = N if axes.ep > 1 else R * moe.top_k
+    pairs = 2 * slots * cfg.model.expert_dim * width + slots * FP32
+    # of each pair its row and slot, and the op's weight of 1, id, place and order; of each slot its id
+    return pairs + slots * (2 * INT32 + FP32 + 3 * INT32)
 
 
 def slice_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
     moe = cfg.model.moe
-    elements = 3 * moe.experts // axes.ep * (moe.ffn_dim // axes.etp) * cfg.model.dim
+    elements = 3 * moe.experts // axes.ep * (moe.ffn_dim // axes.etp) * cfg.model.expert_dim
     return elements * compute_bytes(cfg) if axes.etp > 1 else 0
 
 
 def uses_symm(cfg: Config, axes: Axes) -> bool:
     """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
     near = 1 < axes.ep <= NODE and axes.etp == 1
-    return near and cfg.parallel.dispatch != "nccl" and not cfg.model.moe.bias
+    moe = cfg.model.moe
+    return near and cfg.parallel.dispatch != "nccl" and not moe.bias and moe.weigh == "activation"
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
     """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
-    hidden = hides(axes.ep, compute_bytes(cfg), cfg.model.moe.shared_dim)
+    moe = cfg.model.moe
+    hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
     return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
 
 
@@ -193,9 +212,9 @@ def exchange_bytes(cfg: Config, axes: Axes) -> int:
     if not uses_symm(cfg, axes):
         return 0
     rows = axes.ep * local_tokens(cfg, axes)
-    D, width = cfg.model.dim, compute_bytes(cfg)
-    packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
-    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.top_k * FP32)
+    W, width = cfg.model.expert_dim, compute_bytes(cfg)
+    packed = W * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    return rows * (4 * (W * width + packed) + 3 * cfg.model.moe.top_k * FP32)
 
 
 def rows_received(T: int, top_k: int, ep: int) -> int:
