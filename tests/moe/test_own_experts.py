@@ -19,7 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import tmoe
 from tmoe.activations import ACTIVATIONS
-from tmoe.config.model import MoEConfig
+from tmoe.config.check import ConfigError
+from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.hf.config import write_config
+from tmoe.model.parallelize import apply_ep
 from tmoe.moe.layer import MoE
 from tmoe.moe.sorted_rows import sort_pairs
 
@@ -218,7 +221,7 @@ def compiled(rank, world):
         cfg = MoEConfig(experts=E, top_k=K, ffn_dim=F_, weigh=weigh)
         relu = lambda x, ends: x.relu()  # noqa: E731
         moe = MoE(D, cfg, experts=relu if weigh == "before" else Grouped())
-        tmoe.parallel.parallelize(moe, tmoe.parallel.build_mesh(ep=world))
+        apply_ep(moe, tmoe.parallel.build_mesh(ep=world), "nccl")
         run = torch.compile(moe.route, fullgraph=True)
         for n in (7, 10):
             x = torch.randn(n, D, requires_grad=True)
@@ -324,6 +327,14 @@ def test_latent_experts_by_the_definition():
     y = tmoe.ops.moe_mlp(low, moe.experts.gate_up, moe.experts.down, routing.weights_TK, routing.ids_TK)
     torch.testing.assert_close(moe(x), y @ moe.from_latent.weight.T + moe.shared(x))
     assert moe.from_latent.weight.std() < 0.85 * moe.to_latent.weight.std()  # it writes to the stream
+
+
+@pytest.mark.parametrize("changes", [dict(latent_dim=5), dict(weigh="before")], ids=str)
+def test_no_hugging_face_model_has_it(changes):
+    plain = ModelConfig(rope=RopeConfig(max_seq=64), moe=replace(CFG, balance="none"))
+    write_config(plain, "float32")
+    with pytest.raises(ConfigError, match="no "):
+        write_config(replace(plain, moe=replace(plain.moe, **changes)), "float32")
 
 
 def latent_spread(rank, world):

@@ -141,6 +141,23 @@ def test_bad_input_is_named(op, args, said):
 # ---- the kernels ----
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 32768, 2048), (9, 40, 1500)], ids=str)
+def test_a_gpu_gives_the_bits_of_a_cpu(shape, dtype):
+    """Values and gradients: both add a row's sum in the same order, in fp32."""
+    x, y, ids = draw(*shape, dtype)
+    found = []
+    for device in ("cpu", "cuda"):
+        a, b, i = (t.to(device) for t in (x, y, ids))
+        a, b = a.requires_grad_(), b.requires_grad_()
+        gathered, summed = ops.gather_rows(a, i), ops.scatter_rows(b, i, shape[0])
+        grads = torch.autograd.grad([gathered, summed], [a, b], [b.detach(), a.detach()])
+        found.append([t.cpu() for t in (gathered, summed, *grads)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("arch", slow_but(["cuda:90"], ["cuda:90", "cuda:80", "hip:gfx942"]))
 def test_the_kernels_compile(monkeypatch, tmp_path, arch):
     """One binary each for a width and a type, whatever the numbers of rows."""
