@@ -55,6 +55,10 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (8, dict(pp=2, tp=2, ep=4), "gqa", dict(micros=2, parallel=dict(schedule="interleaved"))),
     (4, dict(pp=2, replicate=2), "gqa", dict(micros=2)),
     (8, dict(pp=2, replicate=2, etp=2), "gpt_oss", dict(micros=2)),
+    (4, dict(etp=2, ep=2), "narrow", {}),
+    (4, dict(dp=2, ep=2), "narrow", dict(parallel=dict(whole_gib=0, checkpoint="moe"))),
+    (4, dict(pp=2, ep=2), "narrow", dict(micros=4, parallel=dict(schedule="v"))),
+    (2, dict(ep=2), "narrow", dict(documents=False, compile=True)),
 ]
 
 

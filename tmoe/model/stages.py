@@ -313,6 +313,8 @@ def obstacle(moe: MoE) -> str:
     """Why the weights' gradients of a layer's experts cannot be put off, "" if they can."""
     if moe.experts.slice is not None:
         return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
+    if moe.experts.weigh != "activation":
+        return f"--model.moe.weigh={moe.experts.weigh} runs the experts on sorted copies of their rows"
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "

@@ -66,12 +66,10 @@ class LocalExperts(NamedTuple):
         """The experts' results for sorted rows, without weights."""
         slots_N = pairs.slots_N.clamp(min=0).long()
         ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
-        ones_N1 = torch.ones_like(ids_N, dtype=torch.float32)[:, None]
-        op = moe_mlp_deferred if self.deferred else moe_mlp
-        ones_N1 = ones_N1.to(torch.promote_types(x_ND.dtype, torch.float32))
-        y_ND = op(
-            x_ND, self.gate_up, self.down, ones_N1, ids_N[:, None], self.gate_up_bias, self.activation, None
-        )
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        ones_N1 = torch.ones_like(ids_N, dtype=wide)[:, None]
+        matrices, how = (self.gate_up, self.down), (self.gate_up_bias, self.activation)
+        y_ND = moe_mlp(x_ND, *matrices, ones_N1, ids_N[:, None], *how)
         return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
 
     def __call__(self, rows: Rows) -> Tensor:
