@@ -60,7 +60,7 @@ torch.manual_seed(1)  # every rank makes the same model and keeps its part
 model = Model().to(device, dtype)
 apply_ep(model.moe, mesh, "auto")
 experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
-model._ddp_params_and_buffers_to_ignore = list(experts)  # before DDP looks at the model
+setattr(model, "_ddp_params_and_buffers_to_ignore", list(experts))  # noqa: B010; before DDP looks at it
 model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(tmoe.parallel.tag_experts(model), lr=args.lr)  # experts are a group of their own
 
@@ -77,7 +77,8 @@ for step in range(args.num_steps):
         whole = loss + world * tmoe.balancing_loss(model) if args.l_aux_wt else loss
         whole.backward()
         for p in experts.values():
-            p.grad /= world  # DDP averages; experts have the sum, which came with the tokens
+            assert p.grad is not None
+            p.grad.div_(world)  # DDP averages; experts have the sum, which came with the tokens
         optimizer.step()
     value = loss.item()  # waits for the device
     times.append(time.perf_counter() - start)

@@ -60,7 +60,7 @@ torch.manual_seed(1)  # every rank makes the same model and keeps its part
 model = Model().to(device, dtype)
 apply_ep(model.moe, mesh, "auto")
 experts = set(model.moe.experts.parameters())
-model = fully_shard(model, mesh=mesh.world, ignored_params=experts)
+fully_shard(model, mesh=mesh.world, ignored_params=experts)  # in place
 optimizer = torch.optim.SGD(tmoe.parallel.tag_experts(model), lr=args.lr)  # experts are a group of their own
 
 torch.manual_seed(0)
@@ -76,7 +76,8 @@ for step in range(args.num_steps):
         whole = loss + world * tmoe.balancing_loss(model) if args.l_aux_wt else loss
         whole.backward()
         for p in experts:
-            p.grad /= world  # FSDP2 averages; experts have the sum, which came with the tokens
+            assert p.grad is not None
+            p.grad.div_(world)  # FSDP2 averages; experts have the sum, which came with the tokens
         optimizer.step()
     value = loss.item()  # waits for the device
     times.append(time.perf_counter() - start)

@@ -333,7 +333,7 @@ def test_latent_experts_by_the_definition():
 def test_no_hugging_face_model_has_it(changes):
     plain = ModelConfig(rope=RopeConfig(max_seq=64), moe=replace(CFG, balance="none"))
     write_config(plain, "float32")
-    with pytest.raises(ConfigError, match="none of llama, .* computes this model"):
+    with pytest.raises(ConfigError, match=r"none of llama, .* computes this model"):
         write_config(replace(plain, moe=replace(plain.moe, **changes)), "float32")
 
 

@@ -7,6 +7,7 @@ As a script it runs the kernels in triton's interpreter, which must be chosen be
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from torch import tensor
 from triton import knobs
 
 from tmoe import ops
+from tmoe.config.presets import presets
 from tmoe.ops import reference, rows
 from tmoe.ops.launch.launch import compile_only
+from tmoe.warmup import traces
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(5, 9, 3), (0, 4, 3), (6, 0, 2), (0, 0, 1), (70, 700, 40), (1, 33, 1)]  # T, N, D
@@ -172,6 +175,20 @@ def test_the_kernels_compile(monkeypatch, tmp_path, arch):
             names = sorted(name for name, _ in wanted)
             assert names == ["gather_rows_kernel", "scatter_rows_kernel"]
             assert all(compile().asm for compile in wanted.values())
+
+
+def test_warm_up_knows_them():
+    """Where weights apply before the experts, their kernels, of a rank's width, are compiled ahead."""
+    tiny = presets()["tiny"]
+    found = {}
+    for weigh in ("activation", "before"):
+        moe = replace(tiny.model.moe, weigh=weigh, latent_dim=64)
+        cfg = replace(tiny, model=replace(tiny.model, moe=moe))
+        names = found[weigh] = set()
+        with compile_only("cuda:90", lambda name, *_, names=names: names.add(name)):
+            for run, *args in traces(cfg):
+                run(*args)
+    assert found["before"] - found["activation"] == {"gather_rows_kernel", "scatter_rows_kernel"}
 
 
 @pytest.mark.slow

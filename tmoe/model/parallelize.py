@@ -178,11 +178,12 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     if etp := mesh.groups.get("etp"):
         moe.dispatcher = ExpertTensorDispatcher(moe.dispatcher, etp)
         moe.experts.slice = Slice(etp.rank(), etp.size())
-    own = isinstance(moe.experts, OwnExperts)
-    if own:
+    owners = [moe.experts]
+    if isinstance(moe.experts, OwnExperts):
         moe.experts.held = L
+        owners = list(moe.experts.modules())
     spread: dict[Tensor, nn.Parameter] = {}  # of somebody's own experts, two modules may share a parameter
-    for owner in moe.experts.modules() if own else [moe.experts]:
+    for owner in owners:
         for name, full in list(owner.named_parameters(recurse=False)):
             if full not in spread:
                 local = full.data[p * L : (p + 1) * L].clone()

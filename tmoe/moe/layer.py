@@ -130,7 +130,8 @@ class MoE(nn.Module):
         self.dim = dim
         self.router = Router(dim, cfg)
         latent = cfg.latent_dim
-        self.experts = Experts(latent or dim, cfg) if experts is None else None
+        if experts is None:
+            self.experts: Experts = Experts(latent or dim, cfg)
         self.to_latent = nn.Linear(dim, latent, bias=False) if latent else None
         self.from_latent = nn.Linear(latent, dim, bias=False) if latent else None
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None

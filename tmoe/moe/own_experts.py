@@ -55,7 +55,8 @@ class OwnExperts(Experts):
         nn.Module.__init__(self)  # not that of Experts: it has no weights of its own
         require(callable(own), "experts", repr(own)[:80], "a module or a function (x_ND, ends_L) -> y_ND")
         self.own = own
-        self.experts = self.held = cfg.experts
+        self.experts: int = cfg.experts
+        self.held: int = cfg.experts  # model/parallelize.py: of this rank
         self.weigh = cfg.weigh
         self.slice = None
         self.deferred = False

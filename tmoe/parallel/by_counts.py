@@ -81,6 +81,7 @@ def _group(what: str, x: object, group: dist.ProcessGroup | None) -> dist.Proces
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):  # also what new_group gives to a rank outside of it
         require(False, f"{what}: group", repr(group)[:80], "a process group that this rank is in")
+    assert group is not None
     return group
 
 
