@@ -19,7 +19,7 @@ from torch import nn
 from tmoe.parallel.mesh import local_part, local_slices
 
 # Ends of the names of matrices that write to the residual stream.
-RESIDUAL = ("o.weight", "down.weight", "down")
+RESIDUAL = ("o.weight", "down.weight", "down", "from_latent.weight")
 ZERO = ("bias", "sinks", "log_scale")
 
 

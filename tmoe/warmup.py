@@ -29,6 +29,7 @@ from tmoe.config.run import Config
 from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, sinkhorn, swiglu
+from tmoe.ops import rows as row_ops
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
@@ -61,8 +62,15 @@ def traces(cfg: Config) -> list[tuple]:
     rows, slots, F = T * ep * etp, K, moe.ffn_dim // etp
     if moe.pad:
         rows, slots, pairs = E * capacity(T, K, moe) * etp, 1, pairs or T * K * etp
+    W, how = m.expert_dim, (moe.activation, moe.bias)
+    if moe.weigh == "activation":
+        experts: list[tuple] = [(trace, rows, W, F, E // ep, slots, dtype, pairs, *how)]
+    else:  # one row for each pair, whose only expert has the weight 1
+        n = T * K * etp
+        experts = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
+        experts.append((row_ops.trace, rows * slots, n, 1, torch.float32))
     found: list[tuple] = [
-        (trace, rows, m.dim, F, E // ep, slots, dtype, pairs, moe.activation, moe.bias),
+        *experts,
     ]
     if moe.by_softmax_topk(ep):
         found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
@@ -73,7 +81,7 @@ def traces(cfg: Config) -> list[tuple]:
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
     if ep > 1 and not moe.pad:
-        found.append((exchange.trace, T, m.dim, K, ep, dtype, p.wire == "fp8"))
+        found.append((exchange.trace, T, m.expert_dim, K, ep, dtype, p.wire == "fp8"))
     if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))

@@ -152,7 +152,7 @@ def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     etp, width = axes.etp, compute_bytes(cfg)
     if etp == 1:
         return 0.0
-    T, D, top_k = local_tokens(cfg, axes), cfg.model.dim, cfg.model.moe.top_k
+    T, D, top_k = local_tokens(cfg, axes), cfg.model.expert_dim, cfg.model.moe.top_k
     rows = etp * (T if axes.ep == 1 else rows_received(T, top_k, axes.ep))
     moving = 4 * all_to_all(rows * D * width, etp, axes.ep, m)
     copied = 4 * 3 * rows * D * width + (2 + 2 + etp) * slice_bytes(cfg, axes)
@@ -201,7 +201,7 @@ def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     """
     moe = cfg.model.moe
     ep, etp = axes.ep, axes.etp
-    D = cfg.model.dim
+    D = cfg.model.expert_dim
     F = moe.ffn_dim // etp
     width = compute_bytes(cfg)
     T = local_tokens(cfg, axes)
@@ -231,7 +231,9 @@ def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:
     backend = cfg.parallel.dispatch
     if backend == "auto":
         far = axes.ep > m.node or axes.etp > 1
-        backend = "nccl" if far or cfg.model.moe.bias else m.exchange["auto"]
+        moe = cfg.model.moe
+        far = far or moe.bias or moe.weigh != "activation"
+        backend = "nccl" if far else m.exchange["auto"]
     return m.exchange[backend]
 
 
@@ -246,7 +248,7 @@ def exchange_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     if cfg.parallel.dispatch == "auto" and ep > m.node > 1 < cfg.model.moe.top_k:
         return two_level_seconds(cfg, axes, m)
     T = local_tokens(cfg, axes)
-    D = cfg.model.dim
+    D = cfg.model.expert_dim
     width = compute_bytes(cfg)
     local = min(ep, m.node)
     how = exchange_of(cfg, axes, m)
@@ -270,7 +272,7 @@ def two_level_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     done for counts and plan is assumed to take twice the flat one's time.
     """
     ep, T, top_k = axes.ep, local_tokens(cfg, axes), cfg.model.moe.top_k
-    D, width = cfg.model.dim, compute_bytes(cfg)
+    D, width = cfg.model.expert_dim, compute_bytes(cfg)
     nodes, how = ep // m.node, m.exchange["nccl"]
     away = expected_rows_across(T, top_k, ep, nodes).two_level
     held, rows = away * nodes / (nodes - 1), rows_received(T, top_k, ep)  # of hop 1 and hop 2, with one's own

@@ -68,6 +68,10 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(ep=1, etp=4), "gpt_oss", dict(parallel=dict(adaptive_r=2, whole_gib=0))),
     (4, dict(pp=2, ep=2, dp=1), "gqa", dict(micros=4, parallel=dict(schedule="v", adaptive_r=0))),
     (2, dict(ep=2, tp=2), "gqa", dict(compile=True, parallel=dict(adaptive_r=0, checkpoint="moe"))),
+    (4, dict(etp=2, ep=2), "narrow", {}),
+    (4, dict(dp=2, ep=2), "narrow", dict(parallel=dict(whole_gib=0, checkpoint="moe"))),
+    (4, dict(pp=2, ep=2), "narrow", dict(micros=4, parallel=dict(schedule="v"))),
+    (2, dict(ep=2), "narrow", dict(documents=False, compile=True)),
 ]
 
 

@@ -71,7 +71,10 @@ LATENT = replace(
 )
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
 DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
-MODELS = dict(gqa=GQA, deep=DEEP, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0)
+NARROW = replace(GQA, moe=replace(ROUTED, latent_dim=12, weigh="before"))
+MODELS = dict(
+    narrow=NARROW, gqa=GQA, deep=DEEP, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0
+)
 
 
 class Curve(NamedTuple):

@@ -141,7 +141,7 @@ def agreed(rank, world):
     symm.obstacle = lambda group: ""
     try:
         widths = [96, 96 if rank else 0]  # of two layers, here
-        return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, False, width).width for width in widths]
+        return [dispatcher_for(dist.group.WORLD, 1, "symm", 4, False, "", width).width for width in widths]
     finally:
         symm.obstacle = before
 

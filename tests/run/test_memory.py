@@ -144,6 +144,7 @@ def test_counts_worked_by_hand():
         dataclasses.replace(ODD, qk_norm="none", dense_layers=9),
         dataclasses.replace(ODD, qkv_bias=True, moe=dataclasses.replace(ODD.moe, bias=True)),
         dataclasses.replace(ODD, o_bias=True, sinks=True, moe=dataclasses.replace(ODD.moe, router_bias=True)),
+        dataclasses.replace(ODD, moe=dataclasses.replace(ODD.moe, latent_dim=7, bias=True)),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),
     ],
@@ -197,12 +198,16 @@ def test_mfu():
 
 
 @pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp32"]))
-@pytest.mark.parametrize("kind", slow_but(["moe", "dense"], ["moe", "jitter", "dense"]))
+@pytest.mark.parametrize(
+    "kind", slow_but(["moe", "dense"], ["moe", "jitter", "dense", "latent", "before", "after"])
+)
 def test_activations_match_what_a_compiled_block_keeps(monkeypatch, kind, dtype):
     torch.compiler.reset()  # every case compiles the same code, which may be compiled eight times
     # as on the GPU
     monkeypatch.setattr("tmoe.moe.router.on_matrix_units", lambda x: x.dtype == torch.bfloat16)
-    moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192, jitter=0.1 if kind == "jitter" else 0.0)
+    changes = dict(jitter=dict(jitter=0.1), latent=dict(latent_dim=96))
+    changes |= {where: dict(weigh=where) for where in ("before", "after")}
+    moe = MoEConfig(experts=8, top_k=2, ffn_dim=128, shared_dim=192, **changes.get(kind, {}))
     model = ModelConfig(
         dim=256,
         heads=4,
@@ -286,6 +291,20 @@ def test_rows_that_nccl_brings_are_kept():
         moe_bytes(biased, Axes(ep=4)) == moe_bytes(portable, Axes(ep=4))
         and exchange_bytes(biased, Axes(ep=4)) == 0
     )
+
+
+def test_latent_experts_worked_by_hand():
+    """A quarter of the width: as much travels, is held and is multiplied; two projections come on top."""
+    narrow = dataclasses.replace(QWEN3, moe=dataclasses.replace(QWEN3.moe, latent_dim=512))
+    whole, less = (Config(model=model, parallel=ParallelConfig(ep=4)) for model in (QWEN3, narrow))
+    of_ids = 65536 * 3 * 32
+    assert 4 * (exchange_bytes(less, Axes(ep=4)) - of_ids) == exchange_bytes(whole, Axes(ep=4)) - of_ids
+    projections, experts = 2 * 2048 * 512, 3 * 768 * 2048
+    counts, before = count_parameters(narrow), count_parameters(QWEN3)
+    assert before.total - counts.total == 48 * (128 * experts * 3 // 4 - projections)
+    assert before.active_flops - counts.active_flops == 48 * (8 * experts * 3 // 4 - projections)
+    saved = flops_per_token(QWEN3, 4096) - flops_per_token(narrow, 4096)
+    assert saved == 6 * (before.active_flops - counts.active_flops)
 
 
 def test_exchange_worked_by_hand():

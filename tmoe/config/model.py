@@ -195,13 +195,19 @@ class MoEConfig:
     or then the tokens with the best scores (priority, Tutel's batch-prioritised routing)"""
     pad: bool = False
     """pad each expert's rows to its bound: sizes are known beforehand, and no exchange waits for counts"""
+    latent_dim: int = 0
+    """width of the rows that routed experts work on: tokens are projected down to it before they are sent,
+    and the experts' sums up again; router and shared experts keep the full width; 0: no projections"""
+    weigh: Literal["before", "activation", "after"] = "activation"
+    """where a token's weights apply: on its rows before the experts, on the activation inside them,
+    or on the experts' results (the same function as on the activation, and slower)"""
     activation: ActivationName = "swiglu"
     """of the routed experts: silu(gate) up (swiglu);
     or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
 
     def __post_init__(self) -> None:
         zero = "bias_speed shared_dim balance_coeff z_coeff noise force_skew "
-        zero += "top_devices identity_experts columns"
+        zero += "top_devices identity_experts columns latent_dim"
         one = "experts ffn_dim groups tile sinkhorn_iterations cosine_dim"
         positive, share = "scaling cosine_temperature", "jitter quantile_ema"
         check(self, "--model.moe.", one=one, zero=zero, positive=positive, share=share)
@@ -450,6 +456,11 @@ class ModelConfig:
         )
         valid = "one or more of 1 (with the window) and 0 (without)"
         require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of the rows that routed experts work on."""
+        return self.moe.latent_dim or self.dim
 
     @property
     def rotary_dim(self) -> int:

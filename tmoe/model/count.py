@@ -69,8 +69,10 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
         dense += [(2 * moe.shared_dim, D), (D, moe.shared_dim)]
     if moe.shared_gate:
         dense.append((1, D))
-    biases = [(moe.experts, 2 * moe.ffn_dim), (moe.experts, D)] * moe.bias
-    return dense, [(moe.experts, 2 * moe.ffn_dim, D), (moe.experts, D, moe.ffn_dim), *biases]
+    if moe.latent_dim:
+        dense += [(moe.latent_dim, D), (D, moe.latent_dim)]
+    E, F, W = moe.experts, moe.ffn_dim, model.expert_dim
+    return dense, [(E, 2 * F, W), (E, W, F), *[(E, 2 * F), (E, W)] * moe.bias]
 
 
 def root_shapes(model: ModelConfig) -> list[Shape]:

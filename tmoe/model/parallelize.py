@@ -34,6 +34,7 @@ from tmoe.moe.adaptive import cost_of, ways
 from tmoe.moe.dispatch import dispatcher_for
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.own_experts import OwnExperts
 from tmoe.moe.padded import PaddedDispatcher
 from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
@@ -88,7 +89,7 @@ def parallelize(
         require(isinstance(value, kind), f"parallelize: {name}", repr(value)[:80], f"a {kind.__name__}")
     cfg = cfg or Config(compile=False, train=TrainConfig(dtype="fp32"))
     layers = [m for m in model.modules() if isinstance(m, MoE)]
-    if isinstance(model, FSDPModule) or any(isinstance(moe.experts.gate_up, DTensor) for moe in layers):
+    if isinstance(model, FSDPModule) or any(is_spread(moe.experts) for moe in layers):
         kind = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's own name
         raise ValueError(
             f"parallelize: this {kind} is laid out over a mesh already; call it once, on a new model"
@@ -161,33 +162,48 @@ def apply_ep(moe: MoE, mesh: Mesh, dispatch: str, tokens: int = 0, wire: str = "
     dispatch, wire: as in ParallelConfig. tokens: the most that any rank has in a call, 0 if not known.
     Raises ValueError where ep does not divide the experts, or where they are spread already.
     """
-    if isinstance(moe.experts.gate_up, DTensor):
+    if is_spread(moe.experts):
         raise ValueError("apply_ep: the experts of this MoE are spread over a mesh already; call it once")
     require_divisible(moe, mesh)
     ep = mesh.ep.size()
-    L = moe.experts.gate_up.shape[0] // ep
+    L = moe.router.cfg.experts // ep
     p = mesh.ep.get_local_rank()
     moe.router.devices = ep
     mean_K = moe.dispatcher.mean_K
     if moe.router.cfg.pad:
         moe.dispatcher = PaddedDispatcher(ep * L, mesh.ep.get_group() if ep > 1 else None)
     elif ep > 1 or dispatch == "nccl":
-        biased = moe.experts.down_bias is not None
-        # the shared expert may be somebody's own module
-        width = moe.shared.down.in_features if getattr(moe.shared, "plain", False) else 0
+        # the shared expert may be somebody's own module; beside latent experts it runs by itself
+        beside = getattr(moe.shared, "plain", False) and moe.to_latent is None
+        width = moe.shared.down.in_features if beside else 0
         # symm's op takes whole experts, so it cannot serve ranks that divide them
         way = "nccl" if mesh.axes.etp > 1 else dispatch
-        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", biased, width)
+        lacks = moe.experts.symm_lacks
+        moe.dispatcher = dispatcher_for(mesh.ep.get_group(), L, way, tokens, wire == "fp8", lacks, width)
         if dispatch == "auto":
             moe.dispatcher = over_nodes(moe.dispatcher, mesh.nodes, moe.router.cfg.top_k)
     moe.dispatcher.mean_K = mean_K
-    moe.ways = ways(moe.dispatcher, moe.router.cfg, mesh)
-    moe.cost = cost_of(moe.dispatcher, moe.router.cfg, moe.dim, mesh)
+    gathers = isinstance(moe.experts, Experts) and moe.experts.weigh == "activation"
+    moe.ways = ways(moe.dispatcher, moe.router.cfg, mesh, gathers)
+    moe.cost = cost_of(moe.dispatcher, moe.router.cfg, moe.router.cfg.latent_dim or moe.dim, mesh)
     moe.dispatcher = moe.ways[str(mesh.axes.etp)]
-    for name, full in list(moe.experts.named_parameters(recurse=False)):
-        local = full.data[p * L : (p + 1) * L].clone()
-        spread = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
-        setattr(moe.experts, name, nn.Parameter(spread, full.requires_grad))
+    owners = [moe.experts]
+    if isinstance(moe.experts, OwnExperts):
+        moe.experts.held = L
+        owners = list(moe.experts.modules())
+    spread: dict[Tensor, nn.Parameter] = {}  # of somebody's own experts, two modules may share a parameter
+    for owner in owners:
+        for name, full in list(owner.named_parameters(recurse=False)):
+            if full not in spread:
+                local = full.data[p * L : (p + 1) * L].clone()
+                placed = DTensor.from_local(local, mesh.ep, [Shard(0)], run_check=False)
+                spread[full] = nn.Parameter(placed, full.requires_grad)
+            setattr(owner, name, spread[full])
+
+
+def is_spread(experts: Experts) -> bool:
+    """Whether these experts' parameters lie on a mesh already."""
+    return any(isinstance(p, DTensor) for p in experts.parameters())
 
 
 def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int) -> None:
@@ -205,12 +221,16 @@ def apply_way(moe: MoE, adaptive_r: int | str | None, tokens: int, element: int)
 def require_divisible(moe: MoE, mesh: Mesh) -> None:
     """Raises ValueError unless ep divides the layer's experts, and etp their width."""
     ep, etp = mesh.axes.ep, mesh.axes.etp
-    E, width = moe.experts.gate_up.shape[:2]
+    E = moe.router.cfg.experts
     if E % ep:
         raise ValueError(f"--parallel.ep={ep}: must divide --model.moe.experts={E}")
     cfg = moe.router.cfg
     if cfg.top_k > cfg.reach(ep):
         raise ValueError(too_few_devices(cfg, ep))
+    if isinstance(moe.experts, OwnExperts):
+        require(etp == 1, "--parallel.etp", etp, "1 with experts of your own: it divides the width of tmoe's")
+        return
+    width = moe.experts.gate_up.shape[1]
     if width // 2 % etp:
         raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width // 2}")
 
@@ -223,6 +243,9 @@ def require_whole(model: nn.Module, mesh: Mesh) -> None:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     for layer, moe in layers.items():
+        if isinstance(moe.experts, OwnExperts):
+            moe.experts.require_stacked()
+            continue
         mine = {name for name, _ in moe.experts.named_parameters(recurse=False)}
         what = f"parameters {', '.join(sorted(mine)) or 'none'}"
         require(
@@ -313,7 +336,7 @@ def apply_fsdp(model: nn.Module, mesh: Mesh, cfg: Config, whole_forwards: bool) 
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    scopes = [m for m in model.modules() if isinstance(m, Experts)]
+    scopes = [m for m in model.modules() if isinstance(m, Experts) and next(m.parameters(), None) is not None]
     blocks = list(model.blocks) if isinstance(model, Transformer) else []
     width = (param_dtype or torch.float32).itemsize
     sizes = [

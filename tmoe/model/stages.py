@@ -331,6 +331,8 @@ def obstacle(moe: MoE) -> str:
         return "--parallel.etp above 1 cuts a rank's matrices anew in each forward"
     if isinstance(moe.dispatcher, WeightsDispatcher):
         return "--parallel.adaptive-r=0 gathers other ranks' matrices in each forward"
+    if moe.experts.weigh != "activation":
+        return f"--model.moe.weigh={moe.experts.weigh} runs the experts on sorted copies of their rows"
     if isinstance(moe.experts, FSDPModule):
         return (
             "FSDP2 holds the experts, and sums gradients at the end of the backward "

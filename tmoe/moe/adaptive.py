@@ -42,10 +42,13 @@ class WeightsDispatcher(Dispatcher):
         return self.inner(x_TD, routing, experts.gathered(self.group))
 
 
-def ways(by_tokens: Dispatcher, cfg: MoEConfig, mesh: Mesh) -> dict[str, Dispatcher]:
-    """The dispatcher of each r that differs from the others, by str(r). by_tokens: that of r = 1."""
+def ways(by_tokens: Dispatcher, cfg: MoEConfig, mesh: Mesh, gathers: bool) -> dict[str, Dispatcher]:
+    """The dispatcher of each r that differs from the others, by str(r). by_tokens: that of r = 1.
+
+    gathers: the experts are of a kind whose weights can be gathered, for r = 0.
+    """
     found = {"1": by_tokens}
-    if mesh.axes.ep > 1:
+    if mesh.axes.ep > 1 and gathers:
         here = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
         found["0"] = WeightsDispatcher(here, mesh.ep.get_group())
     for d in divisors(mesh.axes.etp)[1:]:

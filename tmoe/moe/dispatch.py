@@ -197,14 +197,14 @@ def dispatcher_for(
     dispatch: str,
     tokens: int,
     fp8: bool,
-    biased: bool,
+    lacks: str,
     width: int = 0,
 ) -> AllToAllDispatcher | SymmDispatcher:
     """The dispatcher of an expert group, by `--parallel.dispatch`: auto, nccl or symm.
 
     A collective, with the same answer on all ranks.
     auto: symm where the peers' memory can be reached, else nccl. tokens, fp8: see SymmDispatcher.
-    biased: the experts' down projection has a bias.
+    lacks: what of the experts symm cannot do (`Experts.symm_lacks`), "" if it can do all.
     width: that of the shared expert if it is plain on this rank, else 0.
     Raises ValueError where symm cannot work, but symm or fp8 on the wire, which only symm has, is asked for.
     """
@@ -213,7 +213,7 @@ def dispatcher_for(
     if dispatch == "nccl":
         obstacle = "--parallel.dispatch=nccl"
     else:
-        obstacle = "experts whose down projection has a bias" if biased else symm.obstacle(group)
+        obstacle = lacks or symm.obstacle(group)
         if fp8 and not obstacle and torch.cuda.get_device_capability() < (8, 9):
             obstacle = "its GPUs have no float8"
     if not obstacle:

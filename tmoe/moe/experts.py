@@ -13,7 +13,8 @@ from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice
 from tmoe.moe.gathered import moe_mlp_gathered
-from tmoe.ops import moe_mlp
+from tmoe.moe.sorted_rows import Sorted, over_sorted_rows
+from tmoe.ops import gather_rows, moe_mlp
 from tmoe.ops.check import require
 from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.parallel import tokens
@@ -34,6 +35,12 @@ class LocalExperts(NamedTuple):
     activation: str = "swiglu"
     deferred: bool = False  # the matrices are detached, their gradients made later: ops/experts/deferred.py
     group: str | None = None  # the ranks whose experts are gathered for the op: moe/gathered.py
+    weigh: str = "activation"  # where weights apply: MoEConfig.weigh
+
+    @property
+    def held(self) -> int:
+        """L."""
+        return len(self.gate_up)
 
     def to(self, dtype: torch.dtype) -> "LocalExperts":
         """The same experts in another dtype; gradients reach the original weights in their own."""
@@ -44,7 +51,9 @@ class LocalExperts(NamedTuple):
             t if t is None else t.to(dtype) for t in (self.gate_up_bias, self.down_bias)
         )
         matrices = self.gate_up.to(dtype), self.down.to(dtype)
-        return LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, self.deferred)
+        return self._replace(
+            gate_up=matrices[0], down=matrices[1], gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
 
     def part(self, own: Slice) -> "LocalExperts":
         """Of each expert, this rank's slice of its width."""
@@ -55,6 +64,7 @@ class LocalExperts(NamedTuple):
             None if gate_up_bias is None else own.of_rows(gate_up_bias),
             None if down_bias is None else own.once(down_bias),
             self.activation,
+            weigh=self.weigh,
         )
 
     def gathered(self, group: str) -> "LocalExperts":
@@ -64,7 +74,20 @@ class LocalExperts(NamedTuple):
             require(False, "adaptive_r", 0, valid)
         return self._replace(group=group)
 
+    def each(self, x_ND: Tensor, pairs: Sorted, ids_RK: Tensor) -> Tensor:
+        """The experts' results for sorted rows, without weights."""
+        slots_N = pairs.slots_N.clamp(min=0).long()
+        ids_N = torch.where(pairs.slots_N < 0, -1, ids_RK.flatten()[slots_N])
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        ones_N1 = torch.ones_like(ids_N, dtype=wide)[:, None]
+        matrices, how = (self.gate_up, self.down), (self.gate_up_bias, self.activation)
+        y_ND = moe_mlp(x_ND, *matrices, ones_N1, ids_N[:, None], *how)
+        return y_ND if self.down_bias is None else y_ND + gather_rows(self.down_bias, ids_N)
+
     def __call__(self, rows: Rows) -> Tensor:
+        if self.weigh != "activation":
+            run = lambda x_ND, pairs: self.each(x_ND, pairs, rows.ids_RK)  # noqa: E731
+            return over_sorted_rows(rows, self.held, run, self.weigh)
         matrices, down_bias = (self.gate_up, self.down), self.down_bias
         routed = (rows.weights_RK, rows.ids_RK, self.gate_up_bias, self.activation)
         if self.group is None:
@@ -101,7 +124,15 @@ class Experts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
+        self.weigh = cfg.weigh
         self.deferred = False  # model/stages.py: a pipeline makes the matrices' gradients after the backward
+
+    @property
+    def symm_lacks(self) -> str:
+        """What of these experts the symm dispatcher cannot do, "" if it can do all."""
+        if self.weigh != "activation":
+            return f"--model.moe.weigh={self.weigh}"
+        return "experts whose down projection has a bias" if self.down_bias is not None else ""
 
     def forward(self, fn: Callable, *args: Any) -> Any:
         gate_up_bias, down_bias = (
@@ -113,4 +144,5 @@ class Experts(nn.Module):
         deferred = self.deferred and torch.is_grad_enabled() and args[0].requires_grad
         if deferred:
             matrices = matrices[0].detach(), matrices[1].detach()
-        return fn(*args, LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred))
+        local = LocalExperts(*matrices, gate_up_bias, down_bias, self.activation, deferred, weigh=self.weigh)
+        return fn(*args, local)

@@ -5,6 +5,7 @@ next: moe/router.py
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.own_experts import OwnExperts, OwnLocal
 from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
@@ -133,8 +135,18 @@ class MoE(nn.Module):
     `self.router.update_bias`.
     """
 
-    def __init__(self, dim: int, cfg: MoEConfig, *, init: bool = True):
+    def __init__(
+        self,
+        dim: int,
+        cfg: MoEConfig,
+        *,
+        init: bool = True,
+        experts: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ):
         """init: draw the weights; False where the builder of the model draws or loads them.
+
+        experts: your own, a module or a function of sorted rows and the ends of their groups
+            (docs/experts.md); their parameters stay as they come. None: tmoe's, as cfg says.
 
         ConfigError where they are drawn and the task's loss would not train the router
         (`MoEConfig.untrained`).
@@ -146,7 +158,11 @@ class MoE(nn.Module):
             cfg.require_trained()
         self.dim = dim
         self.router = Router(dim, cfg)
-        self.experts = Experts(dim, cfg)
+        latent = cfg.latent_dim
+        if experts is None:
+            self.experts: Experts = Experts(latent or dim, cfg)
+        self.to_latent = nn.Linear(dim, latent, bias=False) if latent else None
+        self.from_latent = nn.Linear(latent, dim, bias=False) if latent else None
         self.shared = SwiGLU(dim, cfg.shared_dim) if cfg.shared_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if cfg.shared_gate else None
         self.dispatcher: Dispatcher = PaddedDispatcher(cfg.experts) if cfg.pad else LocalDispatcher()
@@ -160,6 +176,8 @@ class MoE(nn.Module):
         self.given_TK: Tensor | None = None
         if init:
             initialise(self)
+        if experts is not None:  # after the weights were drawn: these have their values
+            self.experts = OwnExperts(experts, cfg)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy or a pickle: without `load`, which belongs to one call and its graph."""
@@ -227,7 +245,7 @@ class MoE(nn.Module):
             digits = next((str(k) for k in range(1, most + 1) if k == top_k), None)
             if digits is None or type(top_k) is not int:
                 require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
-            K = int(digits)
+            K = int(digits or "")
         way = None
         if adaptive_r is not None:
             way = self.way(adaptive_r, tokens, K, x.element_size())
@@ -244,7 +262,8 @@ class MoE(nn.Module):
 
         element: bytes of one in x.
         """
-        valid = sorted({0, 1} | {int(r) for r in self.ways})
+        here = {0} if self.cost is None or self.cost.ep == 1 else set()  # where nothing travels 0 is 1
+        valid = sorted({1} | here | {int(r) for r in self.ways})
         ok = adaptive_r == "auto" or (type(adaptive_r) is int and adaptive_r in valid)
         if not ok:
             require(False, "adaptive_r", repr(adaptive_r), f"'auto' or one of {valid}")
@@ -256,7 +275,7 @@ class MoE(nn.Module):
         return str(adaptive_r) if str(adaptive_r) in self.ways else "1"
 
     def route(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None
     ) -> tuple[Tensor, Load]:
         """The layer's computation, given this rank's experts: y [T, D], and the load per sequence."""
         cfg = self.router.cfg
@@ -273,14 +292,14 @@ class MoE(nn.Module):
         return y_TD, load._replace(ids_TK=chosen.ids_TK) if self.traced else load
 
     def mix(
-        self, x: Tensor, padding: Tensor | None, experts: LocalExperts, call: Call | None = None
+        self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None
     ) -> tuple[Tensor, Routing, Routing]:
         """y [T, D], where its tokens went, and the same without the pairs that full experts dropped."""
         cfg, call = self.router.cfg, call or Call()
         dispatcher = self.dispatcher if call.way is None else self.ways[call.way]
-        if dispatcher.ranks == 1 and len(experts.gate_up) != cfg.experts:
+        if dispatcher.ranks == 1 and experts.held != cfg.experts:
             valid = f"all {cfg.experts}, or spread by parallelize"
-            require(False, "experts", f"{len(experts.gate_up)} of them on this rank", valid)
+            require(False, "experts", f"{experts.held} of them on this rank", valid)
         x_TD = x.flatten(0, -2)
         padding_T = None if padding is None else padding.flatten()
         if padding_T is not None:
@@ -309,10 +328,15 @@ class MoE(nn.Module):
             x_TD = x_TD.to(dtype)
             experts = experts.to(dtype)
 
-        if self.shared is None:
+        shared_TD = None
+        if self.to_latent is not None:
+            y_TD = self.from_latent(dispatcher(self.to_latent(x_TD), routing, experts))
+            shared_TD = None if self.shared is None else self.shared(x_TD)
+        elif self.shared is None:
             y_TD = dispatcher(x_TD, routing, experts)  # dispatch, experts, combine
         else:
             y_TD, shared_TD = dispatcher.beside(x_TD, routing, experts, self.shared)
+        if shared_TD is not None:
             if self.shared_gate is not None:
                 shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
             y_TD = y_TD + shared_TD

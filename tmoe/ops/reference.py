@@ -112,3 +112,17 @@ def token_loss(
     logp_T, entropy_T = logprobs(h_TD, weight_VD, targets_T, temperature)
     losses_T = f(logp_T, entropy_T, *inputs) if entropy else f(logp_T, *inputs)
     return losses_T.where(targets_T != -100, 0.0).sum()
+
+
+def gather_rows(x_TD: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    """out[n] = x[ids[n]]; zeros where ids[n] is no row of x."""
+    (n,) = torch.where((ids_N >= 0) & (ids_N < x_TD.shape[0]))
+    return x_TD.new_zeros(ids_N.shape[0], x_TD.shape[1]).index_copy(0, n, x_TD[ids_N[n].long()])
+
+
+def scatter_rows(y_ND: torch.Tensor, ids_N: torch.Tensor, rows: int) -> torch.Tensor:
+    """out[t] = the sum over n with ids[n] = t of y[n], in fp32 or more."""
+    (n,) = torch.where((ids_N >= 0) & (ids_N < rows))
+    wide = torch.promote_types(y_ND.dtype, torch.float32)
+    total = torch.zeros(rows, y_ND.shape[1], dtype=wide, device=y_ND.device)
+    return total.index_add(0, ids_N[n].long(), y_ND[n].to(wide)).to(y_ND.dtype)

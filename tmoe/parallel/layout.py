@@ -18,8 +18,8 @@ from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
 from tmoe.parallel.mesh import shard_dim
 
-# parameters of tmoe.moe.experts.Experts and what the optimizer keeps for them
-EXPERTS = re.compile(r"(.*\.)?experts\.[^.]+")
+# parameters of tmoe.moe.experts.Experts, or of somebody's own, and what the optimizer keeps for them
+EXPERTS = re.compile(r"(.*\.)?experts\.(own\..+|[^.]+)")
 # every rank holds it whole, in fp32 whatever the weights are
 BUFFERS = re.compile(r"(.*\.)?router\.choice_bias")
 

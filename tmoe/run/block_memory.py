@@ -153,7 +153,9 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     moe, D, width = cfg.model.moe, cfg.model.dim, compute_bytes(cfg)
     ep, etp = travelling(cfg, axes)
     T, K = local_tokens(cfg, axes), moe.slots
+    W = cfg.model.expert_dim
     kept = T * moe.outputs * FP32  # the router's logits
+    kept += 2 * T * moe.latent_dim * width  # what latent experts read and give, both operands of products
     if moe.jitter:
         kept += 2 * T * D * FP32  # its input after jitter, operand of an fp32 product, and the factors
     # shared experts: gate, up, and their product, which is recomputed where one op does them and the routed
@@ -166,11 +168,26 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
         return kept + T * K * (FP32 + INT32)
     if moe.pad:  # slots of one pair each, filled or not, and which slots are a token's
         R, K = etp * moe.experts * capacity(T, K, moe), 1
-        kept += R * D * width + T * moe.top_k * 2 * INT32
+        kept += R * W * width + T * moe.top_k * 2 * INT32
     else:
         R = etp * rows_received(T, moe.top_k, ep)
-        kept += R * D * width if ep * etp > 1 else 0  # rows received; else the norm's output is read in place
+        if moe.weigh != "activation":
+            return kept + sorted_bytes(cfg, axes, R)
+        kept += R * W * width if ep * etp > 1 else 0  # rows received; else they are read in place
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
+
+
+def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
+    """Bytes that autograd keeps of R rows received where weights apply before or after the experts.
+
+    A row for each pair: what the experts read, and what its weight multiplies. Then the weights, and numbers.
+    """
+    moe, width = cfg.model.moe, compute_bytes(cfg)
+    N = axes.etp * local_tokens(cfg, axes) * moe.top_k  # as many pairs come as go, if experts are evenly used
+    slots = N if axes.ep > 1 else R * moe.top_k
+    pairs = 2 * slots * cfg.model.expert_dim * width + slots * FP32
+    # of each pair its row and slot, and the op's weight of 1, id, place and order; of each slot its id
+    return pairs + slots * (2 * INT32 + FP32 + 3 * INT32)
 
 
 def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
@@ -186,7 +203,7 @@ def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
 
 def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
-    elements = 3 * cfg.model.moe.experts * cfg.model.moe.ffn_dim * cfg.model.dim
+    elements = 3 * cfg.model.moe.experts * cfg.model.moe.ffn_dim * cfg.model.expert_dim
     here = cfg.parallel.adaptive_r == 0 and axes.ep > 1
     return 2 * elements * compute_bytes(cfg) if here else 0
 
@@ -195,7 +212,7 @@ def slice_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
     moe = cfg.model.moe
     ep, etp = travelling(cfg, axes)
-    elements = 3 * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.dim
+    elements = 3 * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.expert_dim
     return elements * compute_bytes(cfg) if etp > 1 else 0
 
 
@@ -203,13 +220,14 @@ def uses_symm(cfg: Config, axes: Axes) -> bool:
     """Whether `--parallel.dispatch` comes to symm, given hosts of NODE GPUs that share NVLink."""
     near = 1 < axes.ep <= NODE and axes.etp == 1
     moe = cfg.model.moe
-    by_tokens = cfg.parallel.adaptive_r != 0
-    return near and by_tokens and cfg.parallel.dispatch != "nccl" and not moe.bias and not moe.pad
+    by_tokens = cfg.parallel.adaptive_r != 0 and cfg.parallel.dispatch != "nccl"
+    return near and by_tokens and not moe.bias and not moe.pad and moe.weigh == "activation"
 
 
 def runs_beside(cfg: Config, axes: Axes) -> bool:
     """Whether shared experts run inside the symm dispatcher's op, while its rows travel."""
-    hidden = hides(axes.ep, compute_bytes(cfg), cfg.model.moe.shared_dim)
+    moe = cfg.model.moe
+    hidden = hides(axes.ep, compute_bytes(cfg), moe.shared_dim) and not moe.latent_dim
     return uses_symm(cfg, axes) and cfg.parallel.wire != "fp8" and hidden
 
 
@@ -221,9 +239,9 @@ def exchange_bytes(cfg: Config, axes: Axes) -> int:
     if not uses_symm(cfg, axes):
         return 0
     rows = axes.ep * local_tokens(cfg, axes)
-    D, width = cfg.model.dim, compute_bytes(cfg)
-    packed = D * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
-    return rows * (4 * (D * width + packed) + 3 * cfg.model.moe.slots * FP32)
+    W, width = cfg.model.expert_dim, compute_bytes(cfg)
+    packed = W * width // 2 + FP32 if cfg.parallel.wire == "fp8" else 0
+    return rows * (4 * (W * width + packed) + 3 * cfg.model.moe.slots * FP32)
 
 
 def rows_received(T: int, top_k: int, ep: int) -> int:

@@ -1,0 +1,79 @@
+"""Experts of your own, under tmoe's routing and expert parallelism: a module or a function over sorted rows.
+
+docs/experts.md has the contract and an example.
+
+next: moe/dispatch.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tmoe.config.model import MoEConfig
+from tmoe.moe.dispatch import Rows
+from tmoe.moe.experts import Experts
+from tmoe.moe.sorted_rows import over_sorted_rows
+from tmoe.ops.check import require
+from tmoe.parallel.mesh import local_part
+
+
+class OwnLocal(NamedTuple):
+    """This rank's experts, their parameters gathered; called on Rows they give y [R, D], as LocalExperts."""
+
+    run: Callable[[Tensor, Tensor], Tensor]
+    parameters: dict[str, Tensor]  # [L, ...], of `run` where that is a module
+    held: int  # L
+    weigh: str
+
+    def to(self, dtype: torch.dtype) -> OwnLocal:
+        """The same experts in another dtype; gradients reach the original parameters in their own."""
+        cast = {name: p.to(dtype) if p.is_floating_point() else p for name, p in self.parameters.items()}
+        return OwnLocal(self.run, cast, self.held, self.weigh)
+
+    def __call__(self, rows: Rows) -> Tensor:
+        def run(x_ND: Tensor, pairs: Any) -> Tensor:
+            if isinstance(self.run, nn.Module):
+                return functional_call(self.run, self.parameters, (x_ND, pairs.ends_L))
+            return self.run(x_ND, pairs.ends_L)
+
+        return over_sorted_rows(rows, self.held, run, self.weigh)
+
+
+class OwnExperts(Experts):
+    """A scope, as Experts is one, around experts that somebody else wrote.
+
+    own: called as own(x_ND, ends_L) -> y_ND. Where it is a module, its parameters are `own.*` of this one's,
+        each [E, ...], of which a call finds this rank's [L, ...]. Buffers stay whole on every rank.
+    """
+
+    def __init__(self, own: Callable[[Tensor, Tensor], Tensor], cfg: MoEConfig):
+        nn.Module.__init__(self)  # not that of Experts: it has no weights of its own
+        require(callable(own), "experts", repr(own)[:80], "a module or a function (x_ND, ends_L) -> y_ND")
+        self.own = own
+        self.experts: int = cfg.experts
+        self.held: int = cfg.experts  # model/parallelize.py: of this rank
+        self.weigh = cfg.weigh
+        self.slice = None
+        self.deferred = False
+        self.require_stacked()
+
+    def require_stacked(self) -> None:
+        """Raises ValueError for a parameter that is not [E, ...]: its rows would go to the wrong ranks."""
+        for name, p in self.named_parameters():
+            ok = p.dim() > 0 and p.shape[0] == self.experts
+            shape = f"shape {tuple(p.shape)}"
+            require(ok, f"experts: parameter {name.removeprefix('own.')}", shape, f"[E={self.experts}, ...]")
+
+    @property
+    def symm_lacks(self) -> str:
+        return "experts of your own"
+
+    def forward(self, fn: Callable, *args: Any) -> Any:
+        named = self.own.named_parameters() if isinstance(self.own, nn.Module) else ()
+        parameters = {name: local_part(p) for name, p in named}
+        return fn(*args, OwnLocal(self.own, parameters, self.held, self.weigh))

@@ -1,0 +1,76 @@
+"""Runs experts on rows sorted by expert, one row for each pair of token and expert, weighed before or after.
+
+It is the general way: whatever an expert does with a row, it has it for itself. tmoe's own experts need it
+only where weights do not apply on the activation; else `moe_mlp` reads rows where they lie and writes one
+sum for each token.
+
+next: moe/own_experts.py
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.moe.dispatch import Rows
+from tmoe.ops.check import require
+from tmoe.ops.rows import gather_rows, scatter_rows
+
+
+class Sorted(NamedTuple):
+    """The N pairs of a rank's R rows and its experts, by expert, then by row; -1 where there is no pair."""
+
+    rows_N: Tensor  # int32: of 0 to R - 1
+    slots_N: Tensor  # int32: of the R * K numbers of ids
+    ends_L: Tensor  # int32: expert e has the pairs from ends[e - 1] to ends[e]
+
+
+@torch.library.custom_op("tmoe::first_rows", mutates_args=())
+def first_rows(order_N: Tensor, ends_L: Tensor) -> Tensor:
+    """The first ends[-1] numbers of order. The host waits for the device."""
+    return order_N[: int(ends_L[-1])].clone()
+
+
+@first_rows.register_fake
+def _(order_N: Tensor, ends_L: Tensor) -> Tensor:
+    return order_N.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def sort_pairs(ids_RK: Tensor, experts: int, exact: bool) -> Sorted:
+    """The pairs of ids that are from 0 to experts - 1.
+
+    exact: N is their number, at the price of a wait for the device. Else N is R * K, and behind the last end
+    are pairs of -1.
+    """
+    flat = ids_RK.flatten()
+    here = (flat >= 0) & (flat < experts)
+    keys, order = torch.where(here, flat, experts).sort(stable=True)
+    bounds = torch.arange(1, experts + 1, dtype=keys.dtype, device=keys.device)
+    ends_L = torch.searchsorted(keys, bounds, out_int32=True)
+    if exact:
+        slots_N = first_rows(order, ends_L).to(torch.int32)
+        return Sorted(slots_N // ids_RK.shape[1], slots_N, ends_L)
+    present = keys < experts
+    slots_N = torch.where(present, order, -1).to(torch.int32)
+    return Sorted(torch.where(present, slots_N // ids_RK.shape[1], -1), slots_N, ends_L)
+
+
+def over_sorted_rows(rows: Rows, experts: int, run: Callable[[Tensor, Sorted], Tensor], weigh: str) -> Tensor:
+    """y [R, D]: for each row the sum over its pairs of weight * run(x), or of run(weight * x) ("before").
+
+    run: takes x [N, D] by expert, and gives rows of the same shape. Behind the last end x is zero, and what
+    run gives there is not looked at; where rows came from other ranks, nothing is behind it.
+    """
+    pairs = sort_pairs(rows.ids_RK, experts, exact=rows.pairs is not None)
+    weights_N1 = gather_rows(rows.weights_RK.reshape(-1, 1), pairs.slots_N)
+    x_ND = gather_rows(rows.x_RD, pairs.rows_N)
+    if weigh == "before":
+        x_ND = (x_ND * weights_N1).to(x_ND.dtype)
+    y_ND = run(x_ND, pairs)
+    if not isinstance(y_ND, Tensor) or y_ND.shape != x_ND.shape:
+        got = f"shape {tuple(y_ND.shape)}" if isinstance(y_ND, Tensor) else repr(y_ND)[:80]
+        require(False, "experts: result", got, f"a tensor of the shape of its rows {tuple(x_ND.shape)}")
+    if weigh != "before":
+        y_ND = y_ND * weights_N1
+    return scatter_rows(y_ND.to(x_ND.dtype), pairs.rows_N, rows.x_RD.shape[0])
