@@ -242,10 +242,10 @@ class MoE(nn.Module):
         if top_k is not None:
             most = cfg.reach(self.router.devices)
             # by comparison: few other things can be done with a symbol of dynamo's
-            digits = next((str(k) for k in range(1, most + 1) if k == top_k), None)
-            if digits is None or type(top_k) is not int:
+            K = next((k for k in range(1, most + 1) if k == top_k), 0)
+            if not K or type(top_k) is not int:
                 require(False, "top_k", repr(top_k), f"a whole number from 1 to {most}")
-            K = int(digits or "")
+            digits = str(K)
         way = None
         if adaptive_r is not None:
             way = self.way(adaptive_r, tokens, K, x.element_size())
