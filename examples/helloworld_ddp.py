@@ -60,7 +60,7 @@ torch.manual_seed(1)  # every rank makes the same model and keeps its part
 model = Model().to(device, dtype)
 apply_ep(model.moe, mesh, "auto")
 experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
-vars(model)["_ddp_params_and_buffers_to_ignore"] = list(experts)  # before DDP looks at it
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(experts))
 model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(tmoe.parallel.tag_experts(model), lr=args.lr)  # experts are a group of their own
 
