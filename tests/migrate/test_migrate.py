@@ -188,8 +188,8 @@ ROUTERS = [
 def test_routers_run(gloo, tmp_path, more):
     outcome = translate("megatron", [*SMALL, "--save", str(tmp_path), *more.split()])
     assert not outcome.refused
-    if not names.is_known(outcome.words):
-        pytest.skip(f"not in this version: {names.refusal(tuple(outcome.words))}")
+    if lacking := names.lacking(outcome.words):
+        pytest.skip(f"not in this version: {lacking}")
     gloo(1, runs.run, [*outcome.words, "--no-compile", "--log.no-progress"])
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in steps} == {0, 1}
@@ -373,8 +373,8 @@ def test_tutel_runs(gloo, tmp_path):
 def test_tutel_routers_run(gloo, tmp_path, words):
     outcome = translate("tutel", [*HELLO, *words.split()])
     assert not outcome.refused
-    if not names.is_known(outcome.words):
-        pytest.skip(f"not in this version: {names.refusal(tuple(outcome.words))}")
+    if lacking := names.lacking(outcome.words):
+        pytest.skip(f"not in this version: {lacking}")
     gloo(1, runs.run, [*outcome.words, "--out", str(tmp_path), "--no-compile", "--log.no-progress"])
 
 

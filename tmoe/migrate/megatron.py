@@ -151,8 +151,9 @@ def _router(given: Given, out: Outcome) -> None:
     groups, best = given.whole("--moe-router-num-groups", 1), given.whole("--moe-router-group-topk", 1)
     out.set("--model.moe.top-k", k)
     out.set(names.SCORE, score)
-    # Softmax over the K chosen is softmax over all E, divided by the sum of the K.
-    after = score == "softmax" and not before
+    # Softmax over the K chosen is softmax over all E, divided by their sum. Sinkhorn has its own weights.
+    sinkhorn = "sinkhorn" in _kinds(given)
+    after = score == "softmax" and not before and not sinkhorn
     bias = given.has("--moe-router-enable-expert-bias")
     out.set("--model.moe.softmax", "after" if after and groups == 1 and not bias else "before")
     out.set("--model.moe.renormalize", after or (score != "softmax" and k > 1))
@@ -173,11 +174,14 @@ def _router(given: Given, out: Outcome) -> None:
         out.set(names.FORCE_SKEW, given.number("--moe-router-force-biased", 1.0))
 
 
+def _kinds(given: Given) -> list[str]:
+    """Kinds of balancing; `[aux_loss,seq_aux_loss]` is a list as well."""
+    words = given.list("--moe-router-load-balancing-type") or ["aux_loss"]
+    return [kind.strip("'\" ") for word in words for kind in word.strip("[]").split(",")]
+
+
 def _balance(given: Given, out: Outcome) -> None:
-    types = [
-        t for word in given.list("--moe-router-load-balancing-type") for t in word.strip("[]").split(",")
-    ]
-    types = [t.strip("'\" ") for t in types or ["aux_loss"]]
+    types = _kinds(given)
     coeffs = [c for word in given.list("--moe-aux-loss-coeff") for c in word.strip("[]").split(",")] or ["0"]
     coeffs = coeffs * len(types) if len(coeffs) == 1 else coeffs
     if len(coeffs) != len(types):

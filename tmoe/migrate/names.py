@@ -78,6 +78,10 @@ class _Into:
         pass
 
 
-def is_known(words: Sequence[str]) -> bool:
-    """Whether this version knows the flags and values of a command of train.py."""
-    return not refusal(tuple(words))
+def lacking(words: Sequence[str]) -> str:
+    """The flags and values of a command that this version does not have, in the parser's words; "" for none.
+
+    A combination that it refuses is not among these.
+    """
+    said = refusal(tuple(words))
+    return said if re.match("Unrecognized|Invalid choice", said) else ""
