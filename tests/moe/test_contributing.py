@@ -3,6 +3,8 @@
 next: tests/moe/test_selection.py
 """
 
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import train
 from tmoe.config import policies
 from tmoe.config.check import ConfigError
 from tmoe.config.model import MoEConfig
@@ -69,11 +72,25 @@ def test_what_its_line_excludes_is_refused_by_name(added):
         MoEConfig(selection="lottery", choice_bias=True)
 
 
-def test_the_commands_of_the_page_on_routers_are_valid():
+def commands() -> list[list[str]]:
+    """The words behind `python train.py` of the page on routers."""
     page = (PAGE.parent / "docs/routers.md").read_text()
-    lines = [
-        line.split("#")[0].split() for line in page.splitlines() if line.startswith("    python train.py")
-    ]
-    assert len(lines) >= 8
-    for _, _, *words in lines:
+    lines = [line.split("#")[0] for line in page.splitlines() if line.startswith("    python train.py")]
+    return [line.split()[2:] for line in lines]
+
+
+def test_the_commands_of_the_page_on_routers_are_valid():
+    assert len(commands()) >= 8
+    for words in commands():
         parse(words, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_they_train_and_go_on(tmp_path, capsys, words):
+    few = "--model.layers 1 --train.batch 4 --train.seq 128 --no-compile --log.no-progress --out".split()
+    for steps in ("2", "4"):
+        train.main([*words, *few, str(tmp_path), "--steps", steps])
+    assert "resumed after step 2" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(line["loss"]) for line in lines if "loss" in line)

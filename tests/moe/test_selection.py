@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import router_policies as plain
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiers import slow_but
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -515,6 +515,11 @@ POLICIES = st.fixed_dictionaries(
 )
 
 
+def has_ties(moe: MoE, tokens: int) -> bool:
+    """Whether the choice hangs on rounding: Sinkhorn's plan for few tokens gives all experts the same."""
+    return moe.router.cfg.selection == "sinkhorn" and tokens < 2 * moe.router.cfg.outputs
+
+
 @settings(max_examples=25, deadline=None)
 @given(kw=POLICIES, T=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_permuting_tokens_permutes_outputs(kw, T, seed):
@@ -522,6 +527,7 @@ def test_permuting_tokens_permutes_outputs(kw, T, seed):
     moe = layer(config(**kw))
     x = torch.randn(T, D)
     order = torch.randperm(T)
+    assume(not has_ties(moe, T))
     y = moe(x)
     load = moe.load
     torch.testing.assert_close(moe(x[order]), y[order], rtol=1e-4, atol=1e-5)
@@ -542,7 +548,7 @@ def test_trap_padding_masks_of_opposite_sign(kw, T, seed):
     moe(x.where(~padding[..., None], 100 * torch.randn(1, T, D)), padding)
     for a, b in zip(load, moe.load, strict=True):
         assert a is None or torch.equal(a, b)
-    if padding.all():
+    if padding.all() or has_ties(moe, int((~padding).sum())):
         return
     torch.testing.assert_close(moe(x[~padding]), y[~padding], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(moe.load.counts_BE, load.counts_BE)
