@@ -84,7 +84,8 @@ class Flags:
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ConfigError for flags that do not go together."""
         require(self.n >= 1, f"-n={self.n}: must be at least 1")
         require(not (self.prompt and self.file), "a prompt and --file: give one of them")
         require(self.out is None or self.file is not None, f"--out={self.out}: needs --file")
@@ -129,6 +130,7 @@ class Clock:
 
 def run(flags: Flags) -> None:
     """Does what the command line asks for."""
+    flags.check()
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
     talks = flags.chat and not prompt and rows is None and sys.stdin.isatty()
