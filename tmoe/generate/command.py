@@ -118,7 +118,8 @@ class Clock:
         first = self.first or now
         rate = max(self.tokens - 1, 0) / max(now - first, 1e-9)
         end = f" ({finish})" if finish else ""
-        return f"{self.tokens} tokens{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
+        count = f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
+        return f"{count}{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
 
     def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """The same pieces, counted."""
