@@ -40,11 +40,11 @@ def ids_of(samples) -> list[list[list[int]]]:
 
 
 def test_slots_and_neighbours_change_no_token(model):
-    want = Engine(model).generate(PROMPTS, 4, WARM)
+    want = Engine(model).generate(PROMPTS, 3, WARM)
     assert {sample.finish for answers in want for sample in answers} == {"stop", "length"}
-    assert len({tuple(s.ids.tolist()) for answers in want for s in answers}) > 15
-    for slots in (1, 2, 3, 7):
-        got = Engine(model, slots=slots).generate(PROMPTS, 4, WARM)
+    assert len({tuple(s.ids.tolist()) for answers in want for s in answers}) > 11
+    for slots in (1, 3, 7):
+        got = Engine(model, slots=slots).generate(PROMPTS, 3, WARM)
         assert ids_of(got) == ids_of(want)
         for a, b in zip(got, want, strict=True):
             for s, t in zip(a, b, strict=True):

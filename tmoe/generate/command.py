@@ -84,7 +84,8 @@ class Flags:
     dtype: Literal["bf16", "fp32"] | None = None
     """type of weights and computation; none: bf16 on a GPU, else fp32"""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """ConfigError for flags that do not go together."""
         require(self.n >= 1, f"-n={self.n}: must be at least 1")
         require(not (self.prompt and self.file), "a prompt and --file: give one of them")
         require(self.out is None or self.file is not None, f"--out={self.out}: needs --file")
@@ -117,7 +118,8 @@ class Clock:
         first = self.first or now
         rate = max(self.tokens - 1, 0) / max(now - first, 1e-9)
         end = f" ({finish})" if finish else ""
-        return f"{self.tokens} tokens{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
+        count = f"{self.tokens} token{'' if self.tokens == 1 else 's'}"
+        return f"{count}{end}, {rate:,.0f} tokens/s, the first after {first - self.start:.2f} s"
 
     def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """The same pieces, counted."""
@@ -129,6 +131,7 @@ class Clock:
 
 def run(flags: Flags) -> None:
     """Does what the command line asks for."""
+    flags.check()
     rows = read_prompts(flags.file) if flags.file else None
     prompt = flags.prompt
     talks = flags.chat and not prompt and rows is None and sys.stdin.isatty()
