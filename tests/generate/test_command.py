@@ -14,9 +14,9 @@ from hf_tiny import load_step, saved
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.data.chat import chat_prompt
 from tmoe.data.tokenizer import ByteTokenizer, JsonTokenizer, tokenizer_files
 from tmoe.generate import Engine, Sampling, command
-from tmoe.generate.chat import chat_prompt
 from tmoe.generate.load import find, load
 from tmoe.hf import import_hf
 from tmoe.model.transformer import Transformer

@@ -26,8 +26,9 @@ import tyro
 
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import require
+from tmoe.data.chat import chat_prompt, turn_end
+from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.disk import expand_home
-from tmoe.generate.chat import chat_prompt, turn_end
 from tmoe.generate.engine import Engine, Piece
 from tmoe.generate.load import Loaded, load
 from tmoe.generate.prompts import is_chat, read_prompts, write_answers
@@ -49,6 +50,8 @@ class Flags:
     """take prompts as a user's messages; without a prompt, a conversation in the terminal"""
     system: str = ""
     """a system message in front of every conversation"""
+    chat_template: str | None = None
+    """a jinja file in place of the tokenizer's own chat template"""
     max_tokens: int | None = None
     """end an answer after so many tokens;
     none: 256, but of a run no more than the sequences that it was trained on leave room for"""
@@ -93,6 +96,8 @@ class Flags:
         require(not exists, f"--out={self.out}: is there already; name a new file")
         chat = self.chat or self.file is not None
         require(not self.system or chat, f"--system={self.system!r}: needs --chat")
+        file = self.chat_template
+        require(file is None or chat, f"--chat-template={file}: needs --chat")
 
     def sampling(self, loaded: Loaded) -> Sampling:
         """Flags, else what the folder says, else the defaults."""
@@ -177,7 +182,7 @@ class Speaker:
         sampling = self.sampling
         if chat:
             assert self.engine.tokenizer
-            sampling = replace(sampling, stop_ids=(turn_end(self.engine.tokenizer),))
+            sampling = replace(sampling, stop_ids=(turn_end(self.engine.tokenizer, self.template()),))
         if self.seq is not None and self.flags.max_tokens is None:
             room = max(self.seq - max(map(len, prompts)), self.sampling.min_tokens, 1)
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -188,7 +193,12 @@ class Speaker:
         """A conversation as the model is given it."""
         system = [dict(role="system", content=self.flags.system)] if self.flags.system else []
         assert self.engine.tokenizer
-        return [int(i) for i in chat_prompt([*system, *messages], self.engine.tokenizer)]
+        return chat_prompt([*system, *messages], self.engine.tokenizer, self.template()).tolist()
+
+    def template(self) -> ChatTemplate:
+        """How conversations are written out, with today's date."""
+        assert self.engine.tokenizer
+        return load_template(self.engine.tokenizer, self.flags.chat_template, now=True)
 
     def answer(self, prompt: str) -> None:
         """One prompt: its answer as it comes, or several, one behind the other."""

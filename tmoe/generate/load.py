@@ -1,6 +1,6 @@
 """An engine of a run folder, a step folder or a Hugging Face folder, with the tokenizer that each has.
 
-next: generate/chat.py
+next: generate/command.py
 """
 
 from __future__ import annotations
