@@ -33,7 +33,7 @@ from tmoe.ops import rows as row_ops
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace, trace_router, whole
-from tmoe.run.block_memory import runs_beside, travelling
+from tmoe.run.block_memory import by_log_probs, runs_beside, travelling
 from tmoe.run.cli import require_cache_folder
 from tmoe.stack import find
 
@@ -86,7 +86,8 @@ def traces(cfg: Config) -> list[tuple]:
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
     found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
-    found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
+    if by_log_probs(cfg):
+        found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
     found.append((adamw.trace, dtype))
     found.append((parts.trace, dtype))
     return found

@@ -38,7 +38,6 @@ from tmoe.run.block_memory import (
     loss_bytes,
     moe_bytes,
     rows_received,
-    token_loss_bytes,
     window_bytes,
 )
 from tmoe.run.cli import parse
@@ -414,10 +413,10 @@ def test_a_loss_of_log_probs_holds_less():
     D = 2048
     for model, V, rows in ((OLMOE, 50304, 2048), (QWEN3, 151936, 1024)):
         for batch in (4, 256):
-            cfg = Config(model=model, train=TrainConfig(batch=batch, seq=512))
+            cfg = Config(task="preference", model=model, train=TrainConfig(batch=batch, seq=512))
             a_token = 3 * D * 2 + 12 * 4
             chunk = max(2 * rows * V, 2 * V * D)  # or the head's gradient again in bf16
-            assert token_loss_bytes(cfg, ALONE) == 512 * batch * a_token + 4 * V * D + chunk
+            assert loss_bytes(cfg, ALONE) == 512 * batch * a_token + 4 * V * D + chunk
 
 
 def test_offloaded_moments_and_document_masks_take_nothing():

@@ -259,19 +259,19 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
     Forward: a chunk of logits, which become their gradient; the head's gradient in fp32; a copy of the head
         where rows are added to it for alignment.
     Backward: that gradient, and its scaled copy in the compute type.
-    Always: hidden states before and after the final norm, and their gradient.
-    """
-    return _head_bytes(cfg, axes, chunk_rows(cfg.model.vocab, gpu=True))
-
-
-def token_loss_bytes(cfg: Config, axes: Axes) -> int:
-    """The same of a loss made of log-probs, `ops.token_loss` or `ops.logprobs`, with VECTORS numbers a token.
-
-    A step's peak with such a loss is `working` of memory_per_rank with this in place of `loss_bytes`.
+    Always: hidden states before and after the final norm, and their gradient. A loss made of log-probs
+        (`ops.token_loss`, `ops.logprobs`) has VECTORS numbers a token as well.
     """
     width = compute_bytes(cfg)
+    if not by_log_probs(cfg):
+        return _head_bytes(cfg, axes, chunk_rows(cfg.model.vocab, gpu=True))
     rows = logprob.chunk_rows(aligned(cfg.model.vocab, width), width)
     return _head_bytes(cfg, axes, rows) + VECTORS * FP32 * local_tokens(cfg, axes)
+
+
+def by_log_probs(cfg: Config) -> bool:
+    """Whether the task's loss is made of log-probs; else it is the fused cross-entropy."""
+    return cfg.task == "preference" or (cfg.task == "sft" and cfg.sft.dft)
 
 
 def _head_bytes(cfg: Config, axes: Axes, rows: int) -> int:
