@@ -28,6 +28,8 @@ from tmoe.moe.dispatch import SymmDispatcher, pairs_bound
 from tmoe.moe.experts import Experts, LocalExperts
 from tmoe.moe.router import Routing
 from tmoe.ops.experts import gpu
+from tmoe.ops.experts.deferred import collecting
+from tmoe.ops.experts.op import moe_mlp_deferred
 from tmoe.ops.launch.launch import compile_only
 from tmoe.parallel.mesh import build_mesh
 from tmoe.parallel.schedule import simulate
@@ -35,6 +37,7 @@ from tmoe.run.block_memory import (
     backward_bytes,
     exchange_bytes,
     layer_bytes,
+    left_bytes,
     loss_bytes,
     moe_bytes,
     rows_received,
@@ -42,6 +45,7 @@ from tmoe.run.block_memory import (
 )
 from tmoe.run.cli import parse
 from tmoe.run.memory import (
+    defers,
     kept_whole,
     memory_of_stages,
     memory_per_rank,
@@ -586,6 +590,29 @@ def test_activations_of_a_pipeline_worked_by_hand():
             assert memory["activations"] == pytest.approx(want, rel=0.01)
     order = plan(cfg, axes)
     assert simulate(order).held == (11, 9, 7, 5)
+
+
+def test_what_v_puts_off_is_counted():
+    """A layer's backward leaves what `Left` holds; a stage has as many at once as the table says."""
+    model = dataclasses.replace(OLMOE, vocab=64, layers=4, dim=64, moe=MoEConfig(experts=4, ffn_dim=96))
+    train = TrainConfig(batch=2, seq=64, accumulate=4, dtype="fp32")
+    cfg = Config(model=model, train=train, parallel=ParallelConfig(pp=2, schedule="v", dispatch="nccl"))
+    axes, T, K = Axes(pp=2), 128, 2
+    x = torch.randn(T, 64, requires_grad=True)
+    experts = torch.randn(4, 192, 64), torch.randn(4, 64, 96)
+    with collecting() as left:
+        moe_mlp_deferred(x, *experts, torch.rand(T, K), torch.randint(0, 4, (T, K))).sum().backward()
+    assert left_bytes(cfg, axes) == pytest.approx(left[0].bytes, rel=0.02)
+
+    order = plan(cfg, axes)
+    most = simulate(order).kept
+    assert max(most) > 0
+    layer, result = layer_bytes(cfg, axes, 0), T * 64 * 4
+    for stage, memory in enumerate(memory_of_stages(cfg, axes)):
+        held = memory["activations"] / (layer + result)
+        assert held <= simulate(order).held[stage] + most[stage] * left_bytes(cfg, axes) / layer
+    off = dataclasses.replace(cfg, parallel=ParallelConfig(pp=2, schedule="v", adaptive_r=0))
+    assert defers(cfg, axes) and not defers(off, axes)
 
 
 def test_parts_of_a_sequence_divide_what_a_rank_keeps():

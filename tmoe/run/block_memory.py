@@ -177,6 +177,19 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     return kept + R * K * (FP32 + 3 * INT32)  # weight, id, place and order of each slot
 
 
+def left_bytes(cfg: Config, axes: Axes) -> int:
+    """Bytes that one MoE layer's backward keeps for the gradients of its experts' matrices (schedule v).
+
+    dH and the weighted activation of the pairs, copies of the rows and of their results' gradients, weights,
+    and the rows' order.
+    """
+    moe, W, width = cfg.model.moe, cfg.model.expert_dim, compute_bytes(cfg)
+    T = local_tokens(cfg, axes)
+    R = rows_received(T, moe.top_k, axes.ep)
+    pairs = pairs_bound(T, moe.top_k, axes.ep, moe.experts // axes.ep) or R * moe.slots
+    return (3 * pairs * moe.ffn_dim + 2 * R * W) * width + R * moe.slots * (FP32 + 2 * INT32)
+
+
 def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
     """Bytes that autograd keeps of R rows received where weights apply before or after the experts.
 

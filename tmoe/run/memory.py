@@ -30,8 +30,10 @@ from tmoe.run.block_memory import (
     compute_bytes,
     exchange_bytes,
     layer_bytes,
+    left_bytes,
     local_tokens,
     loss_bytes,
+    uses_symm,
 )
 
 
@@ -83,22 +85,35 @@ def chunk_spans(model: ModelConfig, chunks: int) -> tuple[range, ...]:
 def plan(cfg: Config, axes: Axes) -> Table:
     """The pipeline's table: what each stage does with which chunk, in which order."""
     p = cfg.parallel
-    return table(p.schedule, axes.pp, cfg.train.accumulate, p.chunks_a_stage)
+    return table(p.schedule, axes.pp, cfg.train.accumulate, p.chunks_a_stage, deferred=defers(cfg, axes))
+
+
+def defers(cfg: Config, axes: Axes) -> bool:
+    """Whether gradients of experts' matrices are put off, as `obstacle` of model/stages.py decides."""
+    model, p = cfg.model, cfg.parallel
+    whole = axes.replicate == 1 and (axes.sharers == 1 or kept_whole(cfg, axes))
+    plain = axes.etp == 1 and p.adaptive_r != 0 and model.moe.weigh == "activation"
+    sparse = any(map(model.is_moe, range(model.layers)))
+    return p.schedule == "v" and axes.pp > 1 and sparse and whole and plain and not uses_symm(cfg, axes)
 
 
 def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> list[int]:
     """Most bytes that autograd keeps on each stage at one time, for forwards whose backward is to come.
 
-    They are a chunk's blocks, and its result unless that is the loss.
+    They are a chunk's blocks, and its result unless that is the loss. Where gradients of experts' matrices
+    are put off, what these need waits as well.
     """
     result = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
     sizes = [blocks_bytes(cfg, axes, span) + result for span in spans]
     sizes[-1] -= result
+    layers = [sum(map(cfg.model.is_moe, span)) for span in spans]
+    left = [count * left_bytes(cfg, axes) for count in layers] if defers(cfg, axes) else [0] * len(spans)
     found = []
     for row in order.ranks:
         held = most = 0
         for action in row:
             held += dict(F=1, B=-1, I=-1, W=0)[action.op] * sizes[action.chunk]
+            held += dict(F=0, B=0, I=1, W=-1)[action.op] * left[action.chunk]
             most = max(most, held)
         found.append(most)
     return found
