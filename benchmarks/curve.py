@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.train import running
-from tmoe.model import transformer
+from tmoe.model import loss, transformer
 from tmoe.model.attention_backend import document_mask
 from tmoe.moe import experts, router
 from tmoe.ops import reference
@@ -127,7 +127,7 @@ def plain_parts() -> list[Plain]:
     return [
         Plain(experts, "moe_mlp", plain_mlp),
         Plain(transformer, "make_mask", dense_mask),
-        Plain(transformer, "cross_entropy_sum", whole_loss),
+        Plain(loss, "cross_entropy_sum", whole_loss),
         Plain(AdamW, "_step_in_one_pass", torchs_step),
         Plain(router, "softmax_topk", reference.softmax_topk),
         Plain(router, "on_matrix_units", never),

@@ -30,6 +30,7 @@ import numpy as np
 import tokenizers
 import torch
 from rich.filesize import decimal
+from safetensors.numpy import load_file, save_file
 
 from tmoe.config.model import IGNORE
 from tmoe.config.run import DataConfig
@@ -47,7 +48,8 @@ from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 ChatTask = Literal["sft", "preference"]
 CHUNK = 256  # rows that are encoded together
 TOLD = 1_000_000  # bytes of a source above which its tokenising is announced
-VERSION = 1  # of what is kept
+VERSION = 2  # of what is kept
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class ChatBatch(NamedTuple):
@@ -125,7 +127,7 @@ class ChatSource:
         # views, for a slice of a memmap costs several times as much as one of an array
         self.ids = np.memmap(made / "ids.bin", facts["dtype"], "r").view(np.ndarray)
         self.trained = np.memmap(made / "trained.bin", np.bool_, "r").view(np.ndarray)
-        kept = np.load(made / "sequences.npz")
+        kept = load_file(made / "sequences.safetensors")
         self.starts = kept["starts"]
         self.lengths = np.diff(self.starts)
         self._files = facts["files"]
@@ -134,7 +136,7 @@ class ChatSource:
         self.of_unit = 2 if pairs else 1
         """sequences that stay together"""
 
-        units = np.flatnonzero((kept["splits"] == split)[:: self.of_unit])
+        units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
         self.units, cut, dropped = self._fit(units, kept["firsts"], overlong)
         if not len(self.units):
             raise DataError(
@@ -412,9 +414,8 @@ class _Rows:
                 raise DataError(f"{self.source.name}: holds no rows to train on")
             shares = np.array(hashes, np.uint64).tolist()
             split_of = Splitter(shares, HeldOut(*self.cfg.held_out))
-            splits = np.array([split_of(one) for one in shares])
-            np.savez(
-                folder / "sequences.npz",
+            splits = np.array([SPLITS.index(split_of(one)) for one in shares], np.uint8)
+            kept = dict(
                 starts=np.array(starts),
                 firsts=np.array(firsts),
                 counts=np.array(counts),
@@ -422,6 +423,7 @@ class _Rows:
                 places=np.array(places).reshape(-1, 2),
                 splits=splits[np.array(rows)],
             )
+            save_file(kept, folder / "sequences.safetensors")
             facts = dict(
                 dtype=str(dtype),
                 rows=len(hashes),
