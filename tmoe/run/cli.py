@@ -27,7 +27,7 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run.memory import padding
-from tmoe.run.sources import read_sources
+from tmoe.run.settings import read_settings
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
 Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
@@ -38,7 +38,7 @@ LAG_S = 10.0  # s by which rank 0 may start later than others
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
     """Config of a command line; the first word may name a preset (default: tiny) or a run folder.
 
-    Without it --init's folder says what the model is. --config names a file of settings: run/sources.py.
+    Without it --init's folder says what the model is. --config names a file of settings: run/settings.py.
 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
@@ -116,7 +116,7 @@ def begins_anew(cfg: Config) -> bool:
 
 def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
     """The settings, and a line for each place besides the flags that they were read from."""
-    source = read_sources(expand_home(argv))
+    source = read_settings(expand_home(argv))
     name = source.name or ("tiny" if not source.notes else "")
     shown = f"{name or ' and '.join(source.notes)}"
     text = f"{description}\n\n{SOURCES.format(presets=', '.join(presets()))} Defaults below: {shown}."

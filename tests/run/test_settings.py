@@ -1,6 +1,6 @@
 """Where settings come from below the flags: a run folder, a file, --init's folder; differences as flags.
 
-next: tmoe/run/sources.py
+next: tmoe/run/settings.py
 """
 
 import json

@@ -33,7 +33,7 @@ class Source(NamedTuple):
     """what was read from where, a line each"""
 
 
-def read_sources(words: list[str]) -> Source:
+def read_settings(words: list[str]) -> Source:
     """The settings that a command line starts from, each above the one before.
 
     A preset or a run folder (the first word), or without one the model of --init's folder, or `tiny`. Then
