@@ -6,7 +6,9 @@ next: tmoe/run/settings.py
 import json
 import re
 import shlex
+import tomllib
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from hf_tiny import saved
@@ -19,6 +21,7 @@ from tmoe.hf import import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
 from tmoe.run.cli import parse
+from tmoe.run.settings import with_settings
 
 TOML = """
 out = "here"
@@ -177,3 +180,11 @@ def test_no_folder_to_start_from(capsys):
 def test_a_hugging_face_folder_is_no_run(tmp_path, capsys):
     hf_dir = saved(tmp_path / "hf", "mixtral")
     assert f"start from it with --init {hf_dir}" in refusal([str(hf_dir)], capsys)
+
+
+def test_the_file_that_the_page_shows():
+    """docs/settings.md's TOML names settings that there are."""
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
+    cfg = with_settings(presets()["qwen3-30b-a3b"], tomllib.loads(block), "the page")
+    assert (cfg.steps, cfg.train.global_batch, cfg.model.moe.balance_coeff) == (2000, 64, 0.001)
