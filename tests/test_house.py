@@ -27,7 +27,7 @@ FLOORS = [
     ("run",),
     ("post",),
     ("report", "routing", "upcycle", "warmup", "migrate"),
-    ("train",),
+    ("train", "__main__"),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.
 PUBLIC = {"tmoe", "tmoe.hf"}

@@ -93,6 +93,7 @@ def test_commands_and_presets_work_in_an_empty_folder(installed):
     for command in COMMANDS:
         said = run(python, "-m", f"tmoe.{command}", "--help", cwd=empty)
         assert f"tmoe.{command}" in said, said
+        assert run(python.parent / "tmoe", command, "--help", cwd=empty) == said
     *presets, where = run(python, "-c", PRESETS, cwd=empty).splitlines()
     assert [line.split()[0] for line in presets] == list(tmoe.presets())
     version, file = where.split()

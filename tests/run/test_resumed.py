@@ -89,10 +89,10 @@ def test_no_run_lies_in_a_step_that_retention_removes(tmp_path, capsys):
 
 def test_what_a_run_began_from_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse(["--init", "models/a"], "").init == str(tmp_path / "models/a")
+    assert parse(["tiny", "--init", "models/a"], "").init == str(tmp_path / "models/a")
     assert not parse([], "").init
     # of a link's parent, not of the folder that the link is in
-    assert parse(["--init", "latest/../step-100"], "").init == str(tmp_path / "latest/../step-100")
+    assert parse(["tiny", "--init", "latest/../step-100"], "").init == str(tmp_path / "latest/../step-100")
 
 
 def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):

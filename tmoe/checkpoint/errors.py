@@ -13,7 +13,11 @@ class MismatchError(CheckpointError, ValueError):
     """
 
 
-def refuse(what: str, problems: list[str]) -> None:
-    """MismatchError if there is a problem; it lists all of them, or every kind where there are many."""
+def refuse(what: str, problems: list[str], remedy: str = "") -> None:
+    """MismatchError if there is a problem; it lists all of them, or every kind where there are many.
+
+    remedy: a last line, what to do about it.
+    """
     if problems:
-        raise MismatchError(listed(f"{what}: {len(problems):,} differences", problems))
+        message = listed(f"{what}: {len(problems):,} differences", problems)
+        raise MismatchError(f"{message}\n{remedy}" if remedy else message)

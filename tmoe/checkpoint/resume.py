@@ -16,7 +16,7 @@ from tmoe.checkpoint.manifest import read_manifest
 from tmoe.config.check import fits, require
 from tmoe.config.model import STEPS_READ, ModelConfig
 from tmoe.config.run import Config
-from tmoe.config.same import build_config, differences
+from tmoe.config.same import as_flags, build_config, differences
 
 
 def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
@@ -27,9 +27,11 @@ def require_same_model(step_dir: Path, model_cfg: ModelConfig) -> None:
     """
     config = read_manifest(step_dir).info.get("config")
     if isinstance(config, dict) and isinstance(settings := config.get("model"), dict):
+        theirs = build_config(settings)
         refuse(
             f"{step_dir} is not this model's (here: this run, there: the step)",
-            differences(model_cfg, build_config(settings)),
+            differences(model_cfg, theirs),
+            as_flags(model_cfg, theirs),
         )
 
 

@@ -49,7 +49,8 @@ def tiny() -> Config:
 
 def pretrain(model: ModelConfig, lr: float = 3e-4) -> Config:
     optim = OptimConfig(lr=lr, warmup=100)
-    return Config(model=model, train=TrainConfig(batch=4, seq=4096), optim=optim, data=DataConfig())
+    seq = min(4096, model.rope.max_seq)
+    return Config(model=model, train=TrainConfig(batch=4, seq=seq), optim=optim, data=DataConfig())
 
 
 def moe_pilot_14b() -> ModelConfig:

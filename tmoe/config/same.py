@@ -33,6 +33,36 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     return [f"model.{n}: {a.get(n)!r} here, {b.get(n)!r} there" for n in names if a.get(n) != b.get(n)]
 
 
+def as_flags(ours: ModelConfig, theirs: ModelConfig) -> str:
+    """A line with the flags, and no more than those, that make our model theirs; "" for equal models."""
+    wanted, here = flattened(theirs), flattened(ours)
+    training = {name: here[name] for name in (*STEPS_READ, "init_std", "moe.router_dtype")}
+    wanted = wanted | training
+    changed = [name for name in wanted if wanted[name] != here[name]]
+    for name in list(changed):
+        if _is_theirs(wanted | {name: here[name]}, theirs):  # nothing that this model computes depends on it
+            wanted[name] = here[name]
+            changed.remove(name)
+    words = [_as_flag(name, wanted[name]) for name in changed]
+    return f"the same model by flags: {' '.join(words)}" if words else ""
+
+
+def _is_theirs(flat: dict[str, Any], theirs: ModelConfig) -> bool:
+    """Whether settings by dotted names can be, and are this model."""
+    try:
+        return not differences(build_config(nested(flat)), theirs)
+    except ConfigError:
+        return False
+
+
+def _as_flag(name: str, value: Any) -> str:
+    section, dot, last = f"--model.{name.replace('_', '-')}".rpartition(".")
+    if isinstance(value, bool):
+        return f"{section}{dot}{'' if value else 'no-'}{last}"
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return " ".join([f"{section}{dot}{last}", *map(str, values)])
+
+
 def facts(cfg: ModelConfig) -> dict[str, Any]:
     """The settings that decide what the model computes, in one spelling.
 

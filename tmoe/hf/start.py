@@ -16,11 +16,12 @@ from torch import Tensor
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.folders import resolve
-from tmoe.checkpoint.manifest import CheckpointError, read_manifest
+from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.resume import require_same_model
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, require
 from tmoe.config.model import ModelConfig
-from tmoe.config.same import differences
+from tmoe.config.same import as_flags, build_config, differences
+from tmoe.hf.config import read_config
 from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, untied
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece
@@ -81,21 +82,45 @@ def load_weights(
         return _load_hf(path, parameters, model_cfg)
 
     def look() -> Path:
-        require(
-            path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder"
-        )
-        try:
-            step_dir = resolve(path)
-            read_manifest(step_dir)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"--init={path}: must be a step folder or a Hugging Face folder\n{error}"
-            ) from None
+        step_dir, _ = _find_step(path)
         require_same_model(step_dir, model_cfg)
         return step_dir
 
     named = {MODEL + name: tensor for name, tensor in parameters.items()}
     checkpoints.load(_together(look), named, only=MODEL)
+
+
+def model_of(path: Path) -> ModelConfig:
+    """The model of a Hugging Face folder, by its config.json, or of a step folder, by its run's settings.
+
+    Reads no weights. Raises ConfigError or CheckpointError where there is no such folder, where it does not
+    say what its model is, and for a model that tmoe does not compute.
+    """
+    if is_folder(path):
+        return read_config(Folder(path).config)
+    step_dir, manifest = _find_step(path)
+    config = manifest.info.get("config")
+    settings = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"--init={path}: {step_dir} does not say what its model is; name a preset and flags"
+        )
+    return build_config(settings)
+
+
+def _find_step(path: Path) -> tuple[Path, Manifest]:
+    """Where --init's step lies, and its manifest. An error says what else there is, or how to get it."""
+    named = len(path.parts) == 2 and not path.is_absolute()
+    hub = f"; if it is a name on the hub: hf download {path} --local-dir {path}" if named else ""
+    wanted = f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder{hub}"
+    require(path.is_dir(), wanted)
+    try:
+        step_dir = resolve(path)
+        return step_dir, read_manifest(step_dir)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"--init={path}: must be a step folder or a Hugging Face folder\n{error}"
+        ) from None
 
 
 def _plan_load(
@@ -108,7 +133,7 @@ def _plan_load(
     folder = Folder(hf_dir)
     plan = plan_folder(folder)
     why = f" ({untied(hf_dir)})" if folder.own_head else ""
-    refuse(f"{hf_dir / CONFIG} is not this model's{why}", differences(cfg, plan.cfg))
+    refuse(f"{hf_dir / CONFIG} is not this model's{why}", differences(cfg, plan.cfg), as_flags(cfg, plan.cfg))
     shapes = model_shapes(plan.cfg)
     problems = plan.problems + [
         f"{name}: shape {tuple(p.shape)} here, by config.json {shapes.get(name)}"

@@ -27,12 +27,18 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run.memory import padding
+from tmoe.run.settings import read_settings
 
+SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
+Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
+config.json has them; flags come above it."""
 LAG_S = 10.0  # s by which rank 0 may start later than others
 
 
 def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 1) -> Config:
-    """Config of a command line; the first word may name a preset (default: tiny).
+    """Config of a command line; the first word may name a preset (default: tiny) or a run folder.
+
+    Without it --init's folder says what the model is. --config names a file of settings: run/settings.py.
 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
@@ -43,7 +49,7 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
             redirect_stdout(silent) if rank else nullcontext(),
             redirect_stderr(silent) if rank else nullcontext(),
         ):
-            cfg = _parse(list(argv), description, rank, world)
+            cfg, read = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
         # The first rank of each node speaks too: rank 0 does not see what is wrong on another node alone.
@@ -54,7 +60,7 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
             # A launcher ends all ranks when one has ended: rank 0, still importing, would never say why.
             time.sleep(LAG_S)
         raise SystemExit(code) from None
-    for note in notes(cfg, world) if rank == 0 else ():
+    for note in (*read, *notes(cfg, world)) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     return cfg
 
@@ -108,18 +114,18 @@ def begins_anew(cfg: Config) -> bool:
     return cfg.resume == "none" or not any(map(is_step, steps))
 
 
-def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
-    name = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
-    known = presets()
-    if name not in known:
-        raise ConfigError(f"preset {name!r}: must be one of {', '.join(known)}")
-    text = f"{description}\n\nPresets: {', '.join(known)}. Defaults below are those of {name}."
+def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Config, list[str]]:
+    """The settings, and a line for each place besides the flags that they were read from."""
+    source = read_settings(expand_home(argv))
+    name = source.name or ("tiny" if not source.notes else "")
+    shown = f"{name or ' and '.join(source.notes)}"
+    text = f"{description}\n\n{SOURCES.format(presets=', '.join(presets()))} Defaults below: {shown}."
     cfg = tyro.cli(
         Config,
-        prog=f"train.py {name}",
+        prog=f"train.py {name}".rstrip(),
         description=text,
-        default=known[name],
-        args=spell_booleans(expand_home(argv)),
+        default=source.cfg,
+        args=spell_booleans(source.rest),
         console_outputs=rank == 0,
     )
     if cfg.world is not None and not cfg.dry_run:
@@ -138,7 +144,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> Config:
         cfg = replace(cfg, init=str(Path(cfg.init).absolute()))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
         require_places(cfg)
-    return cfg
+    return cfg, source.notes
 
 
 def require_places(cfg: Config) -> None:

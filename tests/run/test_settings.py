@@ -1,0 +1,190 @@
+"""Where settings come from below the flags: a run folder, a file, --init's folder; differences as flags.
+
+next: tmoe/run/settings.py
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hf_tiny import saved
+from runs import SMALL, run
+
+from tmoe.checkpoint.errors import MismatchError
+from tmoe.config.presets import presets
+from tmoe.config.same import as_flags, differences
+from tmoe.hf import import_hf, load_hf
+from tmoe.hf.config import read_config
+from tmoe.hf.files import Folder
+from tmoe.run.cli import parse
+from tmoe.run.settings import with_settings
+
+TOML = """
+out = "here"
+steps = 7
+[train]
+batch = 3
+eval-every = 2
+[model]
+windowed = [1, 0]
+[model.moe]
+top_k = 1
+renormalize = false
+[optim]
+lr = 1
+"""
+
+
+def refusal(words, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(words, "")
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_file_lies_between_preset_and_flags(tmp_path, capsys):
+    """TOML and the same in JSON; keys with - or _; a whole number where a float is meant."""
+    (tmp_path / "a.toml").write_text(TOML)
+    cfg = parse(["tiny", f"--config={tmp_path / 'a.toml'}", "--train.batch", "5"], "")
+    tiny = presets()["tiny"]
+    assert (cfg.out, cfg.steps, cfg.train.batch, cfg.train.eval_every) == ("here", 7, 5, 2)
+    assert (cfg.model.windowed, cfg.model.moe.top_k, cfg.model.moe.renormalize) == ((1, 0), 1, False)
+    assert cfg.optim == replace(tiny.optim, lr=1) and cfg.train.seq == tiny.train.seq
+    assert f"note: settings of {tmp_path / 'a.toml'}\n" in capsys.readouterr().err
+
+    told = dict(out="here", steps=7, train=dict(batch=5, eval_every=2), optim=dict(lr=1))
+    told["model"] = dict(windowed=[1, 0], moe=dict(top_k=1, renormalize=False))
+    (tmp_path / "a.json").write_text(json.dumps(told))
+    assert parse(["--config", str(tmp_path / "a.json")], "") == cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.toml", "[train]\nbatc = 3", r"a.toml: train.batc: no such setting; did you mean train.batch\?"),
+        ("a.toml", "[train]\nbatch = 'x'", "a.toml: train.batch='x': must be a whole number"),
+        ("a.toml", "train = 3", "a.toml: train=3: must be settings of its own"),
+        ("a.toml", "[model.moe]\ntop_k = 9", r"a.toml: --model.moe.top-k=9: must be 1 to"),
+        ("a.toml", "steps", "a.toml: cannot be read: "),
+        ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),
+        ("a.toml", "eval_only = true\neval-only = true", "a.toml: eval-only: is there twice"),
+        ("a.json", "[]", "a.json: must be an object of settings"),
+        ("a.json", '{"data": {"path": "x"}}', "a.json: data.path='x': must be a list, each text"),
+        ("a.yaml", "", "a.yaml: must be a .toml or .json file"),
+    ],
+)
+def test_a_file_that_says_no_settings(tmp_path, capsys, name, text, says):
+    (tmp_path / name).write_text(text)
+    assert re.search(says, refusal(["tiny", "--config", str(tmp_path / name)], capsys))
+
+
+def test_a_file_that_is_not_there(tmp_path, capsys):
+    said = refusal(["--config", str(tmp_path / "a.toml")], capsys)
+    assert f"--config={tmp_path / 'a.toml'}: no such file" in said
+    assert "--config: needs a file" in refusal(["--config"], capsys)
+
+
+def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
+    """Wherever it was moved, and without what its last start did once."""
+    out = tmp_path / "a"
+    words = [*SMALL, "--steps", "1", "--out", str(out), "--optim.ema", "0.5", "--no-load-rng"]
+    gloo(1, run, words)
+    moved = tmp_path / "b"
+    out.rename(moved)
+    cfg = parse([str(moved), "--steps", "2"], "")
+    asked = parse([*words, "--steps", "2"], "")
+    assert cfg == replace(asked, out=str(moved), load_rng=True)
+    assert f"note: settings of {moved / 'config.json'}\n" in capsys.readouterr().err
+
+    # It goes on there, and a copy of its settings starts anew elsewhere.
+    gloo(1, run, [str(moved), "--steps", "2"])
+    starts = json.loads((moved / "config.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 1]
+    config = str(moved / "config.json")
+    assert parse(["--config", config, "--out", "c"], "") == replace(cfg, out="c")
+
+    # What is no run folder says what it is.
+    step = moved / "checkpoints/step-2"
+    assert f"its weights are taken with --init {step}" in refusal([str(step)], capsys)
+    assert f"{moved / 'checkpoints'} has no config.json" in refusal([str(moved / "checkpoints")], capsys)
+    assert "preset 'tinny': must be one of tiny, " in refusal(["tinny"], capsys)
+
+    # A step says its run's model.
+    model = parse(["--init", str(step), "--dry-run"], "").model
+    assert model == cfg.model
+
+
+def test_accumulate_follows_a_global_batch_anew(tmp_path):
+    """A run's config.json holds the accumulate of its own number of ranks."""
+    cfg = parse(["tiny", "--train.global-batch", "32", "--train.batch", "4"], "")
+    assert cfg.train.accumulate == 8
+    (tmp_path / "config.json").write_text(json.dumps(dict(config=asdict(cfg))))
+    assert parse([str(tmp_path)], "", world=2).train.accumulate == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss"])
+def test_the_folder_to_start_from_says_the_model(tmp_path, capsys, name):
+    hf_dir = saved(tmp_path / "hf", name)
+    theirs = read_config(Folder(hf_dir).config)
+    cfg = parse(["--init", str(hf_dir), "--dry-run", "--optim.lr", "1e-5"], "")
+    assert cfg.model == theirs and cfg.optim.lr == 1e-5
+    assert cfg.train.seq == min(4096, theirs.rope.max_seq)
+    assert f"note: the model's settings are those of {hf_dir}\n" in capsys.readouterr().err
+    assert parse([f"--init={hf_dir}", "--model.dropout", "0.1"], "").model == replace(theirs, dropout=0.1)
+
+    # The same of an import, and of a file that names the folder.
+    import_hf(hf_dir, tmp_path / "step")
+    assert not differences(parse(["--init", str(tmp_path / "step"), "--dry-run"], "").model, theirs)
+    (tmp_path / "a.toml").write_text(f"init = '{hf_dir}'\n[train]\nbatch = 2")
+    cfg = parse(["--config", str(tmp_path / "a.toml")], "")
+    assert cfg.model == theirs and cfg.train.batch == 2 and cfg.init == str(hf_dir)
+
+    # With a preset it is refused with the flags that are missing; with these it is taken.
+    with pytest.raises(MismatchError) as refused:
+        load_hf(hf_dir, {}, presets()["tiny"].model)
+    flags = re.search(r"\nthe same model by flags: (.*)$", str(refused.value))
+    cfg = parse(["tiny", "--train.seq", "8", *shlex.split(flags[1])], "")
+    assert not differences(cfg.model, theirs)
+
+
+@pytest.mark.parametrize("name", list(presets()))
+def test_differences_as_flags_are_enough(name):
+    """From another model, and nothing for the model itself or for what training alone reads."""
+    model = presets()[name].model
+    words = as_flags(presets()["gpt-oss-20b"].model, model).partition(": ")[2].split()
+    cfg = parse(["gpt-oss-20b", *words, "--train.seq", "64", "--dry-run"], "")
+    assert not differences(cfg.model, model)
+    moe = replace(model.moe, balance="none", z_coeff=0.0)
+    assert as_flags(model, replace(model, dropout=0.3, moe=moe)) == ""
+
+
+def test_empty_lists_and_none_are_flags():
+    tiny = presets()["tiny"].model
+    ours = replace(tiny, dense_blocks=(1,), attention_multiplier=0.5, tied=True)
+    words = as_flags(ours, tiny).partition(": ")[2].split()
+    assert words == "--model.attention-multiplier None --model.dense-blocks --model.no-tied".split()
+    there = ["--model.tied", "--model.dense-blocks", "1", "--model.attention-multiplier", "0.5"]
+    assert parse(["tiny", *there, *words], "").model == tiny
+
+
+def test_no_folder_to_start_from(capsys):
+    said = refusal(["--init", "Qwen/Qwen3-30B-A3B"], capsys)
+    assert "--init=Qwen/Qwen3-30B-A3B: no such folder; valid: a step folder or a Hugging Face folder" in said
+    assert "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen/Qwen3-30B-A3B" in said
+
+
+def test_a_hugging_face_folder_is_no_run(tmp_path, capsys):
+    hf_dir = saved(tmp_path / "hf", "mixtral")
+    assert f"start from it with --init {hf_dir}" in refusal([str(hf_dir)], capsys)
+
+
+def test_the_file_that_the_page_shows():
+    """docs/settings.md's TOML names settings that there are."""
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
+    cfg = with_settings(presets()["qwen3-30b-a3b"], tomllib.loads(block), "the page")
+    assert (cfg.steps, cfg.train.global_batch, cfg.model.moe.balance_coeff) == (2000, 64, 0.001)

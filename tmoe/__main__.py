@@ -1,0 +1,52 @@
+"""The installed command: tmoe train|generate|hf|checkpoint|... WORDS, and python -m tmoe the same.
+
+    tmoe train tiny --steps 20                                       train.py of this folder
+    torchrun --nproc-per-node 2 -m tmoe train tiny --parallel.ep 2   on two processes
+    tmoe hf export STEP DIR                                          python -m tmoe.hf export STEP DIR
+
+next: train.py
+"""
+
+import os
+import runpy
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+MODULES = ("checkpoint", "data", "generate", "hf", "migrate", "report", "routing", "upcycle", "warmup")
+
+
+def main() -> None:
+    """Runs what the first word names, in this process, with the words behind it."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in MODULES:
+        sys.argv = sys.argv[1:]
+        runpy.run_module(f"tmoe.{name}", run_name="__main__", alter_sys=True)
+        return
+    if name == "train":
+        train()
+    usage = f"usage: tmoe {{{','.join(('train', *MODULES))}}} ...  (each has --help)"
+    if name in ("", "-h", "--help"):
+        print(usage)
+        sys.exit(0 if name else 2)
+    near = get_close_matches(name, ("train", *MODULES), 1)
+    hint = f"did you mean tmoe {near[0]}?\n" if near else ""
+    print(f"error: tmoe {name}: no such command; {hint}{usage}", file=sys.stderr)
+    sys.exit(2)
+
+
+def train() -> None:
+    """Become `python train.py` of the current folder, or end and say where that file is to be had."""
+    entry = Path("train.py")
+    try:
+        ours = "from tmoe" in entry.read_text()
+    except (OSError, ValueError):
+        ours = False
+    if not ours:
+        where = "it is a file of tmoe's checkout, to read and to change: go there, or copy it here"
+        sys.exit(f"error: tmoe train: no train.py of tmoe in {Path.cwd()}; {where}")
+    os.execv(sys.executable, [sys.executable, str(entry), *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()

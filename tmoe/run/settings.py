@@ -1,0 +1,170 @@
+"""What a run's settings are before its flags: a preset's, a run's, those of a file; the model of --init.
+
+next: run/cli.py
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from tmoe.checkpoint.manifest import CheckpointError, is_step
+from tmoe.config.check import ConfigError, fits, require, spell
+from tmoe.config.presets import presets, pretrain
+from tmoe.config.run import Config
+
+# Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
+OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world")
+
+
+class Source(NamedTuple):
+    """The settings below the flags."""
+
+    name: str
+    """the command's first word as usage shows it, a preset or a run folder; "" where there is none"""
+    cfg: Config
+    rest: list[str]
+    """the flags"""
+    notes: list[str]
+    """what was read from where, a line each"""
+
+
+def read_settings(words: list[str]) -> Source:
+    """The settings that a command line starts from, each above the one before.
+
+    A preset or a run folder (the first word), or without one the model of --init's folder, or `tiny`. Then
+    the settings of --config's file. ConfigError for what cannot be read or names no setting.
+    """
+    words, file = _without(words, "--config")
+    first = words[0] if words and not words[0].startswith("-") else ""
+    rest = words[1:] if first else words
+    told = read_file(Path(file)) if file is not None else {}
+    init = _value(rest, "--init") or told.get("init")
+    notes = []
+
+    known = presets()
+    if first in known:
+        cfg = known[first]
+    elif first:
+        cfg = of_run(first)
+        notes.append(f"settings of {Path(first, 'config.json')}")
+    elif isinstance(init, str) and init and not (_names_a_model(rest) and not Path(init).exists()):
+        cfg = _of_start(Path(init))
+        notes.append(f"the model's settings are those of {init}")
+    else:
+        cfg = known["tiny"]
+    if file is not None:
+        cfg = with_settings(cfg, told, file)
+        notes.append(f"settings of {file}")
+    return Source(first, cfg, rest, notes)
+
+
+def of_run(word: str) -> Config:
+    """The settings of a run folder, to go on with it wherever it lies now. ConfigError for another word."""
+    run = Path(word)
+    others = f"preset {word!r}: must be one of {', '.join(presets())}; or a run folder"
+    require(run.is_dir(), others)
+    if is_step(run):
+        raise ConfigError(f"{others}; {word} is a step folder: its weights are taken with --init {word}")
+    path = run / "config.json"
+    require(path.is_file(), f"{others}; {word} has no config.json")
+    told = _parsed(path)
+    if "model_type" in told:
+        raise ConfigError(f"{others}; {word} is a Hugging Face folder: start from it with --init {word}")
+    require(isinstance(told.get("config"), dict), f"{path}: no config.json of a run")
+    return replace(with_settings(Config(), _settings_of(told), str(path)), out=word)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The nested settings of a TOML or JSON file; of a run's config.json those of the run."""
+    flag = f"--config={path}"
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{flag}: must be a .toml or .json file (a run's config.json is one)")
+    require(path.is_file(), f"{flag}: no such file")
+    return _settings_of(_parsed(path))
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    require(isinstance(told, dict), f"{path}: must be an object of settings")
+    return told
+
+
+def _settings_of(told: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a file has them: its own, or under "config" with a run's facts beside them."""
+    config = told.get("config")
+    if not isinstance(config, dict):
+        return told
+    settings = {name: value for name, value in config.items() if name not in OF_A_START}
+    train = settings.get("train")
+    if isinstance(train, dict) and train.get("global_batch"):
+        # accumulate followed from it and from the number of ranks, which may be another now
+        settings["train"] = {name: value for name, value in train.items() if name != "accumulate"}
+    return settings
+
+
+def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "") -> Any:
+    """`cfg` with the nested settings that a file tells. ConfigError names file and setting."""
+    kinds = get_type_hints(type(cfg))
+    found: dict[str, Any] = {}
+    for key, value in told.items():
+        name, shown = key.replace("-", "_"), f"{where}: {section}{key}"
+        if name not in kinds:
+            near = get_close_matches(name, kinds, 1)
+            hint = f"; did you mean {section}{near[0]}?" if near else f"; there are: {', '.join(kinds)}"
+            raise ConfigError(f"{shown}: no such setting{hint}")
+        require(name not in found, f"{shown}: is there twice, with - and with _")
+        kind = kinds[name]
+        if is_dataclass(kind):
+            require(isinstance(value, dict), f"{shown}={value!r}: must be settings of its own, as {key}.NAME")
+            found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
+            continue
+        require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}")
+        found[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return replace(cfg, **found)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _of_start(init: Path) -> Config:
+    """Settings of a run that starts from these weights: their model, and what presets train a model with."""
+    from tmoe.hf.start import model_of  # most of a second, and seldom needed
+
+    try:
+        model = model_of(init)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return pretrain(model)
+
+
+def _names_a_model(words: list[str]) -> bool:
+    return any(word.startswith("--model.") for word in words)
+
+
+def _value(words: list[str], flag: str) -> str | None:
+    """The value of a flag, the last where there are several; None where there is none."""
+    return _without(words, flag)[1]
+
+
+def _without(words: list[str], flag: str) -> tuple[list[str], str | None]:
+    """The words without `--flag VALUE` and `--flag=VALUE`, and the last value."""
+    left: list[str] = []
+    found = None
+    rest = iter(words)
+    for word in rest:
+        head, equals, value = word.partition("=")
+        if head != flag:
+            left.append(word)
+            continue
+        found = value if equals else next(rest, "")
+        require(found != "" or flag != "--config", "--config: needs a file, .toml or .json")
+    return left, found
