@@ -26,7 +26,7 @@ from tmoe.hf.trainer import ExpertParallel
 
 WARMUP = 4  # steps left out of the median
 VOCAB = 49155
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=1536,
     intermediate_size=512,
@@ -41,7 +41,7 @@ SIZES = dict(
     logits_scaling=6.0,
     tie_word_embeddings=True,
 )
-TINY = SIZES | dict(
+TINY: dict[str, Any] = SIZES | dict(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=16,
@@ -97,7 +97,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (args.batch, args.seq), generator=draw)
-    rows = [dict(input_ids=x, labels=x) for x in tokens]
+    rows: Any = [dict(input_ids=x, labels=x) for x in tokens]
     clock = Clock()
     with tempfile.TemporaryDirectory() as out:
         settings = TrainingArguments(
