@@ -7,10 +7,10 @@
 What becomes of each part of the Trainer:
 
     model         swap_experts, then parallelize: no DDP around it
-    loss          the Trainer means gradients to be averaged over the ranks, parallelize sums them: divided here
+    loss          divided by the ranks: the Trainer expects gradients averaged, parallelize sums them
     clipping      tmoe.parallel.clip_grad_norm_, one norm over all meshes
-    optimizer     one group of parameters a mesh, because torch's fused and foreach steps take one mesh at a time
-    checkpoint-N  torch's DCP: model/ and optimizer/, every rank its own part; the rest as the Trainer writes it
+    optimizer     one group of parameters a mesh, for torch's fused and foreach steps take one at a time
+    checkpoint-N  torch's DCP in model/ and optimizer/, every rank its part; the rest is the Trainer's
     save_model()  a whole folder for from_pretrained
 
 transformers and accelerate are needed here and nowhere else in tmoe.
@@ -91,7 +91,7 @@ class ExpertParallel(TrainerCallback):
                 getattr(t, "is_deepspeed_enabled", False) or getattr(t, "is_fsdp_enabled", False)
             ),
             "trains an adapter of PEFT; valid is the model itself": hasattr(t.model, "peft_config"),
-            "has a ref_model, which would stay whole on every rank; precompute_ref_log_probs=True needs none": (
+            "has a ref_model, which would stay whole on every rank; such a Trainer runs on one GPU": (
                 getattr(t, "ref_model", None) is not None
             ),
         }
@@ -101,8 +101,10 @@ class ExpertParallel(TrainerCallback):
 
     # ---- of the accelerator ----
 
-    def _prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: Any = False) -> Any:
-        """Autocast and compilation as asked for; never DDP, for which evaluation_mode is accelerate's word."""
+    def _prepare_model(
+        self, model: nn.Module, device_placement: Any = None, evaluation_mode: Any = False
+    ) -> Any:
+        """Autocast and compilation as asked for; no DDP, which is what evaluation_mode means here."""
         return self._prepare(model, device_placement=False, evaluation_mode=True)
 
     def _mean_backward(self, loss: Tensor, **kwargs: Any) -> None:
