@@ -144,7 +144,7 @@ def slow_alone(rank: int, world: int, argv: list[str]) -> None:
     trainer = start(rank, world, argv)
     real = trainer.metrics.validated
     long = 4 * trainer.cfg.train.timeout
-    trainer.metrics.validated = lambda loss: (time.sleep(0 if rank else long), real(loss))[1]
+    trainer.metrics.validated = lambda *loss: (time.sleep(0 if rank else long), real(*loss))[1]
     finish(trainer)
 
 
