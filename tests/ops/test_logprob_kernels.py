@@ -191,7 +191,8 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_warm_up_knows_what_is_launched(dtype):
     tiny = presets()["tiny"]
-    cfg = replace(tiny, train=replace(tiny.train, dtype=dtype), model=replace(tiny.model, vocab=50304))
+    sizes = dict(train=replace(tiny.train, dtype=dtype), model=replace(tiny.model, vocab=50304))
+    cfg = replace(tiny, task="preference", **sizes)
     tensor = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
 
     def launched(what):
