@@ -20,7 +20,7 @@ from tmoe.config.run import Config, TrainConfig
 from tmoe.hf import export_hf, import_hf, load_hf
 from tmoe.hf.config import read_config
 from tmoe.hf.files import Folder
-from tmoe.run import cli as front
+from tmoe.run import settings
 from tmoe.run.cli import parse
 
 ROUTERS = [
@@ -111,7 +111,7 @@ def test_an_imported_one_starts_resumes_and_goes_back_with_one_note(tmp_path, ca
     assert capsys.readouterr().out.count("note: --model.moe.top-k=1 with --model.moe.renormalize=True: ") == 1
     model = read_config(Folder(hf_dir).config)
     cfg = Config(model=model, train=TrainConfig(batch=1, seq=16, eval_batches=1), compile=False)
-    monkeypatch.setattr(front, "presets", lambda: {"published": cfg})
+    monkeypatch.setattr(settings, "presets", lambda: {"published": cfg})
     note = (
         "note: --model.moe.top-k=1 with --model.moe.renormalize=True: "
         "a token's only weight is divided by itself"

@@ -12,7 +12,8 @@ from benchmarks.cost import block_time, constants, network, search, step_time
 from tmoe.config.axes import Axes
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
-from tmoe.parallel.schedule import Cost, simulate, table
+from tmoe.parallel.schedule import Cost, simulate
+from tmoe.run.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
 pytestmark = pytest.mark.slow
@@ -122,11 +123,11 @@ def test_a_pipelines_time_is_its_tables(schedule, chunks):
     for span in spans:
         forward, backward = step_time.passes(cfg, axes, span, m, 1.0)
         costs.append(Cost(sum(forward.values()), sum(backward.values()), 0.0))
-    order = table(schedule, 4, 8, cfg.parallel.chunks_a_stage)
-    assert got.seconds == pytest.approx(simulate(order, costs).time)
+    assert got.seconds == pytest.approx(simulate(plan(cfg, axes), costs).time)
     assert got.tokens == 8 * 4 * 4096 and got.parts["pipeline bubble"] > 0
-    more = step_time.predict(replace(cfg, train=replace(cfg.train, accumulate=20)), axes, m)
-    whole = simulate(table(schedule, 4, 20, cfg.parallel.chunks_a_stage), costs).time
+    longer = replace(cfg, train=replace(cfg.train, accumulate=20))
+    more = step_time.predict(longer, axes, m)
+    whole = simulate(plan(longer, axes), costs).time
     assert more.seconds == pytest.approx(whole, rel=0.02)
 
 
