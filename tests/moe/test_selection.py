@@ -23,6 +23,7 @@ from tmoe.config.same import differences
 from tmoe.model.parallelize import apply_ep
 from tmoe.model.transformer import Transformer
 from tmoe.moe import selection
+from tmoe.moe.balance import Balancer, stack
 from tmoe.moe.layer import MoE
 from tmoe.moe.router import Router, without_identity
 from tmoe.parallel import build_mesh
@@ -203,6 +204,22 @@ def test_sinkhorns_residual_is_in_the_load():
     assert mean.item() == pytest.approx(
         moe.router(x.flatten(0, 1), padding.flatten()).noted_TX[0].item(), rel=1e-5
     )
+
+
+def test_the_log_has_sinkhorns_residual():
+    cfg = config(selection="sinkhorn", sinkhorn_iterations=2)
+    moe, balancer = layer(cfg), Balancer(cfg)
+    residuals = []
+    for _ in range(2):  # of equal size, so that the mean over tokens is that of both
+        x = torch.randn(30, D)
+        moe(x)
+        balancer.record(stack([moe.load]))
+        balancer.loss(stack([moe.load]), None)
+        residuals.append(moe.router(x).noted_TX[0].item())
+    place = cfg.logged.index("residual")
+    got = balancer.read_log().losses_LX[0, place].item()
+    assert got == pytest.approx(sum(residuals) / 2, rel=1e-5) and got > 0
+    assert config(selection="topk").logged == (*cfg.losses, "z")
 
 
 def test_sinkhorn_trains_its_router_with_one_expert_a_token():

@@ -249,6 +249,11 @@ class MoEConfig:
         return read_balance(self.balance, self.balance_coeff)
 
     @property
+    def logged(self) -> tuple[str, ...]:
+        """What the log says of each router's balance: its losses, z, Sinkhorn's distance from even loads."""
+        return *self.losses, "z", *(("residual",) if self.selection == "sinkhorn" else ())
+
+    @property
     def outputs(self) -> int:
         """Outputs of the router: the experts, and the identity experts behind them."""
         return self.experts + self.identity_experts

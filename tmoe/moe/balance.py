@@ -140,7 +140,7 @@ class Balancer:
         # sum over the ranks that divide sequences, if any do; set by parallelize
         self.over_parts: Callable[[Tensor], Tensor] | None = None
         self.log: RouterLog | None = None
-        self.losses_YX: Tensor | None = None  # for the log as well: of the losses, then of z, without factors
+        self.losses_YX: Tensor | None = None  # for the log as well: what cfg.logged names, without factors
         self.steps = 0  # that losses_YX is of
         self.trace: list[Tensor] | None = None  # ids [Y, T, K] of each call, while they are to be kept
         self.start_step()
@@ -178,7 +178,11 @@ class Balancer:
         z_Y = load.z_B.sum(1) / totals.tokens.clamp(min=1)
         shares_XY = [*(LOSSES[name](load, scope) for name in terms), z_Y]
         if trains:
-            self._note(torch.stack(shares_XY, 1), part)
+            noted_XY = list(shares_XY)
+            if "residual" in self.cfg.logged:
+                assert load.noted_BX is not None
+                noted_XY.append(load.noted_BX[..., 0].sum(1) / totals.tokens.clamp(min=1))
+            self._note(torch.stack(noted_XY, 1), part)
         factors = [*terms.values(), self.cfg.z_coeff]
         return torch.stack(
             [factor * share_Y.sum() for factor, share_Y in zip(factors, shares_XY, strict=True)]
@@ -288,7 +292,7 @@ class Balancer:
         bias_LE = torch.stack(biases).double() if biases else torch.zeros_like(counts_LE)
         losses_LX = self.losses_YX
         if losses_LX is None:  # called without targets
-            losses_LX = one_L1.expand(-1, len(self.cfg.losses) + 1) * 0
+            losses_LX = one_L1.expand(-1, len(self.cfg.logged)) * 0
         parts = [counts_LE, dropped_LE, bias_LE, losses_LX, *(v[:, None] for v in single)]
         parts += [one_L1 * self.steps, one_L1]
         self.log = self.losses_YX = None
@@ -306,12 +310,12 @@ class Balancer:
 
 def log_width(cfg: MoEConfig) -> int:
     """Columns of `Balancer.take_log`."""
-    return 3 * cfg.outputs + len(cfg.losses) + 1 + 5
+    return 3 * cfg.outputs + len(cfg.logged) + 5
 
 
 def stats_of(sums: Tensor, cfg: MoEConfig) -> "RouterStats":
     """What a log line says of them; sums: those of `Balancer.take_log`, over all ranks."""
-    columns = [*[cfg.outputs] * 3, len(cfg.losses) + 1, *[1] * 5]
+    columns = [*[cfg.outputs] * 3, len(cfg.logged), *[1] * 5]
     counts_LE, dropped_LE, bias_LE, losses_LX, *single = sums.split(columns, 1)
     entropy_L, open_L, tokens_L, steps_L, ranks_L = (v[:, 0] for v in single)
     ranks_L1 = ranks_L[:, None].clamp(min=1)
@@ -344,6 +348,6 @@ class RouterStats(NamedTuple):
     dropped_L: Tensor
     dropped_LE: Tensor  # dropped pairs per expert
     bias_LE: Tensor  # the choice bias when the line was made; 0 without one
-    # means over the line's steps: the losses of MoEConfig.losses in their order, then the z-loss, without
+    # means over the line's steps of what MoEConfig.logged names, losses without
     # their coefficients (an even load has 1 in sequence, batch, global and gshard)
     losses_LX: Tensor

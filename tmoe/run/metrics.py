@@ -53,7 +53,7 @@ class RouterStats(Protocol):
     @property
     def bias_LE(self) -> Tensor: ...  # the choice bias
     @property
-    def losses_LX(self) -> Tensor: ...  # of MoEConfig.losses, then the z-loss, without coefficients
+    def losses_LX(self) -> Tensor: ...  # what MoEConfig.logged names, losses without coefficients
 
 
 class Metrics:
@@ -241,7 +241,7 @@ class Metrics:
 
     def record(self, line: dict[str, Any]) -> None:
         """Puts what a line knows of the routers at the end of routing.bin, and leaves in it what is short."""
-        names = [*self.cfg.model.moe.losses, "z"]
+        names = self.cfg.model.moe.logged
         more = {name: line.pop(name) for name in ("dropped_LE", "bias_LE", "losses_LX")}
         losses_XL = [list(of_layers) for of_layers in zip(*more["losses_LX"], strict=True)]
         line["router_losses"] = dict(zip(names, losses_XL, strict=True))
@@ -249,7 +249,7 @@ class Metrics:
             return
         arrays = {name: np.array(value) for name, value in more.items()}
         counts = dict(counts_LE=np.array(line["expert_counts"]), entropy_L=np.array(line["entropy"]))
-        packed = routing_log.pack(routing_log.Record(line["step"], tuple(names), **counts, **arrays))
+        packed = routing_log.pack(routing_log.Record(line["step"], names, **counts, **arrays))
         with self.going_on(self.routing):
             append(self.records, packed)
 
