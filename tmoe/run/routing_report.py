@@ -104,9 +104,7 @@ def draw_mean(axis: Axes, histories: list[History], name: str, title: str) -> No
 def draw_losses(axis: Axes, histories: list[History]) -> None:
     """The mean over layers of each balancing loss. What else is logged is of another scale."""
     many = len(histories) > 1
-    terms = [
-        (one, x) for one in histories for x, name in enumerate(one.losses) if name not in ("z", "residual")
-    ]
+    terms = [(one, x) for one in histories for x, name in enumerate(one.losses) if name in NAMES]
     for (one, x), colour in zip(terms, _colours(len(terms)), strict=True):
         label = f"{readable(one.name)} {one.losses[x]}" if many else one.losses[x]
         axis.plot(one.steps, mean_of(one.of_losses[:, :, x].T), color=colour, linewidth=1.4, label=label)
