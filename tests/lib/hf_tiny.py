@@ -14,10 +14,13 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     GenerationConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
@@ -195,6 +198,31 @@ MODELS |= {
         rope_parameters=YARN | dict(mscale_all_dim=0.9),
     ),
 }
+SIGMOID = dict(moe_intermediate_size=10, n_routed_experts=6, num_experts_per_tok=2)
+ERNIE = dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=10)
+MODELS |= {
+    "glm4_moe": lambda: Glm4MoeConfig(**SIZES, **SIGMOID, head_dim=8, use_qk_norm=True),
+    "glm4_moe, groups, biases, other share, yarn": lambda: Glm4MoeConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        **SIGMOID | dict(n_group=3, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5),
+        **dict(head_dim=10, attention_bias=True, norm_topk_prob=False, first_k_dense_replace=2),
+        rope_parameters=YARN | dict(partial_rotary_factor=0.45),
+    ),
+    "minimax_m2": lambda: MiniMaxM2Config(**SIZES, **LOCAL_MOE, head_dim=8, rotary_dim=4),
+    "minimax_m2, all channels, tied": lambda: MiniMaxM2Config(
+        **SIZES | dict(tie_word_embeddings=True), **LOCAL_MOE, head_dim=6
+    ),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, **ERNIE),
+    "ernie4_5_moe, every second, dense end, no shared, llama3": lambda: Ernie4_5_MoeConfig(
+        **SIZES | dict(num_hidden_layers=6, tie_word_embeddings=False),
+        **ERNIE,
+        moe_layer_start_index=1,
+        moe_layer_end_index=4,
+        moe_layer_interval=2,
+        moe_num_shared_experts=0,
+        rope_parameters=LLAMA3,
+    ),
+}
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [
     "deepseek_v2",
@@ -293,7 +321,7 @@ def assert_same_function(folder: Path, name: str):
     assert far(model(x), logits) < 1e-5
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     model(x, targets).backward()
-    for p in theirs.parameters():
+    for p in filter(lambda p: p.requires_grad, theirs.parameters()):
         # transformers' own way from parameters to names of files: save the gradients as if they were weights
         p.data = p.grad
     theirs.save_pretrained(folder / "gradients")

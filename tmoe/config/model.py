@@ -56,10 +56,16 @@ class RopeConfig:
     (0.1 mscale_all_dim ln(factor) + 1)^2"""
     truncate: bool = True
     """yarn: the ramp between beta_fast and beta_slow begins and ends at whole pairs (False: gpt-oss)"""
+    dim: int = 0
+    """grouped-query attention: how many channels of a head turn, its first ones (GLM-4.5: half of them);
+    0: all. Latent attention has mla.rope-dim"""
+    interleave: bool = False
+    """grouped-query attention: rotary pairs are neighbours (2i, 2i+1) (ERNIE-4.5), else (i, i + half).
+    Latent attention has mla.interleave"""
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
-        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=zero)
+        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=f"{zero} dim")
         require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
         stretched = self.scaling != "none" or self.factor == 1
         require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
@@ -449,6 +455,16 @@ class ModelConfig:
                 f"--model.{flag}={value}: not with --model.attention=mla",
             )
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
+        turn = self.rope.dim
+        require(
+            turn % 2 == 0 and turn <= self.head_dim,
+            f"--model.rope.dim={turn}: must be even and at most --model.head-dim={self.head_dim}",
+        )
+        grouped = self.attention == "gqa"
+        require(grouped or not turn, f"--model.rope.dim={turn}: not with --model.attention=mla")
+        require(
+            grouped or not self.rope.interleave, "--model.rope.interleave: not with --model.attention=mla"
+        )
         blocks = self.dense_blocks
         require(
             all(b >= 0 for b in blocks),
@@ -465,7 +481,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that turn with the position."""
-        return self.head_dim if self.attention == "gqa" else self.mla.rope_dim
+        return (self.rope.dim or self.head_dim) if self.attention == "gqa" else self.mla.rope_dim
 
     def is_moe(self, layer: int) -> bool:
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0

@@ -95,7 +95,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
             found = {name: value for name, value in found.items() if not name.startswith("moe.cosine_")}
         if cfg.moe.top_groups == cfg.moe.groups:
             found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
-    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}
+    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
 
 
 def softmax_scale(cfg: ModelConfig) -> float:
@@ -124,8 +124,15 @@ ROPE = {  # settings that each scaling reads -> their key of config.json
 }
 
 
-def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
-    return {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
+    """RoPE's settings that count; what is off is left out, as before there was such a setting."""
+    rope = cfg.rope
+    found = {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+    if rope.dim not in (0, cfg.head_dim):
+        found["dim"] = rope.dim
+    if rope.interleave:
+        found["interleave"] = True
+    return found
 
 
 def flattened(cfg: ModelConfig) -> dict[str, Any]:

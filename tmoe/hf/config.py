@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from tmoe.config.check import MOST, ConfigError, fits
-from tmoe.config.model import ModelConfig, RopeConfig
+from tmoe.config.model import ModelConfig
 from tmoe.config.same import (
     KINDS,
     ROPE,
@@ -32,6 +32,7 @@ WHOLE = (
     "n_shared_experts",
     "original_max_position_embeddings",
     "head_dim",
+    "rotary_dim",
     *AHEAD,
 )
 # The types of keys of config.json that no Field reads: those of all architectures, then those of some. A
@@ -210,7 +211,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
-        hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
+        hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg)
         hf |= arch.write(cfg)
         try:
             if not differences(cfg, read_config(hf)):
@@ -243,7 +244,8 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
 
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
-    for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
+    problems += _read_partial(arch, {**hf, **given}, found)
+    for key, value in dict(mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
 
@@ -265,13 +267,32 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
+    """Put into `found` how many channels of a head turn, and return what is wrong."""
+    key, width = "partial_rotary_factor", found.get("head_dim")
+    if key in given or arch.partial is None:
+        share = 1.0 if given.get(key) is None else given[key]
+    else:
+        share = arch.partial(given)
+    if arch.partial is None:
+        return [] if share == 1.0 else [f"{key}={share!r}: only 1.0 is computed"]
+    width = width if isinstance(width, int) else 0
+    turned = int(width * share) if fits(share, float) else 0  # cut off, as transformers does
+    if turned % 2 or not 0 < turned <= width:
+        return [f"{key}={share!r}: must be an even number of the head's channels, of head_dim={width}"]
+    found["rope.dim"] = 0 if turned == width else turned
+    return []
+
+
 def _is_null(given: HF, key: str) -> bool:
     """Whether a key of RoPE's settings is null where transformers computes with it."""
     return key in given and given[key] is None and key not in ROPE_NULLS
 
 
-def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
+def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
+    rope = cfg.rope
+    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
     given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
@@ -279,6 +300,7 @@ def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
         rope_theta=rope.theta,
         rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
         max_position_embeddings=rope.max_seq,
+        **partial,
     )
 
 

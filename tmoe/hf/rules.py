@@ -39,6 +39,7 @@ class Part(NamedTuple):
     transposed: its last two axes are exchanged.
     every, first: it is woven into a tensor with others: it has only every n-th row of that tensor, from the
         `first` on.
+    framed: it has one axis more in front, of length one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     transposed: bool = False
     every: int = 1
     first: int = 0
+    framed: bool = False
 
 
 class Rule(NamedTuple):
@@ -159,6 +161,8 @@ class Architecture:
     """RoPE base where config.json names none"""
     rope: HF = field(default_factory=dict)
     """scaling of RoPE where config.json names none"""
+    partial: Callable[[HF], float] | None = None
+    """share of a head's channels that turn where config.json names none; None: always all of them"""
     windows: Windows | None = None
     """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
@@ -186,16 +190,19 @@ class Piece(NamedTuple):
     transposed: bool
     every: int
     first: int
+    framed: bool = False
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor of theirs."""
         whole = list(self.shape)
         whole[self.axis] *= self.every
-        return self.to_theirs(tuple(whole))
+        theirs = self.to_theirs(tuple(whole))
+        return (1, *theirs) if self.framed else theirs
 
     def see(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order of axes, as a view."""
+        theirs = theirs[0] if self.framed else theirs
         theirs = theirs.mT if self.transposed else theirs
         return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
 
@@ -238,7 +245,7 @@ def pieces(
                 offset[0] = expert
                 box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
-            woven = (part.every, part.first)
+            woven = (part.every, part.first, part.framed)
             found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
             start += rows
     assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), (

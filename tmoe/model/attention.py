@@ -71,4 +71,5 @@ class Attention(nn.Module):
         if cfg.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC), v
+        q, k = (rotate(t, cos_SC, sin_SC, cfg.rope.interleave) for t in (q, k))
+        return q, k, v

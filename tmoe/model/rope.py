@@ -92,12 +92,22 @@ def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.dev
 kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(make_rope_table))
 
 
-def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor, interleave: bool = False) -> Tensor:
     """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
 
-    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own.
+    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own. Where they have fewer
+        channels than x, only x's first ones turn.
+    interleave: pairs are neighbours (2i, 2i+1), else (i, i + C/2).
     """
-    x = x_BSHC.float()
-    left, right = x.chunk(2, -1)
-    turned = x * cos_SC.unsqueeze(-2) + torch.cat([-right, left], -1) * sin_SC.unsqueeze(-2)
-    return turned.to(x_BSHC.dtype)
+    C = cos_SC.shape[-1]
+    x = x_BSHC[..., :C].float()
+    cos, sin = cos_SC.unsqueeze(-2), sin_SC.unsqueeze(-2)
+    if interleave:
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = cos[..., : C // 2], sin[..., : C // 2]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    else:
+        left, right = x.chunk(2, -1)
+        turned = x * cos + torch.cat([-right, left], -1) * sin
+    turned = turned.to(x_BSHC.dtype)
+    return turned if x_BSHC.shape[-1] == C else torch.cat([turned, x_BSHC[..., C:]], -1)

@@ -5,7 +5,18 @@ next: hf/architectures/common.py, hf/architectures/olmoe.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures import deepseek, gpt_oss, granite, llama, mixtral, olmoe, qwen
+from tmoe.hf.architectures import (
+    deepseek,
+    ernie,
+    glm45,
+    gpt_oss,
+    granite,
+    llama,
+    minimax,
+    mixtral,
+    olmoe,
+    qwen,
+)
 
 # An export of a model without an original takes the first entry that computes it.
 ARCHITECTURES = (
@@ -19,6 +30,9 @@ ARCHITECTURES = (
     olmoe.OLMOE,
     granite.GRANITEMOE,
     gpt_oss.GPT_OSS,
+    glm45.GLM4_MOE,
+    minimax.MINIMAX_M2,
+    ernie.ERNIE4_5_MOE,
 )
 # For swap_experts, by model_type.
 SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}

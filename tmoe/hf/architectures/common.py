@@ -139,3 +139,15 @@ def _all(said: HF, found: dict[str, Any]) -> list[str]:
 
 ALL_DENSE = Layers(_none)
 ALL_MOE = Layers(_all)
+
+
+def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
+    """Put dense_layers, moe_every and dense_blocks into the settings, such that these blocks are MoE."""
+    layers = found.get("layers") or 0
+    first = sparse[0] if sparse else layers
+    every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
+    if sparse != list(range(first, layers, every)):
+        every = 1
+        found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
+    found["dense_layers"] = first
+    found["moe_every"] = every
