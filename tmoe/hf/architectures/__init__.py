@@ -5,7 +5,19 @@ next: hf/architectures/common.py, hf/architectures/olmoe.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures import deepseek, gpt_oss, granite, llama, mixtral, olmoe, qwen
+from tmoe.hf.architectures import (
+    deepseek,
+    dots,
+    glm,
+    gpt_oss,
+    granite,
+    hunyuan,
+    llama,
+    mixtral,
+    olmoe,
+    qwen,
+    solar,
+)
 
 # An export of a model without an original takes the first entry that computes it.
 ARCHITECTURES = (
@@ -19,6 +31,12 @@ ARCHITECTURES = (
     olmoe.OLMOE,
     granite.GRANITEMOE,
     gpt_oss.GPT_OSS,
+    granite.GRANITEMOESHARED,
+    deepseek.KIMI_K2,
+    glm.GLM4_MOE_LITE,
+    dots.DOTS1,
+    solar.SOLAR_OPEN,
+    hunyuan.HY_V3,
 )
 # For swap_experts, by model_type.
 SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}
