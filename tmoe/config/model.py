@@ -72,8 +72,9 @@ class RopeConfig:
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
             a, b = getattr(self, low), getattr(self, high)
             flag, other = low.replace("_", "-"), high.replace("_", "-")
-            valid = f"above 0 and below --model.rope.{other}={b}"
-            require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
+            touch = flag == "beta-slow"  # equal ones make the ramp a step: Kimi K2
+            valid = f"above 0 and {'at or ' * touch}below --model.rope.{other}={b}"
+            require(0 < a <= b < math.inf and (a < b or touch), f"--model.rope.{flag}={a}: must be {valid}")
 
 
 @dataclass(frozen=True)

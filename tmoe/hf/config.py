@@ -22,7 +22,7 @@ from tmoe.config.same import (
     softmax_scale,
 )
 from tmoe.hf.architectures import ARCHITECTURES
-from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
 from tmoe.listing import listed
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
@@ -309,13 +309,10 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     windows = arch.windows
     layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
-    types = said.get("layer_types", ["full_attention"] * layers)
-    known = {"full_attention", "sliding_attention"} if typed else {"full_attention"}
-    if {*types} - known or len(types) != max(layers, 0):
-        valid = "full_attention or sliding_attention" if typed else "full_attention"
-        return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
-    if windows is None:
-        return []
+    known = ("full_attention", "sliding_attention") if typed else ("full_attention",)
+    types, problems = kinds_of_layers(said, "layer_types", known, ["full_attention"] * layers)
+    if windows is None or problems:
+        return problems
 
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
     width = None if off else hf.get("sliding_window", windows.width or None)

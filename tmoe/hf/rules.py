@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,6 +107,19 @@ class Layers(NamedTuple):
     """
     write: Callable[[ModelConfig], HF] = lambda cfg: {}
     """the keys that say it"""
+
+
+def kinds_of_layers(
+    said: HF, key: str, valid: Collection[str], usual: list[str]
+) -> tuple[list[str], list[str]]:
+    """What a list of config.json says of each layer (`layer_types`, `mlp_layer_types`), and what is wrong.
+
+    usual: what it says where the key is missing, and what is returned where it is wrong.
+    """
+    kinds = list(said.get(key, usual))
+    if {*kinds} <= {*valid} and len(kinds) == len(usual):
+        return kinds, []
+    return usual, [f"{key}={kinds!r}: {' or '.join(valid)} for each of {len(usual)} layers is computed"]
 
 
 class Windows(NamedTuple):

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from tmoe.hf.architectures import (
     deepseek,
+    dots,
     ernie,
+    glm,
     glm45,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     minimax,
     mixtral,
     olmoe,
     qwen,
+    solar,
 )
 
 # An export of a model without an original takes the first entry that computes it.
@@ -30,6 +34,12 @@ ARCHITECTURES = (
     olmoe.OLMOE,
     granite.GRANITEMOE,
     gpt_oss.GPT_OSS,
+    granite.GRANITEMOESHARED,
+    deepseek.KIMI_K2,
+    glm.GLM4_MOE_LITE,
+    dots.DOTS1,
+    solar.SOLAR_OPEN,
+    hunyuan.HY_V3,
     glm45.GLM4_MOE,
     minimax.MINIMAX_M2,
     ernie.ERNIE4_5_MOE,

@@ -1,0 +1,74 @@
+"""Hunyuan's entry: Hunyuan V3 (hy_v3), whose MoE is DeepSeek-V3's without groups, under names of its own.
+
+next: hf/architectures/deepseek.py
+"""
+
+from __future__ import annotations
+
+from tmoe.hf.architectures.common import (
+    BIASES,
+    BLOCK,
+    DECODER,
+    DENSE,
+    EXPERTS,
+    FFN,
+    LAYER,
+    MLP_TYPES,
+    MOE_FFN,
+    NORM_EPS,
+    PLAIN,
+    QK_NORM,
+    SAID_HEAD_DIM,
+    SIZES,
+    TOP_K,
+    also,
+    experts,
+    key_heads,
+    leading_dense,
+    one,
+    swiglu,
+    typed_layers,
+)
+from tmoe.hf.architectures.deepseek import BALANCE, CHOICE_BIAS, SIGMOID, shared_width, write_shared
+from tmoe.hf.rules import Architecture, Field, Key, Swap
+
+MLP = f"{LAYER}.mlp"
+SHARED = [swiglu(f"{BLOCK}.moe.shared", f"{MLP}.{name}") for name in ("shared_mlp", "shared_experts")]
+MOE = (  # names as published, and those of transformers 5
+    also(one(f"{BLOCK}.moe.router.weight", f"{MLP}.router.gate.weight"), f"{MLP}.gate.weight"),
+    also(one(f"{BLOCK}.moe.router.choice_bias", f"{MLP}.expert_bias"), f"{MLP}.{CHOICE_BIAS}"),
+    *experts(f"{MLP}.experts"),
+    *(rule._replace(held=held.parts) for rule, held in zip(*SHARED, strict=True)),
+)
+ALWAYS = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+SHARED_EXPERTS = Key("num_shared_experts", least=0, null=False)
+
+HY_V3 = Architecture(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    DECODER + QK_NORM + DENSE + MOE,
+    (
+        *SIZES,
+        NORM_EPS,
+        Field("init_std", ("initializer_range",), 0.006),
+        key_heads(8),
+        *BIASES,
+        SAID_HEAD_DIM._replace(default=128),
+        FFN,
+        MOE_FFN,
+        EXPERTS,
+        TOP_K,
+        BALANCE,
+        shared_width(1, SHARED_EXPERTS.name),
+        Field("moe.scaling", ("router_scaling_factor",), 2.826),
+    ),
+    ours={"qk_norm": "head"} | SIGMOID,
+    theirs=PLAIN | dict(mlp_bias=False, enable_moe_fp32_combine=(True, False)) | dict.fromkeys(ALWAYS, True),
+    layers=typed_layers(1),
+    keys=(SHARED_EXPERTS, MLP_TYPES),
+    write=lambda cfg: write_shared(cfg, SHARED_EXPERTS.name),
+    theta=11_158_840.0,
+    copies=dict(first_k_dense_replace=leading_dense(1)),
+    fp32=(CHOICE_BIAS, "expert_bias"),
+    swap=Swap(),
+)
