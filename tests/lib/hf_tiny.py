@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AfmoeConfig,
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -18,14 +19,18 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Dots1Config,
     Ernie4_5_MoeConfig,
+    ExaoneMoeConfig,
+    FlexOlmoConfig,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    HunYuanMoEV1Config,
     HYV3Config,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -298,9 +303,61 @@ MODELS |= {
         rope_parameters=LLAMA3,
     ),
 }
+TYPED = ["sliding_attention", "full_attention", "sliding_attention"]
+NEAR = dict(rope_type="default", rope_theta=300.0)
+FAR = dict(rope_type="default", rope_theta=5e4)
+MODELS |= {
+    "exaone_moe": lambda: ExaoneMoeConfig(
+        **SIZES | dict(num_hidden_layers=4), **MOE, moe_intermediate_size=10, head_dim=8, sliding_window=5
+    ),
+    "exaone_moe, types of layers, groups, letters": lambda: ExaoneMoeConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        **MOE | dict(num_shared_experts=2, n_group=2, topk_group=1, norm_topk_prob=False),
+        **dict(moe_intermediate_size=10, head_dim=6, sliding_window=6, sliding_window_pattern="LG"),
+        **dict(layer_types=TYPED[1:] + TYPED[:1], mlp_layer_types=["sparse", "dense", "sparse"]),
+    ),
+    "mellum": lambda: MellumConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        **MOE,
+        moe_intermediate_size=10,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=TYPED,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=NEAR),
+    ),
+    "mellum, one base, biases, dense between": lambda: MellumConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        **MOE | dict(moe_intermediate_size=10, head_dim=8, sliding_window=4, attention_bias=True),
+        **dict(layer_types=TYPED[1:] + TYPED[:1], mlp_layer_types=["sparse", "dense", "sparse"]),
+        rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), FAR),
+    ),
+}
+AFMOE = dict(moe_intermediate_size=10, num_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=5)
+MODELS |= {
+    "flex_olmo": lambda: FlexOlmoConfig(**SIZES, **MOE),
+    "flex_olmo, tied, biases, renormalised, wide heads": lambda: FlexOlmoConfig(
+        **SIZES | dict(tie_word_embeddings=True),
+        **MOE | dict(norm_topk_prob=True, attention_bias=True, head_dim=6),
+    ),
+    "afmoe": lambda: AfmoeConfig(
+        **SIZES | dict(num_hidden_layers=3), **AFMOE, mup_enabled=True, global_attn_every_n_layers=2
+    ),
+    "afmoe, types of layers, two shared, two dense, tied": lambda: AfmoeConfig(
+        **SIZES | dict(num_hidden_layers=3, tie_word_embeddings=True),
+        **AFMOE
+        | dict(num_shared_experts=3, num_dense_layers=2, route_scale=2.8, layer_types=TYPED[1:] + TYPED[:1]),
+    ),
+    "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, num_experts=6, moe_topk=2, head_dim=8),
+    "hunyuan_v1_moe, all heads, biases, tied, alpha": lambda: HunYuanMoEV1Config(
+        **SIZES | dict(num_key_value_heads=None, tie_word_embeddings=True),
+        **dict(num_experts=5, moe_topk=3, head_dim=6, attention_bias=True),
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
+    ),
+}
 # Families made of parts that others test: in some tests they are left to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
-COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe")
+COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
+COMPOSED += ("hunyuan_v1_moe",)
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

@@ -226,19 +226,58 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
+KINDS_OF_BLOCKS = "full_attention", "sliding_attention"  # without and with a window
+
+
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """Put RoPE's settings into `found`, and return what is wrong with them.
 
     Reads them as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes them. Where keys
     contradict each other, version 5's choice holds.
     """
+    if arch.rope_by_kind:
+        return _read_ropes(arch, hf, found)
     stated = hf.get("rope_scaling") or hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
         return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+    return _read_one_rope(arch, hf, stated, found)
 
+
+def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+    """`read_rope` where rope_parameters has an object for each kind of block that there is."""
+    stated = hf.get("rope_parameters")
+    stated = arch.rope if stated is None else stated
+    problems = ["rope_scaling: only rope_parameters is read"] if hf.get("rope_scaling") else []
+    there = {bool(slides) for slides in found.get("windowed", ())} if found.get("window") else {False}
+    ropes = []
+    for kind in (
+        name for name, slides in zip(KINDS_OF_BLOCKS, (False, True), strict=True) if slides in there
+    ):
+        one = stated.get(kind)
+        if not isinstance(one, dict) or not {"rope_theta"} & {*one, *hf}:
+            return [*problems, f"rope_parameters: no object with a rope_theta for {kind}"]
+        ropes.append({name: found[name] for name in ("head_dim",) if name in found})
+        problems += [f"{kind}: {what}" for what in _read_one_rope(arch, hf, one, ropes[-1])]
+    whole, near = ropes[0], ropes[-1]
+    found |= whole
+    if near != whole and not problems:
+        if near["rope.scaling"] != "none" or near.get("rope.dim") != whole.get("rope.dim"):
+            return ["sliding_attention: only another rope_theta than full_attention's, unscaled, is computed"]
+        found["rope.window_theta"] = near["rope.theta"]
+    return problems
+
+
+def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]) -> list[str]:
+    """`read_rope` of one object of settings."""
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
+    alpha, width = given.get("alpha"), found.get("head_dim")
+    if arch.rope_alpha and kind == "dynamic" and alpha and isinstance(width, int) and width > 2:
+        if not fits(alpha, float) or not fits(given["rope_theta"], float):
+            return [f"alpha={alpha!r} rope_theta={given['rope_theta']!r}: must be numbers"]
+        kind = "default"
+        given["rope_theta"] = given["rope_theta"] * alpha ** (width / (width - 2))
     scaling = "none" if kind == "default" else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
@@ -292,15 +331,19 @@ def _is_null(given: HF, key: str) -> bool:
 def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
     rope = cfg.rope
-    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
     given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
-    return dict(
+    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
+    written = dict(max_position_embeddings=rope.max_seq) | partial
+    if arch.rope_by_kind:
+        whole = given | dict(rope_theta=rope.theta)
+        base = rope.window_theta
+        near = whole if base is None else dict(rope_type="default", rope_theta=base)
+        return written | dict(rope_parameters=dict(zip(KINDS_OF_BLOCKS, (whole, near), strict=True)))
+    return written | dict(
         rope_theta=rope.theta,
         rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
-        max_position_embeddings=rope.max_seq,
-        **partial,
     )
 
 
@@ -330,6 +373,8 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0
+    if windows.rotary:
+        found["rotary"] = tuple(map(int, slides[:period])) or (1,)
     return []
 
 

@@ -133,6 +133,8 @@ class Windows(NamedTuple):
     """the window where config.json has no sliding_window"""
     null: bool = True
     """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
+    rotary: bool = False
+    """whether blocks without a window have no rotary positions"""
 
 
 class Swap(NamedTuple):
@@ -174,6 +176,10 @@ class Architecture:
     """RoPE base where config.json names none"""
     rope: HF = field(default_factory=dict)
     """scaling of RoPE where config.json names none"""
+    rope_alpha: bool = False
+    """whether rope_type dynamic with an alpha raises the base once for all lengths (NTK)"""
+    rope_by_kind: bool = False
+    """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
     partial: Callable[[HF], float] | None = None
     """share of a head's channels that turn where config.json names none; None: always all of them"""
     windows: Windows | None = None

@@ -9,9 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from tmoe.config.model import RopeConfig
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.stack import take
 
+Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # cos and sin [S, C] by kind of block
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
 
 
@@ -76,6 +77,12 @@ def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) 
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 
+def turns_of(cfg: ModelConfig, seq: int, device: torch.device) -> Tables:
+    """rope_table's of each kind of block (`rope_of`). Where nothing turns they have no channels."""
+    kinds = {cfg.rope_of(i) for i in range(cfg.layers)}
+    return {rope: rope_table(rope or cfg.rope, cfg.rotary_dim if rope else 0, seq, device) for rope in kinds}
+
+
 def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [S, C] in fp32; the two halves of C repeat.
 
@@ -100,6 +107,8 @@ def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor, interleave: bool = Fa
     interleave: pairs are neighbours (2i, 2i+1), else (i, i + C/2).
     """
     C = cos_SC.shape[-1]
+    if not C:
+        return x_BSHC
     x = x_BSHC[..., :C].float()
     cos, sin = cos_SC.unsqueeze(-2), sin_SC.unsqueeze(-2)
     if interleave:

@@ -6,15 +6,19 @@ next: hf/architectures/common.py, hf/architectures/olmoe.py
 from __future__ import annotations
 
 from tmoe.hf.architectures import (
+    afmoe,
     deepseek,
     dots,
     ernie,
+    exaone,
+    flex_olmo,
     glm,
     glm45,
     gpt_oss,
     granite,
     hunyuan,
     llama,
+    mellum,
     minimax,
     mixtral,
     olmoe,
@@ -43,6 +47,11 @@ ARCHITECTURES = (
     glm45.GLM4_MOE,
     minimax.MINIMAX_M2,
     ernie.ERNIE4_5_MOE,
+    exaone.EXAONE_MOE,
+    mellum.MELLUM,
+    flex_olmo.FLEX_OLMO,
+    afmoe.AFMOE,
+    hunyuan.HUNYUAN_V1_MOE,
 )
 # For swap_experts, by model_type.
 SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}
