@@ -72,6 +72,11 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(dp=2, ep=2), "narrow", dict(parallel=dict(whole_gib=0, checkpoint="moe"))),
     (4, dict(pp=2, ep=2), "narrow", dict(micros=4, parallel=dict(schedule="v"))),
     (2, dict(ep=2), "narrow", dict(documents=False, compile=True)),
+    (2, dict(tp=2), "kinds", {}),
+    (2, dict(cp=2), "kinds", {}),
+    (2, dict(cp=2), "kinds", dict(parallel=dict(cp_by="heads"))),
+    (2, dict(pp=2), "kinds", dict(micros=4, parallel=dict(schedule="v"))),
+    (2, dict(ep=2), "kinds", dict(compile=True, parallel=dict(checkpoint="attention"))),
 ]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import MODELS, assert_bits, far, load_step, saved, tensors_of
+from hf_tiny import MODELS, assert_bits, far, first_hand, load_step, saved, tensors_of
 from safetensors.torch import save_file
+from tiers import slow_but
 from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError
@@ -111,7 +112,7 @@ def altered(tensors: dict[str, torch.Tensor], name: str) -> dict[str, tuple[dict
     return tables
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(first_hand, NAMES))
 def test_the_roads_agree(tmp_path, originals, name):
     """And every tensor of the files is read, copied, carried or refused by name, in one place only."""
     original, step = originals(name)
@@ -128,7 +129,7 @@ def test_the_roads_agree(tmp_path, originals, name):
         assert all(sum(tensor in place for place in places) == 1 for tensor in tensors), what
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n in NAMES or "," in n])
+@pytest.mark.parametrize("name", slow_but(first_hand, [n for n in MODELS if n in NAMES or "," in n]))
 def test_each_element_is_read_once(originals, name):
     """No tensor is read and then overwritten, and none fills two places."""
     plan = plan_folder(Folder(originals(name)[0]))
@@ -143,7 +144,7 @@ def test_each_element_is_read_once(originals, name):
     assert all((count == 1).all() for count in seen.values()), [n for n, c in seen.items() if (c != 1).any()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(first_hand, NAMES))
 @pytest.mark.parametrize("head", ["equal", "equal, wider", "other", "alone", "absent"])
 def test_a_tied_head(tmp_path, name, head):
     """config.json ties it; the files hold a copy, another head, the head alone, or none.

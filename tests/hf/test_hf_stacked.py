@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import MODELS, assert_bits, far, files_of, load_step, make, saved, tensors_of
+from hf_tiny import MODELS, assert_bits, far, files_of, first_hand, load_step, make, saved, tensors_of
 from safetensors.torch import load_file, save_file
+from tiers import slow_but
 from transformers import AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError
@@ -28,6 +29,8 @@ FAMILIES = [
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "granitemoeshared",
+    "hy_v3",
 ]
 
 
@@ -43,7 +46,7 @@ def started(hf_dir: Path) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", slow_but(first_hand, SPARSE))
 def test_the_same_model_and_every_byte_back(tmp_path, name):
     hf_dir = stacked(tmp_path / "hf", name)
     names = tensors_of(hf_dir).keys()
@@ -59,12 +62,12 @@ def test_the_same_model_and_every_byte_back(tmp_path, name):
     assert files_of(tmp_path / "back") == files_of(hf_dir)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(first_hand, FAMILIES))
 def test_both_spellings_are_one_model(tmp_path, name):
     """The same step from either, for several ranks; --like chooses the spelling of an export."""
     usual = saved(tmp_path / "usual", name, torch.bfloat16, files=3)
     held = tmp_path / "held"
-    stacked(held, name, torch.bfloat16, size="8KB")
+    stacked(held, name, torch.bfloat16, size="6KB")
     assert len(list(held.glob("*.safetensors"))) > 2
     for folder in (usual, held):
         import_hf(folder, tmp_path / f"{folder.name}-step", world=6, ep=3 if "deepseek" not in name else 2)
@@ -85,7 +88,7 @@ def in_one_file(path: Path, original: Path, tensors: dict[str, torch.Tensor]) ->
     return path
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+@pytest.mark.parametrize("name", slow_but(first_hand, [name for name in FAMILIES if name != "gpt_oss"]))
 def test_a_layer_each_is_read_and_both_in_one_are_refused(tmp_path, name):
     usual = tensors_of(saved(tmp_path / "usual", name))
     held = tensors_of(stacked(tmp_path / "held", name))

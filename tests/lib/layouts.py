@@ -72,8 +72,25 @@ LATENT = replace(
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
 DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
 NARROW = replace(GQA, moe=replace(ROUTED, latent_dim=12, weigh="before"))
+# what blocks of other families do to positions, and each kind of block beside the others
+KINDS = replace(
+    GQA,
+    rope=replace(GQA.rope, dim=4, interleave=True, window_theta=300.0),
+    window=5,
+    windowed=(1, 1, 0),
+    rotary=(1, 1, 1, 0),
+    norms="sandwich",
+    attention_gate=True,
+)
 MODELS = dict(
-    narrow=NARROW, gqa=GQA, deep=DEEP, olmoe=OLMOE, gpt_oss=GPT_OSS, latent=LATENT, latent_0=LATENT_0
+    kinds=KINDS,
+    narrow=NARROW,
+    gqa=GQA,
+    deep=DEEP,
+    olmoe=OLMOE,
+    gpt_oss=GPT_OSS,
+    latent=LATENT,
+    latent_0=LATENT_0,
 )
 
 

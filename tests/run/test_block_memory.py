@@ -10,10 +10,10 @@ from tiers import slow_but
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tmoe.config.axes import Axes
-from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.run import Config, ParallelConfig, TrainConfig
 from tmoe.model.attention_backend import position_mask
-from tmoe.model.rope import rope_table
+from tmoe.model.rope import turns_of
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block
 from tmoe.parallel.mesh import build_mesh
@@ -57,6 +57,11 @@ ALL = [
     *((LATENT, *how) for how in ((2, 1, "keys"), (1, 2, "keys"), (1, 2, "heads"), (2, 2, "heads"))),
     *((DIRECT, *how) for how in ((2, 1, "keys"), (1, 2, "keys"), (2, 2, "keys"), (2, 2, "heads"))),
     *((NARROW, *how) for how in ((2, 1, "keys"), (1, 2, "heads"), (2, 2, "heads"))),
+    (dataclasses.replace(SHARED, attention_gate=True, norms="sandwich"), 1, 1, "keys"),
+    (dataclasses.replace(SHARED, attention_gate=True, norms="sandwich"), 2, 2, "keys"),
+    (dataclasses.replace(GROUPED, attention_gate=True), 2, 2, "heads"),
+    (dataclasses.replace(GROUPED, norms="post", rotary=(0,)), 1, 1, "keys"),
+    (dataclasses.replace(GROUPED, norms="post", rope=RopeConfig(dim=16, interleave=True)), 2, 1, "keys"),
 ]
 
 
@@ -76,7 +81,7 @@ def test_attention_keeps_what_autograd_keeps(model, tp, cp, by):
         block.compute = torch.compile(
             block.compute, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"
         )
-        tables = rope_table(model.rope, model.rotary_dim, S, torch.device("cpu"))
+        tables = turns_of(model, S, torch.device("cpu"))[block.rope]
         rotated, mask = spread.queries(S, torch.device("cpu")), None
         if rotated is not None:
             tables = tuple(table[rotated] for table in tables)

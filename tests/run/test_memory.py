@@ -148,6 +148,8 @@ def test_counts_worked_by_hand():
         dataclasses.replace(ODD, qkv_bias=True, moe=dataclasses.replace(ODD.moe, bias=True)),
         dataclasses.replace(ODD, o_bias=True, sinks=True, moe=dataclasses.replace(ODD.moe, router_bias=True)),
         dataclasses.replace(ODD, moe=dataclasses.replace(ODD.moe, latent_dim=7, bias=True)),
+        dataclasses.replace(ODD, attention_gate=True, qkv_bias=True, norms="sandwich", rotary=(1, 0)),
+        dataclasses.replace(ODD, norms="post"),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),
     ],

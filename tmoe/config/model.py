@@ -5,7 +5,7 @@ next: run.py"""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tmoe.activations import ActivationName
@@ -56,18 +56,32 @@ class RopeConfig:
     (0.1 mscale_all_dim ln(factor) + 1)^2"""
     truncate: bool = True
     """yarn: the ramp between beta_fast and beta_slow begins and ends at whole pairs (False: gpt-oss)"""
+    dim: int = 0
+    """grouped-query attention: how many channels of a head turn, its first ones (GLM-4.5: half of them);
+    0: all. Latent attention has mla.rope-dim"""
+    interleave: bool = False
+    """grouped-query attention: rotary pairs are neighbours (2i, 2i+1) (ERNIE-4.5), else (i, i + half).
+    Latent attention has mla.interleave"""
+    window_theta: float | None = None
+    """base in blocks with a window, where nothing is stretched (Mellum, Gemma 3); None: as in the others"""
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
-        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=zero)
+        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=f"{zero} dim")
         require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
+        base = self.window_theta
+        require(
+            base is None or 1 < base < math.inf,
+            f"--model.rope.window-theta={base}: must be above 1 and finite, or none",
+        )
         stretched = self.scaling != "none" or self.factor == 1
         require(stretched, f"--model.rope.factor={self.factor}: needs --model.rope.scaling")
         for low, high in ("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"):
             a, b = getattr(self, low), getattr(self, high)
             flag, other = low.replace("_", "-"), high.replace("_", "-")
-            valid = f"above 0 and below --model.rope.{other}={b}"
-            require(0 < a < b < math.inf, f"--model.rope.{flag}={a}: must be {valid}")
+            touch = flag == "beta-slow"  # equal ones make the ramp a step: Kimi K2
+            valid = f"above 0 and {'at or ' * touch}below --model.rope.{other}={b}"
+            require(0 < a <= b < math.inf and (a < b or touch), f"--model.rope.{flag}={a}: must be {valid}")
 
 
 @dataclass(frozen=True)
@@ -375,7 +389,13 @@ def require_policy(moe: MoEConfig) -> None:
 
 # Settings that latent attention does not know, each with the value that switches it off.
 LATENT_LACKS = dict(
-    qk_norm="none", qkv_bias=False, o_bias=False, sinks=False, window=0, attention_multiplier=None
+    qk_norm="none",
+    qkv_bias=False,
+    o_bias=False,
+    attention_gate=False,
+    sinks=False,
+    window=0,
+    attention_multiplier=None,
 )
 
 
@@ -397,12 +417,15 @@ class ModelConfig:
     """key/value heads, G; divides heads"""
     head_dim: int = 64
     """head width, C"""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE)"""
+    qk_norm: Literal["none", "head", "full", "rotated"] = "none"
+    """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE);
+    or per head, but behind the rotary positions (rotated, Hunyuan)"""
     qkv_bias: bool = False
     """learned biases on queries, keys and values (Qwen2, gpt-oss)"""
     o_bias: bool = False
     """a learned bias on attention's output projection (gpt-oss)"""
+    attention_gate: bool = False
+    """multiply each channel of attention's result by sigmoid(x . w), before the output projection (AFMoE)"""
     sinks: bool = False
     """a learned logit for each query head that takes part in its softmax and adds nothing (gpt-oss)"""
     window: int = 0
@@ -410,6 +433,9 @@ class ModelConfig:
     windowed: tuple[int, ...] = (1,)
     """which blocks have the window, 1 or 0 each, repeated over the depth;
     1 0: every second block, the first included (gpt-oss)"""
+    rotary: tuple[int, ...] = (1,)
+    """which blocks have rotary positions, 1 or 0 each, repeated over the depth;
+    1 1 1 0: every fourth has none (NoPE: EXAONE 4, AFMoE). Grouped-query attention only"""
     attention_multiplier: float | None = None
     """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
     embedding_multiplier: float = 1.0
@@ -428,6 +454,9 @@ class ModelConfig:
     """hidden width of the dense feed-forward blocks"""
     tied: bool = False
     """output head shares the embedding's weight"""
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    """where a block has RMSNorms: on what attention and feed-forward read (pre),
+    on what they give (post, FlexOlmo), or on both (sandwich, AFMoE)"""
     norm_eps: float = 1e-6
     """added to the mean square in every RMSNorm"""
     dropout: float = 0.0
@@ -454,6 +483,16 @@ class ModelConfig:
                 f"--model.{flag}={value}: not with --model.attention=mla",
             )
         require(self.head_dim % 2 == 0, f"--model.head-dim={self.head_dim}: must be even (RoPE turns pairs)")
+        turn = self.rope.dim
+        require(
+            turn % 2 == 0 and turn <= self.head_dim,
+            f"--model.rope.dim={turn}: must be even and at most --model.head-dim={self.head_dim}",
+        )
+        grouped = self.attention == "gqa"
+        require(grouped or not turn, f"--model.rope.dim={turn}: not with --model.attention=mla")
+        require(
+            grouped or not self.rope.interleave, "--model.rope.interleave: not with --model.attention=mla"
+        )
         blocks = self.dense_blocks
         require(
             all(b >= 0 for b in blocks),
@@ -461,6 +500,11 @@ class ModelConfig:
         )
         valid = "one or more of 1 (with the window) and 0 (without)"
         require({*self.windowed} in ({0}, {1}, {0, 1}), f"--model.windowed={self.windowed}: must be {valid}")
+        valid = "one or more of 1 (rotary positions) and 0 (none)"
+        require({*self.rotary} in ({0}, {1}, {0, 1}), f"--model.rotary={self.rotary}: must be {valid}")
+        require(
+            grouped or {*self.rotary} == {1}, f"--model.rotary={self.rotary}: not with --model.attention=mla"
+        )
 
     @property
     def expert_dim(self) -> int:
@@ -470,11 +514,19 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that turn with the position."""
-        return self.head_dim if self.attention == "gqa" else self.mla.rope_dim
+        return (self.rope.dim or self.head_dim) if self.attention == "gqa" else self.mla.rope_dim
 
     def is_moe(self, layer: int) -> bool:
         regular = layer >= self.dense_layers and (layer - self.dense_layers) % self.moe_every == 0
         return regular and layer not in self.dense_blocks
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary positions of this block; None: it has none."""
+        if not self.rotary[layer % len(self.rotary)]:
+            return None
+        base = self.rope.window_theta if self.window_of(layer) else None
+        whole = replace(self.rope, window_theta=None)
+        return whole if base is None else replace(whole, theta=base, scaling="none", factor=1.0)
 
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this block, itself included; 0: all before it."""

@@ -4,7 +4,7 @@ next: presets.py"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, get_type_hints
 
 from tmoe.config.check import ConfigError, fits, spell
@@ -69,13 +69,16 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     What only training reads is left out.
     """
     sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)]
-    unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed"}
+    unread = TRAINING | {"dense_layers", "dense_blocks", "moe_every", "window", "windowed", "rotary"}
     if len(sparse) == cfg.layers:
         unread = unread | {"ffn_dim"}
     found = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in unread}
     found["MoE layers"] = sparse
     found["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
     found["attention_multiplier"] = softmax_scale(cfg)
+    # what is off is left out, as before there was such a setting
+    off = dict(attention_gate=False, norms="pre")
+    found = {name: value for name, value in found.items() if name not in off or value != off[name]}
     if cfg.attention == "mla":
         found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}
         found = {name: value for name, value in found.items() if name not in GROUPED_ONLY}
@@ -95,7 +98,7 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
             found = {name: value for name, value in found.items() if not name.startswith("moe.cosine_")}
         if cfg.moe.top_groups == cfg.moe.groups:
             found |= {"moe.groups": 1, "moe.top_groups": 1, "moe.group_score": "max"}
-    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg.rope).items()}
+    return found | {f"rope.{name}": value for name, value in _rope_facts(cfg).items()}
 
 
 def softmax_scale(cfg: ModelConfig) -> float:
@@ -124,8 +127,21 @@ ROPE = {  # settings that each scaling reads -> their key of config.json
 }
 
 
-def _rope_facts(rope: RopeConfig) -> dict[str, Any]:
-    return {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
+    """RoPE's settings that count; what is off is left out, as before there was such a setting."""
+    rope = cfg.rope
+    found = {name: getattr(rope, name) for name in ("theta", "scaling", *ROPE[rope.scaling])}
+    if rope.dim not in (0, cfg.head_dim):
+        found["dim"] = rope.dim
+    if rope.interleave:
+        found["interleave"] = True
+    kinds = [cfg.rope_of(i) for i in range(cfg.layers)]
+    if None in kinds:
+        found["no position"] = [i for i, kind in enumerate(kinds) if kind is None]
+    usual = replace(rope, window_theta=None)
+    if others := {i: kind.theta for i, kind in enumerate(kinds) if kind not in (None, usual)}:
+        found["theta in windows"] = others
+    return found
 
 
 def flattened(cfg: ModelConfig) -> dict[str, Any]:
@@ -159,6 +175,7 @@ def build_config(settings: dict[str, Any]) -> ModelConfig:
         parts: dict[str, Any] = {part: made(**settings.get(part, {})) for part, made in PARTS.items()}
         # JSON has lists for tuples.
         parts["windowed"] = tuple(settings.get("windowed", (1,)))
+        parts["rotary"] = tuple(settings.get("rotary", (1,)))
         parts["dense_blocks"] = tuple(settings.get("dense_blocks", ()))
         return ModelConfig(**settings | parts)
     except (AttributeError, KeyError, TypeError) as error:

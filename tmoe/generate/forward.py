@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import Cache, Layer
-from tmoe.model.attention import Attention
+from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import attend
 from tmoe.model.latent import LatentAttention
-from tmoe.model.rope import rope_table
+from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.router import Routing
 
@@ -32,29 +33,37 @@ class Turns(NamedTuple):
     sin: Tensor
 
 
+AllTurns = dict[RopeConfig | None, Turns]  # by kind of block
+
+
+def all_turns(cfg: ModelConfig, tokens: int, device: torch.device) -> AllTurns:
+    """Those of positions from 0 on."""
+    return {rope: Turns(*tables) for rope, tables in turns_of(cfg, tokens, device).items()}
+
+
 def prefill(model: Transformer, cache: Cache, tokens_BS: Tensor, padding_BS: Tensor, slots_B: Tensor) -> None:
     """Fills these slots with prompts, from position 0 on.
 
     padding_BS: True behind a prompt's end. Causal attention keeps prompts from seeing it; what it leaves in
     the cache is overwritten before any query sees it.
     """
-    turns = Turns(*rope_table(model.cfg.rope, model.cfg.rotary_dim, tokens_BS.shape[1], tokens_BS.device))
+    all_of_them = all_turns(model.cfg, tokens_BS.shape[1], tokens_BS.device)
     x = model.embed(tokens_BS)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
         normed = block.attention_norm(x)
-        attention = block.attention
+        attention, turns = block.attention, all_of_them[block.rope]
         if isinstance(attention, LatentAttention):
             y = prompt_latent(attention, normed, turns, layer, slots_B)
         else:
             y = prompt_grouped(attention, normed, turns, layer, slots_B)
-        x = x + block.branch(y)
+        x = x + block.branch(block.attention_post_norm(y))
         if layer is not cache.layers[-1]:  # nothing reads what comes behind the last block's keys
             x = feed_forward(block, x, padding_BS)[0]
 
 
 def decode(
-    model: Transformer, cache: Cache, tokens_B: Tensor, at_B: Tensor, longest: int, turns: Turns
+    model: Transformer, cache: Cache, tokens_B: Tensor, at_B: Tensor, longest: int, turns: AllTurns
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits [B, V] behind one token of each of the first B slots, which also goes into the cache.
 
@@ -63,7 +72,7 @@ def decode(
     at_B: its position. longest: above all of them, known to the host. turns: of all positions.
     """
     B = tokens_B.shape[0]
-    now = Turns(turns.cos[at_B][:, None], turns.sin[at_B][:, None])
+    here = {rope: Turns(cos[at_B][:, None], sin[at_B][:, None]) for rope, (cos, sin) in turns.items()}
     behind_BT = at_B[:, None] - torch.arange(longest, device=at_B.device)
     seen = {w: behind_BT >= 0 if w == 0 else (behind_BT >= 0) & (behind_BT < w) for w in windows(model)}
     x = model.embed(tokens_B[:, None])
@@ -72,18 +81,19 @@ def decode(
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
         normed = block.attention_norm(x)
-        attention = block.attention
+        attention, now = block.attention, here[block.rope]
         if isinstance(attention, LatentAttention):
-            q, k, v = absorbed(attention, normed, now)
+            q, k, v, gate = (*absorbed(attention, normed, now), None)
         else:
-            q, k, v = attention.project(normed, *now)
+            q, k, v, gate = attention.project(normed, *now)
         layer.k_BTGC[rows_B, at_B] = k[:, 0]
         if v is not None:
             layer.v_BTGC[rows_B, at_B] = v[:, 0]
         k_BTGC, v_BTGC = (t[:B, :longest] for t in layer)
         scale, sinks_H = softmax_of(attention)
         y_BHC = attend_one(q[:, 0], k_BTGC, v_BTGC, seen[block.window], scale, sinks_H)
-        x = x + block.branch(output(attention, y_BHC)[:, None])
+        y_BHC = gated(y_BHC, None if gate is None else gate[:, 0])
+        x = x + block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
         x, routing = feed_forward(block, x, None)
         if routing is not None:
             routes.append(routing.ids_TK)
@@ -102,7 +112,7 @@ def feed_forward(block: Block, x: Tensor, padding_BS: Tensor | None) -> tuple[Te
         return block.feed_forward(x, padding_BS, None)[0], None
     call = None if moe.router.cfg.capacity_factor is None else moe.call(x, capacity_factor=0.0)
     y_TD, routing, _ = moe.experts(partial(moe.mix, call=call), block.ffn_norm(x), padding_BS)
-    return x + block.branch(y_TD.view_as(x)), routing
+    return x + block.branch(block.ffn_post_norm(y_TD.view_as(x))), routing
 
 
 # ---- prompts ----
@@ -112,12 +122,13 @@ def prompt_grouped(
     attention: Attention, x_BSD: Tensor, turns: Turns, layer: Layer, slots_B: Tensor
 ) -> Tensor:
     """y [B, S, D] of prompts; their keys and values go into the cache."""
-    q, k, v = attention.project(x_BSD, *turns)
+    q, k, v, gate = attention.project(x_BSD, *turns)
     S = x_BSD.shape[1]
     layer.k_BTGC[slots_B, :S] = k
     layer.v_BTGC[slots_B, :S] = v
     scale, sinks_H = softmax_of(attention)
-    return attention.o(attend(q, k, v, None, scale, attention.window, sinks_H).flatten(-2))
+    y = attend(q, k, v, None, scale, attention.window, sinks_H)
+    return attention.o(gated(y, gate).flatten(-2))
 
 
 def prompt_latent(

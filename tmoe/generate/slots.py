@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from tmoe.generate.cache import Cache
-from tmoe.generate.forward import Turns, decode, prefill
+from tmoe.generate.forward import all_turns, decode, prefill
 from tmoe.generate.sampler import Sampling, draw
 from tmoe.generate.text import Text
-from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Transformer
 
 AT_ONCE = 8192  # tokens of prompts, padding included, in one prefill
@@ -89,7 +88,7 @@ class Slots:
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
         self.cache = Cache(cfg, *room, device, weight.dtype)
-        self.turns = Turns(*rope_table(cfg.rope, cfg.rotary_dim, room.capacity, device))
+        self.turns = all_turns(cfg, room.capacity, device)
         self.rows: list[Request] = []  # those of the first slots
         self.holds: list[int | None] = [None] * room.slots  # whose prompt a slot's cache begins with
         # a slot's next token and its position, how many tokens its answer has, and the answer's uniforms

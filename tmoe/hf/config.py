@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from tmoe.config.check import MOST, ConfigError, fits
-from tmoe.config.model import ModelConfig, RopeConfig
+from tmoe.config.model import ModelConfig
 from tmoe.config.same import (
     KINDS,
     ROPE,
@@ -22,7 +22,7 @@ from tmoe.config.same import (
     softmax_scale,
 )
 from tmoe.hf.architectures import ARCHITECTURES
-from tmoe.hf.rules import HF, NO_NULL, Architecture, Field
+from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
 from tmoe.listing import listed
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
@@ -32,6 +32,7 @@ WHOLE = (
     "n_shared_experts",
     "original_max_position_embeddings",
     "head_dim",
+    "rotary_dim",
     *AHEAD,
 )
 # The types of keys of config.json that no Field reads: those of all architectures, then those of some. A
@@ -210,7 +211,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
         # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
-        hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg.rope)
+        hf |= arch.layers.write(cfg) | write_windows(arch, cfg) | write_rope(arch, cfg)
         hf |= arch.write(cfg)
         try:
             if not differences(cfg, read_config(hf)):
@@ -225,25 +226,65 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
+KINDS_OF_BLOCKS = "full_attention", "sliding_attention"  # without and with a window
+
+
 def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """Put RoPE's settings into `found`, and return what is wrong with them.
 
     Reads them as transformers 5 (rope_parameters) or 4 (rope_theta, rope_scaling) writes them. Where keys
     contradict each other, version 5's choice holds.
     """
+    if arch.rope_by_kind:
+        return _read_ropes(arch, hf, found)
     stated = hf.get("rope_scaling") or hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
     if parts := [key for key, value in stated.items() if isinstance(value, dict)]:
         return [f"RoPE of its own for each of {', '.join(parts)}: one for all layers is computed"]
+    return _read_one_rope(arch, hf, stated, found)
 
+
+def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
+    """`read_rope` where rope_parameters has an object for each kind of block that there is."""
+    stated = hf.get("rope_parameters")
+    stated = arch.rope if stated is None else stated
+    problems = ["rope_scaling: only rope_parameters is read"] if hf.get("rope_scaling") else []
+    there = {bool(slides) for slides in found.get("windowed", ())} if found.get("window") else {False}
+    ropes = []
+    for kind in (
+        name for name, slides in zip(KINDS_OF_BLOCKS, (False, True), strict=True) if slides in there
+    ):
+        one = stated.get(kind)
+        if not isinstance(one, dict) or not {"rope_theta"} & {*one, *hf}:
+            return [*problems, f"rope_parameters: no object with a rope_theta for {kind}"]
+        ropes.append({name: found[name] for name in ("head_dim",) if name in found})
+        problems += [f"{kind}: {what}" for what in _read_one_rope(arch, hf, one, ropes[-1])]
+    whole, near = ropes[0], ropes[-1]
+    found |= whole
+    if near != whole and not problems:
+        if near["rope.scaling"] != "none" or near.get("rope.dim") != whole.get("rope.dim"):
+            return ["sliding_attention: only another rope_theta than full_attention's, unscaled, is computed"]
+        found["rope.window_theta"] = near["rope.theta"]
+    return problems
+
+
+def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]) -> list[str]:
+    """`read_rope` of one object of settings."""
     given = {"rope_theta": hf.get("rope_theta", arch.theta)} | stated
     kind = given.get("rope_type", given.get("type", "default"))
+    alpha, width = given.get("alpha"), found.get("head_dim")
+    if arch.rope_alpha and kind == "dynamic" and alpha and isinstance(width, int) and width > 2:
+        if not fits(alpha, float) or not fits(given["rope_theta"], float):
+            return [f"alpha={alpha!r} rope_theta={given['rope_theta']!r}: must be numbers"]
+        kind = "default"
+        given["rope_theta"] = given["rope_theta"] * alpha ** (width / (width - 2))
     scaling = "none" if kind == "default" else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
         return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
 
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
-    for key, value in dict(partial_rotary_factor=1.0, mscale=None, mscale_all_dim=None).items():
+    problems += _read_partial(arch, {**hf, **given}, found)
+    for key, value in dict(mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):
             problems.append(f"{key}={given.get(key, hf.get(key))!r}: only {value!r} is computed")
 
@@ -265,20 +306,44 @@ def read_rope(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
+    """Put into `found` how many channels of a head turn, and return what is wrong."""
+    key, width = "partial_rotary_factor", found.get("head_dim")
+    if key in given or arch.partial is None:
+        share = 1.0 if given.get(key) is None else given[key]
+    else:
+        share = arch.partial(given)
+    if arch.partial is None:
+        return [] if share == 1.0 else [f"{key}={share!r}: only 1.0 is computed"]
+    width = width if isinstance(width, int) else 0
+    turned = int(width * share) if fits(share, float) else 0  # cut off, as transformers does
+    if turned % 2 or not 0 < turned <= width:
+        return [f"{key}={share!r}: must be an even number of the head's channels, of head_dim={width}"]
+    found["rope.dim"] = 0 if turned == width else turned
+    return []
+
+
 def _is_null(given: HF, key: str) -> bool:
     """Whether a key of RoPE's settings is null where transformers computes with it."""
     return key in given and given[key] is None and key not in ROPE_NULLS
 
 
-def write_rope(arch: Architecture, rope: RopeConfig) -> HF:
+def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
+    rope = cfg.rope
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
     given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
-    return dict(
+    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
+    written = dict(max_position_embeddings=rope.max_seq) | partial
+    if arch.rope_by_kind:
+        whole = given | dict(rope_theta=rope.theta)
+        base = rope.window_theta
+        near = whole if base is None else dict(rope_type="default", rope_theta=base)
+        return written | dict(rope_parameters=dict(zip(KINDS_OF_BLOCKS, (whole, near), strict=True)))
+    return written | dict(
         rope_theta=rope.theta,
         rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
-        max_position_embeddings=rope.max_seq,
     )
 
 
@@ -287,13 +352,10 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     windows = arch.windows
     layers = found.get("layers") or 0
     typed = windows is not None and "layer_types" in windows.keys
-    types = said.get("layer_types", ["full_attention"] * layers)
-    known = {"full_attention", "sliding_attention"} if typed else {"full_attention"}
-    if {*types} - known or len(types) != max(layers, 0):
-        valid = "full_attention or sliding_attention" if typed else "full_attention"
-        return [f"layer_types={types!r}: {valid} for each of {layers} layers is computed"]
-    if windows is None:
-        return []
+    known = ("full_attention", "sliding_attention") if typed else ("full_attention",)
+    types, problems = kinds_of_layers(said, "layer_types", known, ["full_attention"] * layers)
+    if windows is None or problems:
+        return problems
 
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
     width = None if off else hf.get("sliding_window", windows.width or None)
@@ -311,6 +373,8 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0
+    if windows.rotary:
+        found["rotary"] = tuple(map(int, slides[:period])) or (1,)
     return []
 
 

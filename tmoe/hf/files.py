@@ -281,7 +281,8 @@ def fill(target: Tensor, offset: tuple[int, ...], found: list[Piece], read: Read
         rows = inside[piece.axis]
         first = rows.start * piece.every + piece.first
         inside[piece.axis] = slice(first, rows.stop * piece.every, piece.every)
-        theirs = read(piece.name, piece.to_theirs(tuple(inside)))
+        box = piece.to_theirs(tuple(inside))
+        theirs = read(piece.name, (slice(0, 1), *box))[0] if piece.framed else read(piece.name, box)
         theirs = theirs.mT if piece.transposed else theirs
         here = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, offset, strict=True))
         target[here] = theirs

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Part(NamedTuple):
     transposed: its last two axes are exchanged.
     every, first: it is woven into a tensor with others: it has only every n-th row of that tensor, from the
         `first` on.
+    framed: it has one axis more in front, of length one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Part(NamedTuple):
     transposed: bool = False
     every: int = 1
     first: int = 0
+    framed: bool = False
 
 
 class Rule(NamedTuple):
@@ -107,6 +109,19 @@ class Layers(NamedTuple):
     """the keys that say it"""
 
 
+def kinds_of_layers(
+    said: HF, key: str, valid: Collection[str], usual: list[str]
+) -> tuple[list[str], list[str]]:
+    """What a list of config.json says of each layer (`layer_types`, `mlp_layer_types`), and what is wrong.
+
+    usual: what it says where the key is missing, and what is returned where it is wrong.
+    """
+    kinds = list(said.get(key, usual))
+    if {*kinds} <= {*valid} and len(kinds) == len(usual):
+        return kinds, []
+    return usual, [f"{key}={kinds!r}: {' or '.join(valid)} for each of {len(usual)} layers is computed"]
+
+
 class Windows(NamedTuple):
     """How an architecture says which blocks have a sliding window, and how wide."""
 
@@ -118,6 +133,8 @@ class Windows(NamedTuple):
     """the window where config.json has no sliding_window"""
     null: bool = True
     """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
+    rotary: bool = False
+    """whether blocks without a window have no rotary positions"""
 
 
 class Swap(NamedTuple):
@@ -159,6 +176,12 @@ class Architecture:
     """RoPE base where config.json names none"""
     rope: HF = field(default_factory=dict)
     """scaling of RoPE where config.json names none"""
+    rope_alpha: bool = False
+    """whether rope_type dynamic with an alpha raises the base once for all lengths (NTK)"""
+    rope_by_kind: bool = False
+    """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
+    partial: Callable[[HF], float] | None = None
+    """share of a head's channels that turn where config.json names none; None: always all of them"""
     windows: Windows | None = None
     """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)
@@ -186,16 +209,19 @@ class Piece(NamedTuple):
     transposed: bool
     every: int
     first: int
+    framed: bool = False
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor of theirs."""
         whole = list(self.shape)
         whole[self.axis] *= self.every
-        return self.to_theirs(tuple(whole))
+        theirs = self.to_theirs(tuple(whole))
+        return (1, *theirs) if self.framed else theirs
 
     def see(self, theirs: Tensor) -> Tensor:
         """The part of their tensor that is ours, in our order of axes, as a view."""
+        theirs = theirs[0] if self.framed else theirs
         theirs = theirs.mT if self.transposed else theirs
         return theirs.unflatten(self.axis, (-1, self.every)).select(self.axis, self.first)
 
@@ -238,7 +264,7 @@ def pieces(
                 offset[0] = expert
                 box[0] = 1
             name = part.name.format(layer=layer, expert=expert)
-            woven = (part.every, part.first)
+            woven = (part.every, part.first, part.framed)
             found.append(Piece(name, tuple(offset), tuple(box), stacked, axis, part.transposed, *woven))
             start += rows
     assert sum(math.prod(piece.shape) for piece in found) in (0, math.prod(shape)), (

@@ -17,6 +17,7 @@ class Attention(nn.Module):
 
     G key/value heads serve H query heads (Ainslie et al. 2023).
     window: how many tokens one sees, itself among them; 0: itself and all before it. `sinks`: see attend.
+    With `attention_gate` each channel of the result is multiplied by a sigmoid of the input's product.
     """
 
     def __init__(self, cfg: ModelConfig, window: int = 0):
@@ -25,13 +26,14 @@ class Attention(nn.Module):
         self.window = window
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
         H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
-        # rows: queries, keys, values; one product
-        self.qkv = nn.Linear(cfg.dim, (H + 2 * G) * C, cfg.qkv_bias)
+        # rows: queries, keys, values, and gates of the queries' heads; one product
+        self.qkv = nn.Linear(cfg.dim, (H + 2 * G + H * cfg.attention_gate) * C, cfg.qkv_bias)
         self.o = nn.Linear(H * C, cfg.dim, cfg.o_bias)
         self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks else None
         if cfg.qk_norm != "none":
-            self.q_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else H * C, cfg.norm_eps)
-            self.k_norm = nn.RMSNorm(C if cfg.qk_norm == "head" else G * C, cfg.norm_eps)
+            whole = cfg.qk_norm == "full"
+            self.q_norm = nn.RMSNorm(H * C if whole else C, cfg.norm_eps)
+            self.k_norm = nn.RMSNorm(G * C if whole else C, cfg.norm_eps)
 
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.
@@ -40,17 +42,19 @@ class Attention(nn.Module):
         attention.
         """
         spread, C = self.spread, self.cfg.head_dim
-        q, k, v = self.project(x_BSD, cos_SC, sin_SC)
+        q, k, v, gate = self.project(x_BSD, cos_SC, sin_SC)
         if spread.by_keys:  # together: one exchange
             k, v = spread.gather_keys(torch.cat([k, v], -1)).split(C, -1)
         q, k, v = spread.to_heads(q, k, v)
         window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
         sinks_H = spread.of_heads(self.sinks)
         y = attend(q, k, v, mask, self.cfg.attention_multiplier, window, sinks_H)
-        return spread.output(self.o, spread.from_heads(y).flatten(-2))
+        return spread.output(self.o, gated(spread.from_heads(y), gate).flatten(-2))
 
-    def project(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys [B, S, heads, C], normed and rotated, and values of this rank's heads."""
+    def project(
+        self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys [B, S, heads, C], normed and rotated, values, gates, of this rank's heads."""
         cfg, spread, C = self.cfg, self.spread, self.cfg.head_dim
         H, G = cfg.heads, cfg.kv_heads
         heads, key_heads = spread.heads(H), spread.key_heads(G)
@@ -58,17 +62,27 @@ class Attention(nn.Module):
             (0, heads),
             (H, key_heads),
             (H + G, key_heads),
-        ]  # heads of queries, keys, values in qkv's rows
+            *([(H + 2 * G, heads)] if cfg.attention_gate else []),
+        ]  # heads of queries, keys, values, gates in qkv's rows
         rows = [slice((first + own.start) * C, (first + own.stop) * C) for first, own in spans]
         qkv = spread.project(self.qkv, x_BSD, rows)
-        q, k, v = qkv.split([part.stop - part.start for part in rows], -1)
+        q, k, v, *gates = qkv.split([part.stop - part.start for part in rows], -1)
         if cfg.qk_norm == "full":
             q = spread.norm(self.q_norm, q, rows[0], 1)
             key_rows = slice(key_heads.start * C, key_heads.stop * C)
             k = spread.norm(self.k_norm, k, key_rows, max(1, spread.tp // G))
 
-        q, k, v = (t.unflatten(-1, (-1, C)) for t in (q, k, v))
+        q, k, v, *gates = (t.unflatten(-1, (-1, C)) for t in (q, k, v, *gates))
         if cfg.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)
-        return rotate(q, cos_SC, sin_SC), rotate(k, cos_SC, sin_SC), v
+        q, k = (rotate(t, cos_SC, sin_SC, cfg.rope.interleave) for t in (q, k))
+        if cfg.qk_norm == "rotated":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        return q, k, v, gates[0] if gates else None
+
+
+def gated(y_BSHC: Tensor, gate_BSHC: Tensor | None) -> Tensor:
+    """Attention's result times sigmoid(gate), where there is one."""
+    return y_BSHC if gate_BSHC is None else y_BSHC * gate_BSHC.sigmoid()

@@ -37,9 +37,10 @@ def attention_shapes(model: ModelConfig) -> list[Shape]:
             ((mla.q_rank or queries) + mla.kv_rank + mla.rope_dim, D),
         ]
         return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
-    norms = {"none": [], "head": [(C,), (C,)], "full": [(H * C,), (G * C,)]}[model.qk_norm]
-    biases = [((H + 2 * G) * C,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
-    return [((H + 2 * G) * C, D), (D, H * C), *norms, *biases]
+    norms = {"none": [], "full": [(H * C,), (G * C,)]}.get(model.qk_norm, [(C,), (C,)])
+    rows = (H + 2 * G + H * model.attention_gate) * C
+    biases = [(rows,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
+    return [(rows, D), (D, H * C), *norms, *biases]
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -56,7 +57,7 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
     D = model.dim
     moe = model.moe
-    dense = [(D,), (D,), *attention_shapes(model)]
+    dense = [(D,)] * (4 if model.norms == "sandwich" else 2) + attention_shapes(model)
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
     width = moe.cosine_dim if moe.score == "cosine" else D

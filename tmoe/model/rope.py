@@ -9,9 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from tmoe.config.model import RopeConfig
+from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.stack import take
 
+Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # cos and sin [S, C] by kind of block
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
 
 
@@ -76,6 +77,12 @@ def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) 
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 
+def turns_of(cfg: ModelConfig, seq: int, device: torch.device) -> Tables:
+    """rope_table's of each kind of block (`rope_of`). Where nothing turns they have no channels."""
+    kinds = {cfg.rope_of(i) for i in range(cfg.layers)}
+    return {rope: rope_table(rope or cfg.rope, cfg.rotary_dim if rope else 0, seq, device) for rope in kinds}
+
+
 def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [S, C] in fp32; the two halves of C repeat.
 
@@ -92,12 +99,24 @@ def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.dev
 kept_rope_table = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(make_rope_table))
 
 
-def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+def rotate(x_BSHC: Tensor, cos_SC: Tensor, sin_SC: Tensor, interleave: bool = False) -> Tensor:
     """Turns each pair of channels by its position's angle: computed in fp32, returned in x's dtype.
 
-    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own.
+    cos_SC, sin_SC: rope_table's, or [B, S, C] where each row has positions of its own. Where they have fewer
+        channels than x, only x's first ones turn.
+    interleave: pairs are neighbours (2i, 2i+1), else (i, i + C/2).
     """
-    x = x_BSHC.float()
-    left, right = x.chunk(2, -1)
-    turned = x * cos_SC.unsqueeze(-2) + torch.cat([-right, left], -1) * sin_SC.unsqueeze(-2)
-    return turned.to(x_BSHC.dtype)
+    C = cos_SC.shape[-1]
+    if not C:
+        return x_BSHC
+    x = x_BSHC[..., :C].float()
+    cos, sin = cos_SC.unsqueeze(-2), sin_SC.unsqueeze(-2)
+    if interleave:
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = cos[..., : C // 2], sin[..., : C // 2]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    else:
+        left, right = x.chunk(2, -1)
+        turned = x * cos + torch.cat([-right, left], -1) * sin
+    turned = turned.to(x_BSHC.dtype)
+    return turned if x_BSHC.shape[-1] == C else torch.cat([turned, x_BSHC[..., C:]], -1)

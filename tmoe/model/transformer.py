@@ -17,7 +17,7 @@ from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
-from tmoe.model.rope import rope_table
+from tmoe.model.rope import Tables, turns_of
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
@@ -26,9 +26,10 @@ from tmoe.moe.router import Router
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); pre-norm. The feed-forward is an MoE or dense.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). The feed-forward is an MoE or dense.
 
-    What is added passes dropout and, in Granite's models, gets a factor (`residual_multiplier`).
+    What is added passes dropout and, in Granite's models, gets a factor (`residual_multiplier`). Norms may
+    stand behind attention and feed-forward as well, or only there (`norms`).
     """
 
     def __init__(self, cfg: ModelConfig, layer: int):
@@ -36,10 +37,14 @@ class Block(nn.Module):
         self.dropout = cfg.dropout
         self.multiplier = cfg.residual_multiplier
         self.window = cfg.window_of(layer)
-        self.attention_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.rope = cfg.rope_of(layer)
+        before, behind = cfg.norms != "post", cfg.norms != "pre"
+        self.attention_norm = norm_if(before, cfg)
         latent = cfg.attention == "mla"
         self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
-        self.ffn_norm = nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.attention_post_norm = norm_if(behind, cfg)
+        self.ffn_norm = norm_if(before, cfg)
+        self.ffn_post_norm = norm_if(behind, cfg)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
@@ -77,22 +82,28 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """The first half: x + attention(norm(x))."""
-        return x + self.branch(self.attention(self.attention_norm(x), cos_SC, sin_SC, mask))
+        y = self.attention(self.attention_norm(x), cos_SC, sin_SC, mask)
+        return x + self.branch(self.attention_post_norm(y))
 
     def feed_forward(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts | None
     ) -> tuple[Tensor, Load | None]:
         """The second half: x + feed_forward(norm(x)), and the router's load."""
         if self.ffn is not None:
-            return x + self.branch(self.ffn(self.ffn_norm(x))), None
+            return x + self.branch(self.ffn_post_norm(self.ffn(self.ffn_norm(x)))), None
         assert self.moe is not None and experts is not None
         y_TD, load = self.moe.route(self.ffn_norm(x), padding, experts)
-        return x + self.branch(y_TD.view_as(x)), load
+        return x + self.branch(self.ffn_post_norm(y_TD.view_as(x))), load
 
     def branch(self, y: Tensor) -> Tensor:
         """What is added to the residual stream: y after dropout, times the multiplier."""
         y = F.dropout(y, self.dropout, self.training) if self.dropout else y
         return y if self.multiplier == 1.0 else y * self.multiplier
+
+
+def norm_if(there: bool, cfg: ModelConfig) -> nn.Module:
+    """A norm of the residual stream's width; where the model has none, what it stands beside passes."""
+    return nn.RMSNorm(cfg.dim, cfg.norm_eps) if there else nn.Identity()
 
 
 class Blocks(nn.ModuleList):
@@ -112,8 +123,8 @@ class Blocks(nn.ModuleList):
 class Context(NamedTuple):
     """What all blocks of a forward share."""
 
-    cos_SC: Tensor  # [B, S, C] where rows have positions of their own
-    sin_SC: Tensor
+    turns: Tables  # cos and sin by kind of block, [S, C];
+    # [B, S, C] where rows have positions of their own
     masks: dict[int, Mask]  # by window
     padding_BS: Tensor | None  # of this rank's tokens
 
@@ -297,13 +308,13 @@ class Transformer(nn.Module):
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
-        cos_SC, sin_SC = rope_table(self.cfg.rope, self.cfg.rotary_dim, S, device)
+        turns = turns_of(self.cfg, S, device)
         rotated = self.spread.queries(S, device)
+        at = rotated
         if positions_BS is not None:
-            own_BS = positions_BS if rotated is None else positions_BS[:, rotated]
-            cos_SC, sin_SC = cos_SC[own_BS], sin_SC[own_BS]
-        elif rotated is not None:
-            cos_SC, sin_SC = cos_SC[rotated], sin_SC[rotated]
+            at = positions_BS if rotated is None else positions_BS[:, rotated]
+        if at is not None:
+            turns = {rope: (cos_SC[at], sin_SC[at]) for rope, (cos_SC, sin_SC) in turns.items()}
 
         mla = self.cfg.mla
         latent = min(mla.nope_dim + mla.rope_dim, mla.v_dim)
@@ -313,7 +324,7 @@ class Transformer(nn.Module):
             window: make_mask(documents_BS, window, S, device, width, **how)
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
-        return Context(cos_SC, sin_SC, masks, padding_BS)
+        return Context(turns, masks, padding_BS)
 
     def embed(self, tokens_BS: Tensor, noise_BS: Tensor | None = None) -> Tensor:
         """What the first block takes, of this rank's own tokens of whole rows.
@@ -328,11 +339,11 @@ class Transformer(nn.Module):
 
     def run_blocks(self, x: Tensor, context: Context) -> tuple[Tensor, Load | None]:
         """All blocks one after the other, and their load, which is recorded for the log in training."""
-        cos_SC, sin_SC, masks, padding_BS = context
+        turns, masks, padding_BS = context
         loads = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            x, load = block(x, cos_SC, sin_SC, masks[block.window], padding_BS)
+            x, load = block(x, *turns[block.rope], masks[block.window], padding_BS)
             if load is not None:
                 loads.append(load)
         load = stack(loads) if loads else None

@@ -45,12 +45,15 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     model, width = cfg.model, compute_bytes(cfg)
     T, D = local_tokens(cfg, axes), model.dim
 
-    # its norm: the input (the residual stream) and the output, operand of qkv; its root mean square
-    attention = T * (2 * D * width + FP32)
-    attention += (latent_elements if model.attention == "mla" else grouped_elements)(cfg, axes) * width
+    # the residual stream, operand of qkv itself unless a norm stands between: its output, root mean square
+    norm = T * (D * width + FP32)  # a norm behind a branch keeps what that gave
+    norms = norm * (2 if model.norms == "sandwich" else 1)
+    attention = T * D * width + norms
+    latent = model.attention == "mla"
+    attention += (latent_elements(cfg, axes) if latent else grouped_elements(cfg, axes, layer)) * width
     attention += statistics(cfg, axes) * FP32
 
-    feed_forward = T * (2 * D * width + FP32)  # its norm: input, output and root mean square
+    feed_forward = T * D * width + norms
     feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
 
     feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0
@@ -73,14 +76,14 @@ def statistics(cfg: Config, axes: Axes) -> int:
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))
     H, G = model.heads // tp, max(1, model.kv_heads // tp)
-    if model.qk_norm == "head":
+    if model.qk_norm in ("head", "rotated"):
         kept += T * tp * (H + G)
     if model.qk_norm == "full":  # under tp q and k themselves in fp32: mean squares come of all ranks
         kept += T * tp * (2 + ((H + G) * model.head_dim if tp > 1 else 0))
     return kept
 
 
-def grouped_elements(cfg: Config, axes: Axes) -> int:
+def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in the compute type that grouped-query attention keeps between its norm and its result.
 
     The result, operand of the output projection, is among them.
@@ -88,14 +91,17 @@ def grouped_elements(cfg: Config, axes: Axes) -> int:
     model, C = cfg.model, cfg.model.head_dim
     own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
     H, G = model.heads // axes.tp, max(1, model.kv_heads // axes.tp)  # of this rank
-    kept = own * H * C  # the result
+    gate = H * model.attention_gate
+    kept = own * (H + gate) * C  # the result, and what it was before a gate multiplied it
     if axes.tp > 1:
-        kept += (H + 2 * G) * C * model.dim  # the rows of qkv's weight, copied together
-    # q, k, v as one product gives them: v is a view into it, unless it travels; QK-norm reads q and k there
-    if cp == 1 or model.qk_norm != "none":
-        kept += own * (H + 2 * G) * C
+        kept += (H + 2 * G + gate) * C * model.dim  # the rows of qkv's weight, copied together
+    # q, k, v as one product gives them: v is a view into it, unless it travels; QK-norm reads q and k there.
+    # So is the gate, which else is kept alone.
+    whole = cp == 1 or model.qk_norm != "none"
+    kept += own * (H + 2 * G + gate if whole else gate) * C
     if cp == 1:
-        return kept + own * (H + G) * C  # q and k after RoPE
+        moved = model.qk_norm != "none" or model.rope_of(layer) is not None
+        return kept + own * (H + G) * C * moved  # q and k after RoPE and norms
     if cfg.parallel.cp_by == "keys":
         return kept + own * H * C + own * cp * 2 * G * C  # keys and values of all tokens
     # all tokens of 1/cp of the heads: q, k, v, and the result before it travels home

@@ -121,9 +121,14 @@ def in_flight(cfg: Config, axes: Axes, order: Table, spans: Sequence[range]) -> 
 
 def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     """Bytes that autograd keeps of these blocks from a micro-batch's forward to its backward."""
-    kinds = {cfg.model.is_moe(layer): layer for layer in span}
+    kinds = {kind_of(cfg.model, layer): layer for layer in span}
     bytes_of = {kind: layer_bytes(cfg, axes, layer, cfg.parallel.checkpoint) for kind, layer in kinds.items()}
-    return sum(bytes_of[cfg.model.is_moe(layer)] for layer in span)
+    return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
+
+
+def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool]:
+    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without."""
+    return model.is_moe(layer), model.rope_of(layer) is not None
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
@@ -144,8 +149,8 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     several = cfg.train.accumulate > 1
     own = held = whole = root_gathered = copies = working = 0
     passing_most = 0
-    # blocks are of two kinds at most: (dense, experts) shapes, and temporaries of the backward
-    kinds = {model.is_moe(layer): layer for span in spans for layer in span}
+    # blocks are of few kinds: (dense, experts) shapes, and temporaries of the backward
+    kinds = {kind_of(model, layer): layer for span in spans for layer in span}
     shapes_of = {kind: block_shapes(model, layer) for kind, layer in kinds.items()}
     backward_of = {kind: backward_bytes(cfg, axes, layer) for kind, layer in kinds.items()}
     numbers = {
@@ -159,7 +164,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     }
     unshared = sharers * axes.replicate == 1
     for span in spans:
-        blocks = [numbers[model.is_moe(layer)] for layer in span]
+        blocks = [numbers[kind_of(model, layer)] for layer in span]
         root = chunk_root(model, span)
         keeps = kept_whole(cfg, axes, span)
 
@@ -187,7 +192,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
             (width + FP32 * (not alone)) * unreduced + (width + 2 * width * keeps) * n + FP32 * fsdp
             for unreduced, n, fsdp in zip(passing, experts, shared, strict=True)
         ]
-        backward = [backward_of[model.is_moe(layer)] for layer in span]
+        backward = [backward_of[kind_of(model, layer)] for layer in span]
         # the head's gradient waits in the compute type until the root reduces it
         last = span.stop == model.layers
         head = width * model.vocab * model.dim if last else 0
@@ -207,7 +212,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         "exchange": exchange_bytes(cfg, axes),
     }
     root = [shape for span in spans for shape in chunk_root(model, span)]
-    dense_shapes = [shapes_of[model.is_moe(layer)][0] for span in spans for layer in span]
+    dense_shapes = [shapes_of[kind_of(model, layer)][0] for span in spans for layer in span]
     return without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
 
 

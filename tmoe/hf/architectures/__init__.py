@@ -5,7 +5,26 @@ next: hf/architectures/common.py, hf/architectures/olmoe.py
 
 from __future__ import annotations
 
-from tmoe.hf.architectures import deepseek, gpt_oss, granite, llama, mixtral, olmoe, qwen
+from tmoe.hf.architectures import (
+    afmoe,
+    deepseek,
+    dots,
+    ernie,
+    exaone,
+    flex_olmo,
+    glm,
+    glm45,
+    gpt_oss,
+    granite,
+    hunyuan,
+    llama,
+    mellum,
+    minimax,
+    mixtral,
+    olmoe,
+    qwen,
+    solar,
+)
 
 # An export of a model without an original takes the first entry that computes it.
 ARCHITECTURES = (
@@ -19,6 +38,20 @@ ARCHITECTURES = (
     olmoe.OLMOE,
     granite.GRANITEMOE,
     gpt_oss.GPT_OSS,
+    granite.GRANITEMOESHARED,
+    deepseek.KIMI_K2,
+    glm.GLM4_MOE_LITE,
+    dots.DOTS1,
+    solar.SOLAR_OPEN,
+    hunyuan.HY_V3,
+    glm45.GLM4_MOE,
+    minimax.MINIMAX_M2,
+    ernie.ERNIE4_5_MOE,
+    exaone.EXAONE_MOE,
+    mellum.MELLUM,
+    flex_olmo.FLEX_OLMO,
+    afmoe.AFMOE,
+    hunyuan.HUNYUAN_V1_MOE,
 )
 # For swap_experts, by model_type.
 SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}

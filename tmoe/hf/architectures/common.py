@@ -5,10 +5,12 @@ next: hf/architectures/olmoe.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tmoe.activations import ACTIVATIONS
-from tmoe.hf.rules import HF, NO_NULL, Field, Layers, Part, Rule
+from tmoe.config.model import ModelConfig
+from tmoe.hf.rules import HF, NO_NULL, Field, Key, Layers, Part, Rule, kinds_of_layers
 
 # ---- tensors ----
 
@@ -112,6 +114,7 @@ LOCAL_EXPERTS = EXPERTS._replace(keys=("num_local_experts", "num_experts"))
 TOP_K = Field("moe.top_k", ("num_experts_per_tok",))
 RENORMALIZE = Field("moe.renormalize", ("norm_topk_prob",), False)
 AUXILIARY = Field("moe.balance_coeff", ("router_aux_loss_coef",), 0.001)
+LEADING_DENSE = Field("dense_layers", ("first_k_dense_replace",), 0)
 BIASES = tuple(Field(f"{part}_bias", ("attention_bias",), False) for part in ("qkv", "o"))
 
 
@@ -139,3 +142,53 @@ def _all(said: HF, found: dict[str, Any]) -> list[str]:
 
 ALL_DENSE = Layers(_none)
 ALL_MOE = Layers(_all)
+
+
+BY_A_FIELD = Layers(lambda said, found: [])  # LEADING_DENSE says it
+
+
+def put_sparse(found: dict[str, Any], sparse: list[int]) -> None:
+    """Put dense_layers, moe_every and dense_blocks into the settings, such that these blocks are MoE."""
+    layers = found.get("layers") or 0
+    first = sparse[0] if sparse else layers
+    every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
+    if sparse != list(range(first, layers, every)):
+        every = 1
+        found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
+    found["dense_layers"] = first
+    found["moe_every"] = every
+
+
+MLP_TYPES = Key("mlp_layer_types", tuple[str, ...])
+
+
+def typed_layers(dense: int) -> Layers:
+    """Which blocks are MoE where config.json says it by mlp_layer_types, "dense" or "sparse" for each block.
+
+    dense: how many blocks are dense at the beginning, and no others, where the key is missing or null. The
+    entry's keys must name MLP_TYPES.
+    """
+
+    def read(said: HF, found: dict[str, Any]) -> list[str]:
+        layers = found.get("layers") or 0
+        leading = min(dense, layers)
+        usual = ["dense"] * leading + ["sparse"] * (layers - leading)
+        kinds, problems = kinds_of_layers(said, MLP_TYPES.name, ("dense", "sparse"), usual)
+        put_sparse(found, [i for i, kind in enumerate(kinds) if kind == "sparse"])
+        return problems
+
+    return Layers(read, write_mlp_types)
+
+
+def leading_dense(dense: int) -> Callable[[HF], int]:
+    """What first_k_dense_replace repeats, if it is beside mlp_layer_types: dense blocks at the beginning."""
+
+    def count(hf: HF) -> int:
+        kinds = hf.get(MLP_TYPES.name)
+        return dense if kinds is None else [*kinds, "sparse"].index("sparse")
+
+    return count
+
+
+def write_mlp_types(cfg: ModelConfig) -> HF:
+    return {MLP_TYPES.name: ["sparse" if cfg.is_moe(i) else "dense" for i in range(cfg.layers)]}

@@ -1,4 +1,4 @@
-"""DeepSeek's entries: V2 and V3, with latent attention, groups of experts and shared ones.
+"""DeepSeek's entries, V2 and V3, with latent attention, groups of experts and shared ones; and Kimi K2, a V3.
 
 Their config.json says by first_k_dense_replace and moe_layer_freq which blocks are MoE.
 
@@ -7,6 +7,7 @@ next: hf/architectures/common.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tmoe.config.model import ModelConfig
@@ -18,6 +19,7 @@ from tmoe.hf.architectures.common import (
     EXPERTS,
     FFN,
     LAYER,
+    LEADING_DENSE,
     MOE,
     MOE_FFN,
     PLAIN,
@@ -52,15 +54,18 @@ LATENT = (
     ),
     *(one(f"{BLOCK}.attention.{n}_b.weight", f"{LAYER}.self_attn.{n}_b_proj.weight") for n in ("q", "kv")),
 )
-RULES = (
-    *DECODER,
-    *LATENT,
-    *DENSE,
-    *MOE,
+SHARED = (  # what V3's MoE has beside experts and router; other families have it too
     *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts"),
     one(f"{BLOCK}.moe.router.choice_bias", f"{LAYER}.mlp.gate.{CHOICE_BIAS}"),
 )
+V3_MOE = MOE + SHARED
+RULES = (*DECODER, *LATENT, *DENSE, *V3_MOE)
 
+BALANCE = AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001)
+ROUTED = EXPERTS._replace(keys=("n_routed_experts", "num_local_experts"))
+SIGMOID = {"moe.score": "sigmoid", "moe.choice_bias": True}
+GROUPED = SIGMOID | {"moe.group_score": "top2"}
+SIGMOID_KEYS = dict(scoring_func=("sigmoid", None), topk_method=("noaux_tc", None))
 FIELDS = (
     *SIZES,
     Field("mla.q_rank", ("q_lora_rank",), 1536, 0, least=1),
@@ -71,7 +76,7 @@ FIELDS = (
     FFN,
     MOE_FFN,
     TOP_K,
-    AUXILIARY._replace(keys=("aux_loss_alpha",), null=0.001),
+    BALANCE,
 )
 SHARED_EXPERTS = Key("n_shared_experts", null=False)
 KEYS = (
@@ -82,10 +87,32 @@ KEYS = (
 )
 
 
-def shared_width(default: int) -> Field:
-    """Summed width of the shared experts. The config gives their number."""
-    number = SHARED_EXPERTS.name
+def one_group(scaling: float, renormalize: bool) -> tuple[Field, ...]:
+    """Fields of an MoE like V3's in other families: all experts are one group if config.json says nothing."""
+    return (
+        MOE_FFN,
+        TOP_K,
+        BALANCE,
+        ROUTED,
+        Field("moe.scaling", ("routed_scaling_factor",), scaling),
+        Field("moe.groups", ("n_group",), 1),
+        Field("moe.top_groups", ("topk_group",), 1),
+        RENORMALIZE._replace(default=renormalize),
+    )
+
+
+def shared_width(default: int, number: str = SHARED_EXPERTS.name) -> Field:
+    """Summed width of the shared experts. The config gives their `number`."""
     return Field("moe.shared_dim", (), lambda hf: hf["moe_intermediate_size"] * hf.get(number, default))
+
+
+def write_shared(cfg: ModelConfig, number: str = SHARED_EXPERTS.name) -> HF:
+    return {number: cfg.moe.shared_dim // cfg.moe.ffn_dim}
+
+
+def rope_width(hf: HF) -> int:
+    """What head_dim repeats where it is there: RoPE is as wide as it says."""
+    return hf["qk_rope_head_dim"]
 
 
 def v2_groups(hf: HF) -> bool:
@@ -103,18 +130,17 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
 LAYERS = Layers(read_layers)
 
 
-def write_keys(cfg: ModelConfig) -> HF:
-    """Keys that DeepSeek's config.json needs beside those of its fields.
+def write_latent_keys(cfg: ModelConfig) -> HF:
+    """Keys that the config.json of a model with latent attention needs beside those of its fields.
 
-    Where num_key_value_heads is less than all heads, transformers repeats keys and values. It knows no
-    moe_layer_freq but 1.
+    Where num_key_value_heads is less than all heads, transformers repeats keys and values.
     """
-    return dict(
-        q_lora_rank=cfg.mla.q_rank or None,
-        num_key_value_heads=cfg.heads,
-        n_shared_experts=cfg.moe.shared_dim // cfg.moe.ffn_dim,
-        moe_layer_freq=1,
-    )
+    return dict(q_lora_rank=cfg.mla.q_rank or None, num_key_value_heads=cfg.heads) | write_shared(cfg)
+
+
+def write_keys(cfg: ModelConfig) -> HF:
+    # transformers knows no moe_layer_freq but 1
+    return write_latent_keys(cfg) | dict(moe_layer_freq=1)
 
 
 def write_v2_keys(cfg: ModelConfig) -> HF:
@@ -130,7 +156,7 @@ DEEPSEEK_V2 = Architecture(
         *FIELDS,
         EXPERTS._replace(keys=("n_routed_experts", "num_experts")),
         shared_width(2),
-        Field("dense_layers", ("first_k_dense_replace",), 0),
+        LEADING_DENSE,
         Field("moe.scaling", ("routed_scaling_factor",), 1.0),
         Field("moe.groups", (), lambda hf: hf["n_group"] if v2_groups(hf) else 1),
         Field("moe.top_groups", (), lambda hf: hf["topk_group"] if v2_groups(hf) else 1),
@@ -159,21 +185,24 @@ DEEPSEEK_V3 = Architecture(
     (
         *FIELDS,
         key_heads(128, all_heads),
-        EXPERTS._replace(keys=("n_routed_experts", "num_local_experts")),
+        ROUTED,
         shared_width(1),
-        Field("dense_layers", ("first_k_dense_replace",), 3),
+        LEADING_DENSE._replace(default=3),
         Field("mla.interleave", ("rope_interleave",), True, False),
         Field("moe.scaling", ("routed_scaling_factor",), 2.5),
         Field("moe.groups", ("n_group",), 8),
         Field("moe.top_groups", ("topk_group",), 4),
         RENORMALIZE._replace(default=True, null=False),
     ),
-    ours={"attention": "mla", "moe.score": "sigmoid", "moe.choice_bias": True, "moe.group_score": "top2"},
-    theirs=PLAIN | dict(attention_bias=False, scoring_func=("sigmoid", None), topk_method=("noaux_tc", None)),
+    ours={"attention": "mla"} | GROUPED,
+    theirs=PLAIN | SIGMOID_KEYS | dict(attention_bias=False),
     layers=LAYERS,
     keys=(*KEYS, Key("num_mtp_layers", null=False)),
     write=write_keys,
-    copies=dict(head_dim=lambda hf: hf["qk_rope_head_dim"]),  # its RoPE is as wide as this says
+    copies=dict(head_dim=rope_width),
     fp32=(CHOICE_BIAS,),
     swap=Swap(),
 )
+
+# Kimi K2 is a DeepSeek-V3 by another name. transformers has no class of this name.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

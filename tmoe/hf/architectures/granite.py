@@ -1,9 +1,11 @@
-"""Granite's entry: GraniteMoE, whose experts are published stacked, as tmoe's are.
+"""Granite's entries: GraniteMoE, whose experts are published stacked, as tmoe's are, and with shared experts.
 
 next: hf/architectures/common.py
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tmoe.hf.architectures.common import (
     ALL_MOE,
@@ -51,4 +53,17 @@ GRANITEMOE = Architecture(
     theirs=PLAIN,
     layers=ALL_MOE,
     swap=Swap("block_sparse_moe.experts"),
+)
+
+SHARED = f"{LAYER}.shared_mlp"
+GRANITEMOESHARED = replace(
+    GRANITEMOE,
+    model_type="granitemoeshared",
+    class_name="GraniteMoeSharedForCausalLM",
+    rules=(
+        *GRANITEMOE.rules,
+        one(f"{BLOCK}.moe.shared.gate_up.weight", f"{SHARED}.input_linear.weight"),
+        one(f"{BLOCK}.moe.shared.down.weight", f"{SHARED}.output_linear.weight"),
+    ),
+    fields=(*GRANITEMOE.fields, Field("moe.shared_dim", ("shared_intermediate_size",), 0)),
 )

@@ -31,6 +31,7 @@ from tmoe.hf.architectures.common import (
     all_heads,
     key_heads,
     one,
+    put_sparse,
     swiglu,
 )
 from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Swap, Windows
@@ -54,13 +55,7 @@ def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
     if not all(0 <= i < layers for i in dense):
         return [f"mlp_only_layers={dense}: must be numbers of the {layers} layers, from 0 to {layers - 1}"]
     sparse = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
-    first = sparse[0] if sparse else layers
-    every = sparse[1] - first if len(sparse) > 1 else max(layers - first, 1)
-    if sparse != list(range(first, layers, every)):
-        every = 1
-        found["dense_blocks"] = tuple(i for i in range(first, layers) if i not in sparse)
-    found["dense_layers"] = first
-    found["moe_every"] = every
+    put_sparse(found, sparse)
     return []
 
 

@@ -1,0 +1,100 @@
+"""ERNIE-4.5's entry: rotary pairs are neighbours, and a softmax whose choice a bias moves.
+
+Its config.json says by a first and a last block and the step between them which blocks are MoE.
+
+next: hf/architectures/common.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tmoe.config.model import ModelConfig
+from tmoe.hf.architectures.common import (
+    AUXILIARY,
+    BLOCK,
+    DECODER,
+    DENSE,
+    FFN,
+    LAYER,
+    MOE,
+    MOE_FFN,
+    NORM_EPS,
+    PLAIN,
+    SAID_HEAD_DIM,
+    SIZES,
+    TOP_K,
+    key_heads,
+    put_sparse,
+    swiglu,
+)
+from tmoe.hf.architectures.deepseek import CHOICE_BIAS
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule
+
+STATICS = f"moe_statics.{CHOICE_BIAS}"  # [1, E]
+BIAS = Rule(
+    f"{BLOCK}.moe.router.choice_bias",
+    (Part(f"{LAYER}.mlp.{STATICS}", framed=True),),
+    (Part(f"{LAYER}.mlp.gate.{STATICS}", framed=True),),
+)
+FIRST, LAST, STEP = (
+    Key(f"moe_layer_{name}", least=least, null=False)
+    for name, least in dict(start_index=0, end_index=-1, interval=1).items()
+)
+SHARED_EXPERTS = Key("moe_num_shared_experts", least=0, null=False)
+
+
+def read_layers(said: HF, found: dict[str, Any]) -> list[str]:
+    """From the first MoE block to the last (-1: the model's), those whose number from 1 the step divides."""
+    layers = found.get("layers") or 0
+    last = said.get(LAST.name, -1)
+    last = layers - 1 if last == -1 else last
+    numbers = range(said.get(FIRST.name, 1), min(last, layers - 1) + 1)
+    put_sparse(found, [i for i in numbers if (i + 1) % said.get(STEP.name, 1) == 0])
+    return []
+
+
+def write_layers(cfg: ModelConfig) -> HF:
+    sparse = [i for i in range(cfg.layers) if cfg.is_moe(i)] or [cfg.layers]
+    step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return {FIRST.name: sparse[0], LAST.name: sparse[-1], STEP.name: step}
+
+
+def write_keys(cfg: ModelConfig) -> HF:
+    return {SHARED_EXPERTS.name: cfg.moe.shared_dim // cfg.moe.ffn_dim}
+
+
+def shared_width(hf: HF) -> int:
+    return hf["moe_intermediate_size"] * hf.get(SHARED_EXPERTS.name, 2)
+
+
+ERNIE4_5_MOE = Architecture(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    (
+        *(DECODER + DENSE + MOE),
+        BIAS,
+        *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts"),
+    ),
+    (
+        *SIZES,
+        NORM_EPS,
+        Field("tied", ("tie_word_embeddings",), True),
+        key_heads(4),
+        SAID_HEAD_DIM,
+        FFN,
+        MOE_FFN,
+        Field("moe.experts", ("moe_num_experts", "num_experts"), 64),
+        TOP_K._replace(keys=("moe_k", "num_experts_per_tok"), default=6),
+        Field("moe.shared_dim", (), shared_width),
+        AUXILIARY._replace(null=0.001),
+    ),
+    ours={"rope.interleave": True, "moe.choice_bias": True, "moe.renormalize": True},
+    theirs=PLAIN | dict(use_bias=(False, None), moe_norm_min=1e-12),
+    layers=Layers(read_layers, write_layers),
+    keys=(FIRST, LAST, STEP, SHARED_EXPERTS),
+    write=write_keys,
+    theta=500000.0,
+    fp32=(CHOICE_BIAS, "mlp.gate.weight"),
+    extra=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
+)

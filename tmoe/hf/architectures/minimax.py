@@ -1,0 +1,78 @@
+"""MiniMax-M2's entry: the first rotary_dim channels of a head turn, and sigmoid scores with a choice bias.
+
+next: hf/architectures/common.py
+"""
+
+from __future__ import annotations
+
+from tmoe.config.model import ModelConfig
+from tmoe.hf.architectures.common import (
+    ALL_MOE,
+    AUXILIARY,
+    BLOCK,
+    DECODER,
+    EXPERT_FFN,
+    LAYER,
+    LOCAL_EXPERTS,
+    PLAIN,
+    QK_NORM,
+    SAID_HEAD_DIM,
+    SIZES,
+    TOP_K,
+    also,
+    experts,
+    key_heads,
+    one,
+)
+from tmoe.hf.architectures.deepseek import CHOICE_BIAS
+from tmoe.hf.rules import HF, Architecture
+
+SPARSE = f"{LAYER}.block_sparse_moe"
+MOE = (
+    also(one(f"{BLOCK}.moe.router.weight", f"{SPARSE}.gate.weight"), f"{LAYER}.mlp.gate.weight"),
+    also(one(f"{BLOCK}.moe.router.choice_bias", f"{SPARSE}.{CHOICE_BIAS}"), f"{LAYER}.mlp.{CHOICE_BIAS}"),
+    *experts(f"{SPARSE}.experts", "w1", "w3", "w2"),
+)
+
+
+def partial(hf: HF) -> float:
+    """The share of channels that turn, as the published configs name their number."""
+    return hf["rotary_dim"] / hf.get("head_dim", 128) if hf.get("rotary_dim") is not None else 1.0
+
+
+def write_keys(cfg: ModelConfig) -> HF:
+    return dict(rotary_dim=cfg.rotary_dim)
+
+
+MINIMAX_M2 = Architecture(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    DECODER + QK_NORM + MOE,
+    (
+        *SIZES,
+        key_heads(8),
+        SAID_HEAD_DIM._replace(default=128),
+        EXPERT_FFN,
+        LOCAL_EXPERTS,
+        TOP_K,
+        AUXILIARY,
+    ),
+    ours={"qk_norm": "full", "moe.score": "sigmoid", "moe.choice_bias": True},
+    # what the published code can do and neither its configs nor transformers ask for
+    theirs=PLAIN
+    | dict(
+        attention_bias=False,
+        router_jitter_noise=0.0,
+        scoring_func=("sigmoid", None),
+        use_qk_norm=True,
+        qk_norm_type="per_layer",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
+        sliding_window=None,
+    ),
+    layers=ALL_MOE,
+    write=write_keys,
+    theta=5e6,
+    partial=partial,
+    fp32=(CHOICE_BIAS,),
+)
