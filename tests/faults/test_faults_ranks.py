@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from tiers import slow_but
 import train
 from benchmarks.launch import End, launch
 from tmoe.data.convert import convert
+from tmoe.run import last_line
 from tmoe.run import watch as watch_module
 from tmoe.run.metrics import Metrics
 from tmoe.run.watch import Watch
@@ -78,6 +80,134 @@ def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
             assert re.search("last heard of in step [34], in or after all_", end.said), end.said
             assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))
+
+
+def killed(rank: int, world: int, argv: list[str], error_file: str) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
+    trainer = start(rank, world, argv)
+    before_step(trainer, 3, lambda _: rank == 1 and os.kill(os.getpid(), signal.SIGKILL))
+    finish(trainer)
+
+
+@pytest.mark.parametrize("world", slow_but([2], [2, 3]))
+def test_25_a_killed_rank_is_named_first_and_alone(tmp_path, world):
+    """The others only lost it; nothing is said of collectives, which nobody strayed from.
+
+    What stands last, below the traceback, is in torchrun's file as well.
+    """
+    flags, told = [*EP2, "--parallel.ep", "1", "--out", str(tmp_path)], tmp_path / "error.json"
+    ends = launch(world, killed, flags, str(told), timeout=shared(TIMEOUT), limit=LIMIT)
+    losers = ", ".join(str(rank) for rank in range(world) if rank != 1)
+    for rank in {*range(world)} - {1}:
+        note = ends[rank].said[ends[rank].said.index("rank 1 is silent for") :].strip().splitlines()
+        assert note[1].startswith(f"rank {rank} ended in step 3, "), note
+        assert note[-1].startswith("in short: rank 1 was killed or stopped in step 3"), note
+        assert world > 2 or note[-1].endswith(f"; rank {losers} lost it"), note
+        assert "part at number" not in ends[rank].said and "failed" not in "".join(note), note
+    assert json.loads(told.read_text())["message"]["message"].startswith(
+        "in short: rank 1 was killed or stopped in step 3"
+    )
+
+
+def heard(**of_ranks: tuple[float, str | None, list[str]]) -> dict[int, dict]:
+    """What ranks have told the store: when, the failure, and the journal of the step."""
+    return {
+        int(name[1:]): dict(beat=1, step=3, failure=failure, stands=False, at=at, votes=3, sites=sites)
+        for name, (at, failure, sites) in of_ranks.items()
+    }
+
+
+LOSS = "RuntimeError: [../gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
+
+
+@pytest.mark.parametrize(
+    ("now", "says", "not_says", "short"),
+    [
+        # killed: the survivor's loss is no cause, and its next collective is no parting
+        (
+            heard(r0=(9.0, LOSS, ["a", "b"]), r1=(8.9, None, ["a"])),
+            ["rank 1 is silent"],
+            ["first to fail", "part at"],
+            "rank 1 was killed or stopped in step 3; rank 0 lost it",
+        ),
+        # gloo aborts a rank that got too much: here they did part
+        (
+            heard(r0=(9.0, LOSS, ["a", "b"]), r1=(8.9, None, ["a", "c"])),
+            ["rank 1 is silent", "part at number 2: rank 0: b; rank 1: c"],
+            ["first to fail"],
+            "the ranks called different collectives, and no weights were changed by it, as above",
+        ),
+        # an error of one's own is a cause beside a silent rank, and before a loss
+        (
+            heard(r0=(9.0, "ValueError: no such row", ["a"]), r1=(8.9, None, ["a"])),
+            ["rank 1 is silent", "rank 0 also failed, in step 3: ValueError: no such row"],
+            ["part at"],
+            "rank 1 was killed or stopped in step 3",
+        ),
+        (
+            heard(r0=(8.0, LOSS, ["a", "b"]), r1=(8.9, "ValueError: no such row", ["a"])),
+            ["the first to fail was rank 1 in step 3: ValueError: no such row"],
+            ["part at", "silent"],
+            "rank 1 failed in step 3: ValueError: no such row",
+        ),
+        # losses alone: the network, or a store that was not told in time
+        (
+            heard(r0=(9.0, LOSS, ["a"]), r1=(8.9, LOSS, ["a"])),
+            [f"the first to fail was rank 1 in step 3: {LOSS}"],
+            ["part at", "silent"],
+            f"rank 1 failed in step 3: {LOSS}",
+        ),
+    ],
+)
+def test_25_what_is_said_of_the_others(now, says, not_says, short):
+    text = watch_module._explain(0, now, now, [0, 0], "rank 0 ended in step 3")
+    assert text[-1] == f"in short: {short}"
+    assert all(any(words in line for line in text[:-1]) for words in says), text
+    assert not any(words in line for line in text for words in not_says), text
+    assert text.index("rank 0 ended in step 3") >= 1
+
+
+def test_25_torchrun_takes_a_cause_before_a_loss_of_the_same_second(tmp_path, monkeypatch):
+    seconds = []
+    for behind in (False, True):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{behind}.json"))
+        monkeypatch.setattr(last_line.time, "time", lambda: 1234.5)
+        last_line.leave("in short: …", behind)
+        told = json.loads((tmp_path / f"{behind}.json").read_text())
+        seconds.append(int(told["message"]["extraInfo"]["timestamp"]))
+    assert seconds == [1234, 1235]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([], "RuntimeError: a guard of rank 1"),
+        (["--model.moe.top-k", "9"], "--model.moe.top-k=9: must be 1 to --model.moe.experts=4"),
+    ],
+)
+def test_25_torchruns_report_holds_the_line(tmp_path, flags, line):
+    """It is the last that one sees; rank 1 raises, or all refuse a setting."""
+    script = tmp_path / "one_raises.py"
+    script.write_text(
+        "import sys, train\n"
+        "real = train.Trainer.forward_backward\n"
+        "def fails(self, *args):\n"
+        "    if self.step == 3 and self.run.rank == 1: raise RuntimeError('a guard of rank 1')\n"
+        "    return real(self, *args)\n"
+        "train.Trainer.forward_backward = fails\n"
+        "train.main(sys.argv[1:])\n"
+    )
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = str(Path(train.__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, *agent, *EP2, *flags, "--out", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env=os.environ | dict(PYTHONPATH=root, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+    )
+    *_, last, border = ran.stderr.strip().splitlines()
+    assert ran.returncode == 1 and set(border) == {"="} and line in last, ran.stderr
 
 
 def two_seconds() -> str:

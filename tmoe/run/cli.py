@@ -5,6 +5,7 @@ next: config/run.py
 
 import importlib.util
 import io
+import itertools
 import math
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TextIO, get_type_hints
 
 import tyro
 
@@ -26,6 +27,7 @@ from tmoe.config.run import Config, with_global_batch
 from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
+from tmoe.run import last_line
 from tmoe.run.memory import padding
 from tmoe.run.settings import read_settings
 
@@ -44,16 +46,16 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
     """
     silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
+    heard = Heard(None if rank else sys.stderr)
     try:
-        with (
-            redirect_stdout(silent) if rank else nullcontext(),
-            redirect_stderr(silent) if rank else nullcontext(),
-        ):
+        with redirect_stdout(silent) if rank else nullcontext(), redirect_stderr(heard):
             cfg, read = _parse(list(argv), description, rank, world)
     except (ValueError, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else 2
         # The first rank of each node speaks too: rank 0 does not see what is wrong on another node alone.
         launch = launcher_world()
+        if code:
+            last_line.leave(f"error: {error if isinstance(error, ValueError) else heard.in_short()}")
         if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
             print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
         if rank and code and launch.launcher not in ("", "environment"):
@@ -63,6 +65,28 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     for note in (*read, *notes(cfg, world)) if rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     return cfg
+
+
+class Heard(io.StringIO):
+    """A stderr that keeps what goes through it to another one, or to nowhere."""
+
+    def __init__(self, to: TextIO | None):
+        super().__init__()
+        self.to = to
+
+    def write(self, text: str) -> int:
+        if self.to is not None:
+            self.to.write(text)
+        return super().write(text)
+
+    def isatty(self) -> bool:
+        return self.to is not None and self.to.isatty()
+
+    def in_short(self) -> str:
+        """What tyro has said, without its frame and its help: in one line."""
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue())
+        rows = [row.strip(" │") for row in plain.splitlines() if not row.startswith(("╭", "╰"))]
+        return " ".join(itertools.takewhile(lambda row: row.strip("─"), rows))
 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:

@@ -30,6 +30,7 @@ from tmoe.onlookers import say, settle_output
 from tmoe.parallel.agree import attempt, by_reason, gathered, unlike
 from tmoe.parallel.launcher import PATIENCE, join, launcher_world, meeting_place, require_a_gpu_each
 from tmoe.parallel.mesh import default_store, patience
+from tmoe.run import last_line
 from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
 
@@ -113,8 +114,10 @@ class Runtime:
     def _refuse(self, lines: list[str]) -> None:
         """Ends all ranks with code 2 if there are lines, which the first rank of each node prints."""
         if lines:
+            line = listed("", ["error: " + "\n".join(lines)], indent="")
             if self.speaks:
-                say(listed("", ["error: " + "\n".join(lines)], indent=""), sys.stderr)
+                say(line, sys.stderr)
+            last_line.leave(line)
             raise SystemExit(2)
 
     @contextmanager
@@ -131,6 +134,7 @@ class Runtime:
         except kinds as error:
             if self.speaks:
                 say(f"error: {error}", sys.stderr)
+            last_line.leave(f"error: {error}")
             raise SystemExit(2) from None
 
     def claim(self, out: str) -> BinaryIO | None:
@@ -217,6 +221,7 @@ def one_error() -> Iterator[None]:
         yield
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        last_line.leave(f"error: {error}")
         raise SystemExit(2) from None
 
 

@@ -7,8 +7,8 @@
     journal       each collective's name, size, type and call site, chained into one checksum a step
     vote          once a step, before the weights change: count and checksum are equal on all ranks, or all
                   ranks raise
-    note          an exception that ends the run gets a note: which rank failed first, which are silent, where
-                  the paths parted
+    note          an exception that ends the run gets a note: which ranks are silent, which failed first,
+                  where the paths parted; its last line says it in short, and torchrun's report has that line
 
 Gloo and NCCL name none of these. A peer that hangs reads as a timeout on the rank that waits. A collective
 that one rank skips pairs with its next one and returns a wrong sum. Gloo aborts the process that receives
@@ -26,6 +26,7 @@ import faulthandler
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ from torch.distributed import c10d_logger, distributed_c10d
 
 from tmoe.parallel import agree
 from tmoe.parallel.mesh import patience
+from tmoe.run import last_line
 
 BEAT_S = 0.2
 GRACE_S = 0.8  # how long a failing rank listens for the others before it says what it knows
@@ -79,10 +81,15 @@ METHODS = dict(
     scatter="scatter",
     barrier="barrier",
 )
+# Words of errors that a lost peer causes: gloo's, NCCL's and the store's.
+LOST = re.compile(
+    r"gloo|NCCL|nccl|[Cc]onnection|[Ss]ocket|Broken pipe|[Tt]imed? ?out|remote process|DistStore"
+)
 UNEVEN = {"all_to_all_single", "all_to_all", "gather", "scatter"}  # sizes may differ between ranks
 DTYPES = {t: str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)}
 # Files whose frames lie between a call site and the process group.
 INSIDE = {distributed_c10d.__file__, c10d_logger.__file__, agree.__file__}
+STRAYED = "DivergenceError: "
 
 
 class DivergenceError(RuntimeError):
@@ -252,7 +259,10 @@ class Watch:
             setattr(dist.ProcessGroup, method, original)
         # Not SystemExit, of which all ranks have said why.
         if self._originals and isinstance(error, Exception):
-            error.add_note(self._words(error))
+            words = self._words(error)
+            error.add_note(words)
+            *_, line = words.splitlines()
+            last_line.leave(line, behind=not line.startswith(f"in short: rank {self.rank} "))
             if torch.cuda.is_initialized():
                 _leave_behind(error)
         if self._heart:
@@ -317,7 +327,9 @@ class Watch:
             try:
                 said.append(f"error: nothing has moved for {stood:.1f} s (--train.timeout)")
                 print("".join(said), file=sys.stderr, flush=True)
-                print(self._words(error), file=sys.stderr)
+                words = self._words(error)
+                print(words, file=sys.stderr)
+                last_line.leave(words.splitlines()[-1], behind=True)
             finally:
                 _leave()
 
@@ -341,16 +353,13 @@ class Watch:
 
     def _last_words(self, error: BaseException | None) -> str:
         """Tells of this rank's end, an error or a standstill; returns what is known of the other ranks."""
-        lines = [self._own_end()]
         try:
             self._publish(_cause(error) if error else None, stands=not error)
             before = self._hear()
             time.sleep(GRACE_S)
-            now = self._hear()
-            lines += [f"rank {r} was never heard of" for r in range(self.world) if r not in now]
-            lines += _explain(self.rank, before, now, self.kinds)
+            lines = _explain(self.rank, before, self._hear(), self.kinds, self._own_end())
         except GONE as lost:
-            lines.append(f"nothing is known of the other ranks, the store is gone: {lost}")
+            lines = [self._own_end(), f"nothing is known of the other ranks, the store is gone: {lost}"]
         return "\n".join(lines)
 
     def _hear(self) -> dict[int, dict[str, Any]]:
@@ -448,32 +457,82 @@ def _place(code: CodeType, line: int) -> str:
     return f"{Path(code.co_filename).name}:{line} {code.co_name}"
 
 
-def _explain(rank: int, before: dict[int, dict], now: dict[int, dict], kinds: list[int]) -> Iterator[str]:
-    """A line for every other rank that failed or fell silent, and one for where the journals part."""
-    ended = {r: words for r, words in now.items() if words["failure"]}
-    if ended:
-        first = min(ended, key=lambda r: ended[r]["at"])
-        its = ended[first]
-        stood = [str(r) for r, words in now.items() if words["stands"] and words["at"] < its["at"]]
-        behind = f", behind the standstill of rank {', '.join(stood)}" if stood else ""
-        yield f"the first to fail was rank {first} in step {its['step']}: {its['failure']}{behind}"
+def _explain(
+    rank: int, before: dict[int, dict], now: dict[int, dict], kinds: list[int], own_end: str
+) -> list[str]:
+    """What became of the ranks: the cause first, then the others, last all of it in one line.
 
-    for other, words in now.items():
-        if other != rank and words["stands"]:
-            yield f"rank {other} stood still, in step {words['step']}, {_after(words['sites'])}"
-        elif other != rank and not words["failure"] and words["beat"] == before.get(other, {}).get("beat"):
-            silence = time.time() - words["at"]
-            yield (
-                f"rank {other} is silent for {silence:.1f} s, stopped or dead; "
-                f"last heard of in step {words['step']}, {_after(words['sites'])}"
-            )
-        elif other != rank and not words["failure"]:
-            yield f"rank {other} lives, in step {words['step']}, {_after(words['sites'])}"
+    own_end: the line of this rank. A rank that is dead or stopped is the cause before any error, as far as
+    these are of a kind that a lost peer gives; an error of another kind is a cause too.
+    """
+    failed = {r: words for r, words in now.items() if words["failure"]}
+    stood = {r: words for r, words in now.items() if words["stands"]}
+    quiet = [r for r in now if r != rank and r not in failed and r not in stood]
+    silent = {r: now[r] for r in quiet if now[r]["beat"] == before.get(r, {}).get("beat")}
+    never = [r for r in range(len(kinds)) if r not in now]
+    lost = {r: words for r, words in failed.items() if LOST.search(words["failure"].split(", then ")[0])}
+    causes = {r: words for r, words in failed.items() if r not in lost} or ({} if silent or never else failed)
 
-    like = {r: words for r, words in now.items() if kinds[r] == kinds[rank]}
-    same_vote = {r: words["sites"] for r, words in like.items() if words["votes"] == now[rank]["votes"]}
-    if len(set(map(tuple, same_vote.values()))) > 1:
-        yield _parting(same_vote)
+    # The causes, and this rank's own end.
+    lines = [f"rank {r} was never heard of" for r in never]
+    for r, words in silent.items():
+        silence = time.time() - words["at"]
+        lines.append(
+            f"rank {r} is silent for {silence:.1f} s, stopped or dead; "
+            f"last heard of in step {words['step']}, {_after(words['sites'])}"
+        )
+    first = min(causes, key=lambda r: causes[r]["at"], default=None)
+    if first is not None:
+        its = causes[first]
+        earlier = [str(r) for r, words in stood.items() if words["at"] < its["at"]]
+        behind = f", behind the standstill of rank {', '.join(earlier)}" if earlier else ""
+        also = (
+            "rank {} also failed, in step {}: {}{}"
+            if lines
+            else "the first to fail was rank {} in step {}: {}{}"
+        )
+        lines.append(also.format(first, its["step"], its["failure"], behind))
+    lines.append(own_end)
+
+    # The others.
+    lines += [
+        f"rank {r} lost it, in step {words['step']}" for r, words in lost.items() if r not in (rank, first)
+    ]
+    for r, words in stood.items():
+        if r != rank:
+            lines.append(f"rank {r} stood still, in step {words['step']}, {_after(words['sites'])}")
+    for r in quiet:
+        if r not in silent:
+            lines.append(f"rank {r} lives, in step {now[r]['step']}, {_after(now[r]['sites'])}")
+
+    # Where their journals part. A rank that is gone has not come as far as the others: that is no parting.
+    alike = {r: words for r, words in now.items() if kinds[r] == kinds[rank]}
+    journals = {r: words["sites"] for r, words in alike.items() if words["votes"] == now[rank]["votes"]}
+    if silent or never or (first is not None and first not in lost):
+        common = min(map(len, journals.values()))
+        journals = {r: sites[:common] for r, sites in journals.items()}
+    parted = len(set(map(tuple, journals.values()))) > 1
+    if parted:
+        lines.append(_parting(journals))
+    return [*lines, _in_short(rank, now, sorted([*silent, *never]), first, sorted(lost), parted)]
+
+
+def _in_short(
+    rank: int, now: dict[int, dict], gone: list[int], first: int | None, lost: list[int], parted: bool
+) -> str:
+    """The one line that stands last, as a reader of the end alone would want it."""
+    divergence = [words["failure"] for words in now.values() if f"{words['failure']}".startswith(STRAYED)]
+    if parted or divergence:
+        where = f": {divergence[0].removeprefix(STRAYED)}" if divergence else ", as above"
+        return f"in short: the ranks called different collectives, and no weights were changed by it{where}"
+    if gone:
+        steps = {now[r]["step"] for r in gone if r in now}
+        where = f" in step {max(steps)}" if steps else " before the first step"
+        losers = f"; rank {', '.join(map(str, lost))} lost it" if lost else ""
+        return f"in short: rank {', '.join(map(str, gone))} was killed or stopped{where}{losers}"
+    if first is not None:
+        return f"in short: rank {first} failed in step {now[first]['step']}: {now[first]['failure']}"
+    return f"in short: no rank is known to have failed; rank {rank} stood still in step {now[rank]['step']}"
 
 
 def _after(sites: list[str]) -> str:
