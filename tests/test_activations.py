@@ -66,15 +66,6 @@ def test_formulas_are_the_published_ones():
     assert tuple(name for name in ACTIVATIONS if name in alone) == UNGATED
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_gate_of_its_own_or_one_of_transformers(name):
-    entry = ACTIVATIONS[name]
-    gate, up = torch.randn(2, 9, 5)
-    if entry.of_gate:
-        torch.testing.assert_close(entry.formula(gate, up), entry.of_gate(gate) * up)
-    assert entry.keys == {f"swiglu_{key}": value for key, value in entry.constants.items()}
-
-
 @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "swiglu"])
 @pytest.mark.parametrize("kernel", [kernels.activate, kernels.activate_backward], ids=str)
 def test_kernels_know_it(name, kernel):

@@ -31,8 +31,6 @@ class Activation(NamedTuple):
     behind d_act, which is used up"""
     hidden_act: str
     """its name in the config.json of Hugging Face's models"""
-    of_gate: Callable[[Tensor], Tensor] | None = None
-    """where act is of_gate(gate) * up, as transformers computes it by default; None: a gate of its own"""
     constants: dict[str, float] = {}  # noqa: RUF012
     """by their names in transformers' experts modules"""
     gated: bool = True
@@ -129,15 +127,13 @@ def gelu_gradient(up: Tensor, d_act: Tensor, d_up: Tensor) -> None:
     d_up.copy_(torch.ops.aten.gelu_backward(d_act, up))
 
 
-# what a gated entry's gate is multiplied by up with, where transformers computes it by default
-GELU_TANH = partial(F.gelu, approximate="tanh")
 GPT_OSS = dict(alpha=1.702, limit=7.0)
 
 _TABLE = {
-    "swiglu": Activation(swiglu, swiglu_gradient, "silu", of_gate=F.silu),
+    "swiglu": Activation(swiglu, swiglu_gradient, "silu"),
     "clamped": Activation(clamped, clamped_gradient, "silu", constants=GPT_OSS),
     "clamped_silu": Activation(clamped_silu, clamped_silu_gradient, "silu", constants=dict(limit=10.0)),
-    "geglu": Activation(geglu, geglu_gradient, "gelu_pytorch_tanh", of_gate=GELU_TANH),
+    "geglu": Activation(geglu, geglu_gradient, "gelu_pytorch_tanh"),
     "relu2": Activation(relu2, relu2_gradient, "relu2", gated=False),
     "relu": Activation(F.relu, relu_gradient, "relu", gated=False),
     "gelu": Activation(F.gelu, gelu_gradient, "gelu", gated=False),
@@ -146,8 +142,10 @@ _TABLE = {
 
 def _given(entry: Activation, constants: dict[str, float]) -> Activation:
     """The entry with these constants, which its formula and gradient then have."""
-    given = (partial(f, **constants) if constants else f for f in (entry.formula, entry.gradient))
-    return entry._replace(**dict(zip(("formula", "gradient"), given, strict=True)), constants=constants)
+    if not constants:
+        return entry
+    formula, gradient = partial(entry.formula, **constants), partial(entry.gradient, **constants)
+    return entry._replace(formula=formula, gradient=gradient, constants=constants)
 
 
 ACTIVATIONS = {name: _given(entry, entry.constants) for name, entry in _TABLE.items()}

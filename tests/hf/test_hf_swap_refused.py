@@ -263,8 +263,9 @@ class Unmarked(nn.Module):
 
 def test_experts_without_marks_are_refused_by_name():
     model = make("qwen3_moe")
-    model.model.layers[1].mlp.experts = Unmarked(model.model.layers[1].mlp.experts)
-    refused(model, r"model\.layers\.1\.mlp\.experts holds experts, and Unmarked has none of transformers' m")
+    for layer in model.model.layers:
+        layer.mlp.experts = Unmarked(layer.mlp.experts)
+    refused(model, r"model\.layers\.0\.mlp\.experts holds experts, and Unmarked has none of transformers' m")
 
 
 # ---- offloaded, or without weights ----

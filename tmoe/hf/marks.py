@@ -14,7 +14,6 @@ next: ops/reference.py
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -83,7 +82,7 @@ def _computed(module: Any, F: int, gated: bool, woven: bool, device: torch.devic
     halves = 2 if gated else 1
     h = _numbers(F, halves).to(device)
     d_act = torch.randn(h.shape[0], F, dtype=h.dtype, generator=torch.Generator().manual_seed(1)).to(device)
-    size = math.prod(half.abs() + 1 for half in h.chunk(halves, -1))
+    size = torch.stack([half.abs() + 1 for half in h.chunk(halves, -1)]).prod(0)
     flags = [(part, part.training) for part in module.modules()]
     # gate and up rows take turns in what a woven module's gate reads
     call = (lambda h: theirs(torch.stack(h.chunk(2, -1), -1).flatten(-2))) if woven else theirs

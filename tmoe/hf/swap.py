@@ -41,6 +41,8 @@ class SwappedExperts(Experts):
     they were.
     """
 
+    down_proj: nn.Parameter
+
     def __init__(self, theirs: Any, marks: Marks, mesh: Mesh | None):
         nn.Module.__init__(self)  # not that of Experts: the parameters exist and keep their names
         # What code that knows the class reads: sizes, marks, and whether the weights are initialised already.
@@ -138,9 +140,10 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
         `tmoe.parallel.parallelize(model, mesh)` shards the rest and sums gradients over the ranks, so divide
         each rank's loss by the global count.
 
-    Raises ConfigError, and leaves the model unchanged, where there are no experts, or some that transformers
-    has not marked; where the op does not compute them; where they are sharded, wrapped or offloaded already,
-    or have no weights yet; where mesh is no Mesh, or ep does not divide the experts.
+    Raises ConfigError, and leaves the model unchanged, where there are no experts that transformers has
+    marked (others beside them stay as they are); where the op does not compute them; where they are sharded,
+    wrapped or offloaded already, or have no weights yet; where mesh is no Mesh, or ep does not divide the
+    experts.
     Forward hooks on transformers' own experts modules are lost with those modules. accelerate's hooks that
     move their inputs to their device are kept.
     """
@@ -162,18 +165,8 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
             marks[name] = read_marks(theirs)
         except ConfigError as error:
             raise ConfigError(f"swap_experts: {name} {error}") from None
-    for name, module in modules.items():
-        stacked = {key for key, p in module._parameters.items() if p is not None and p.dim() == 3}
-        if "down_proj" in stacked and name not in found:
-            raise ConfigError(
-                f"swap_experts: {name} holds experts, and {type(module).__name__} has none of transformers' "
-                f"marks (has_gate, is_transposed, ...), which say what it computes"
-            )
     if not found:
-        raise ConfigError(
-            f"swap_experts: no module of this {kind} is marked as experts by transformers (has_gate, "
-            f"is_transposed, ...); there is nothing to swap"
-        )
+        raise ConfigError(f"swap_experts: {_none_found(kind, modules)}")
     made: dict[nn.Module, SwappedExperts] = {}
     for name, theirs in found.items():  # a module in two places stays one
         if theirs not in made:
@@ -186,6 +179,20 @@ def swap_experts(model: Any, mesh: Mesh | None = None) -> Any:
 
             add_hook_to_module(ours, hook)
     return model
+
+
+def _none_found(kind: str, modules: dict[str, nn.Module]) -> str:
+    """Why a model has nothing to swap; names the first module that looks like experts, if one does."""
+    for name, module in modules.items():
+        if "down_proj" in {key for key, p in module._parameters.items() if p is not None and p.dim() == 3}:
+            return (
+                f"{name} holds experts, and {type(module).__name__} has none of transformers' marks "
+                f"(has_gate, is_transposed, ...), which say what it computes"
+            )
+    return (
+        f"no module of this {kind} is marked as experts by transformers (has_gate, is_transposed, ...); "
+        f"there is nothing to swap"
+    )
 
 
 def _home(module: nn.Module) -> set[str]:

@@ -214,9 +214,9 @@ class Layer:
         n = self.halves
         w = gate_up.view(n * self.E, self.F, self.D)
         if cfg.outs:
-            gate, up = (None, None) if h_N2F is None else (*h_N2F.split(self.F, 1), None)[:2]
+            h: tuple[Any, ...] = (None, None) if h_N2F is None else (*h_N2F.split(self.F, 1), None)
             product = Product(x, w, self.F, self.D, True, "a" if cfg.gather else "", bias=bias)
-            self.specialised("up" if n == 2 else "ungated", cfg, product, (gate, up, act))
+            self.specialised("up" if n == 2 else "ungated", cfg, product, (h[0], h[1], act))
             return act
         block = [cfg.BM, cfg.BN // n // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
