@@ -83,14 +83,14 @@ class SwappedExperts(Experts):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.down_proj.dtype
         # Cast here once, as autocast does at F.linear: the op takes one type.
         with torch.autocast(kind, enabled=False):
-            weights = LocalExperts(*self._weights(dtype), self.marks.activation)
+            weights = self._local(dtype)
             weights_TK = top_k_weights.to(torch.promote_types(dtype, torch.float32))
             # The weights stand in for the logits, which no dispatcher reads.
             routing = Routing(weights_TK, top_k_index.to(torch.int32), weights_TK)
             rows, plan = self.dispatcher.dispatch(hidden_states.to(dtype), routing)
             return self.dispatcher.combine(weights(rows), plan).to(hidden_states.dtype)
 
-    def _weights(self, dtype: torch.dtype) -> list[Any]:
+    def _local(self, dtype: torch.dtype) -> LocalExperts:
         """The rank's part as the op takes it: gate_up [L, 2F, D], down [L, D, F], biases or None.
 
         Biases are [L, 2F] and [L, D]. Without a gate F stands for 2F.
@@ -105,7 +105,7 @@ class SwappedExperts(Experts):
             t = t.mT if transposed and t.dim() == 3 else t
             t = torch.cat([t[:, 0::2], t[:, 1::2]], 1) if woven and len(found) % 2 == 0 else t
             found.append(t.contiguous())
-        return found
+        return LocalExperts(found[0], found[1], found[2], found[3], self.marks.activation)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles make the class anew by `swapped_class`: no import finds it by its name."""
