@@ -210,16 +210,17 @@ def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     one = 2 * N * D * F  # FLOPs of a product with F columns
     # elements: rows, pre-activations, activations, one matrix of all experts that are here
     x = N * D
-    h = 2 * N * F
+    n = moe.halves  # of the first product: gate and up, or up alone
+    h = n * N * F
     a = N * F
     w = moe.experts // ep * D * F
     sum_rows = kernel(0, width * (x + rows * D), m)
-    up = kernel(2 * one, width * (x + 2 * w + h + a), m)
+    up = kernel(n * one, width * (x + n * w + h + a), m)
     down = kernel(one, width * (a + w + x), m)
     dh = kernel(one, width * (x + w + h + h + a), m)
-    dx = kernel(2 * one, width * (h + 2 * w + x), m)
+    dx = kernel(n * one, width * (h + n * w + x), m)
     dw_down = kernel(one, width * (a + x + w), m)
-    dw_up = kernel(2 * one, width * (h + x + 2 * w), m)
+    dw_up = kernel(n * one, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
     forward = up + down + sum_rows
     backward = dh + dx + dw_down + dw_up + sum_rows

@@ -8,11 +8,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_tiny import LOCAL_MOE, MODELS, SIZES, SPARSE, assert_bits, far, make, tensors_of
+from hf_tiny import MODELS, SIZES, SPARSE, assert_bits, far, make, tensors_of
 from tiers import slow_but
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tmoe.config.check import ConfigError
 from tmoe.hf import swap_experts
@@ -206,18 +206,10 @@ def test_their_gradient_checkpointing_works_in_a_spread_model(gloo, world):
 
 def test_swap_refuses_what_it_does_not_compute():
     model = AutoModelForCausalLM.from_config(MODELS["llama"]())
-    with pytest.raises(
-        ConfigError, match="model_type 'llama'; there are table entries for mixtral, qwen2_moe"
-    ):
+    with pytest.raises(ConfigError, match="no module of this llama is marked as experts by transformers"):
         swap_experts(model)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4, hidden_act="gelu"))
     with pytest.raises(ConfigError, match="hidden_act='gelu'"):
-        swap_experts(model)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **LOCAL_MOE, head_dim=4))
-    model.model.layers[
-        0
-    ].mlp.experts.limit = 6.0  # transformers 5.23 reads it from the configuration, 5.17 does not
-    with pytest.raises(ConfigError, match=r"swiglu_alpha=1.702, swiglu_limit=6.0; computed: \(1.702, 7.0\)"):
         swap_experts(model)
     model = swap_experts(make("mixtral"))
     before = dict(model.named_parameters())

@@ -16,9 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from tmoe.config.check import ConfigError
-from tmoe.hf import swap as hf_swap
 from tmoe.hf import swap_experts
-from tmoe.hf.rules import Swap
 from tmoe.hf.swap import SwappedExperts
 
 TOKENS = torch.arange(20).view(2, 10) * 7 % 31
@@ -89,8 +87,8 @@ def tiny_mixtral(act: str):
     ).eval()
 
 
-@pytest.mark.parametrize("act", ["silu", "swish"])
-def test_silu_by_either_name(act):
+@pytest.mark.parametrize("act", ["silu", "swish", "gelu_pytorch_tanh"])
+def test_activations_by_every_name(act):
     theirs = tiny_mixtral(act)
     ours = swap_experts(copy.deepcopy(theirs))
     assert far(ours(TOKENS).logits, theirs(TOKENS).logits) < 1e-5
@@ -105,7 +103,7 @@ def test_an_activation_that_the_experts_do_not_read():
     assert far(ours(TOKENS).logits, theirs(TOKENS).logits) < 1e-5
 
 
-@pytest.mark.parametrize("act", ["gelu", "relu", "gelu_pytorch_tanh", "mish"])
+@pytest.mark.parametrize("act", ["gelu", "relu", "mish"])
 def test_another_activation_is_refused(act):
     refused(
         tiny_mixtral(act),
@@ -133,17 +131,21 @@ def own_gate(self, gate_up):
     ("name", "mark", "says"),
     [
         ("qwen3_moe", dict(_apply_gate=own_gate), "computes a gate of its own, own_gate"),
-        ("qwen3_moe", dict(has_gate=False), "is marked has_gate=False"),
+        (
+            "qwen3_moe",
+            dict(has_gate=False),
+            "is marked has_gate=False, .* parameters down_proj, up_proj",
+        ),
         ("qwen3_moe", dict(has_post_expert_norm=True), "is marked has_post_expert_norm=True"),
         (
             "qwen3_moe",
             dict(is_transposed=True),
-            "is marked is_transposed=True, is_concatenated=True; .* is for False, True",
+            r"is marked is_transposed=True, and its gate_up_proj \(6, 20, 16\) does not fit down_proj",
         ),
         (
             "gpt_oss",
             dict(is_concatenated=True),
-            "is marked is_transposed=True, is_concatenated=True; .* is for True, False",
+            r"computes a gate of its own, GptOssExperts\._apply_gate; the fused op computes swiglu",
         ),
     ],
 )
@@ -156,23 +158,114 @@ def test_marks_of_other_mathematics_are_refused(name, mark, says):
     refused(model, rf"model\.layers\.1\.mlp\.experts {says}")
 
 
-def test_a_line_for_a_class_with_its_own_gate_is_refused_by_name(monkeypatch):
-    """DeepSeek-V4 clamps both sides of its SiLU.
+def own_gradient(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return (nn.functional.silu(gate) * up).detach() + 0 * gate_up.sum()
 
-    A line in the table that does not say so would be wrong on large weights only.
-    """
-    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    sizes = dict(
-        num_local_experts=4, hidden_size=16, intermediate_size=24, hidden_act="silu", swiglu_limit=10.0
-    )
-    experts = v4.DeepseekV4Experts(SimpleNamespace(**sizes, _experts_implementation="eager"))
+
+def by_training(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return nn.functional.silu(gate) * up * (1.001 if self.training else 1.0)
+
+
+def far_away(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return nn.functional.silu(gate.clamp(max=1e15)) * up
+
+
+def failing(self, gate_up):
+    raise RuntimeError("not for you")
+
+
+@pytest.mark.parametrize("gate", [own_gradient, by_training, far_away, failing])
+def test_a_gate_that_is_another_somewhere_is_refused(gate):
+    """In the gradient alone, in training alone, or on large numbers alone."""
     model = make("qwen3_moe")
-    model.model.layers[0].mlp.experts = experts
-    refused(
-        model, r"model\.layers\.0\.mlp\.experts computes a gate of its own, DeepseekV4Experts\._apply_gate"
-    )
-    assert not hf_swap._is_experts(experts, Swap())
-    assert hf_swap._is_experts(make("qwen3_moe").model.layers[0].mlp.experts, Swap())
+    theirs = model.model.layers[0].mlp.experts
+    of_class(theirs, _apply_gate=gate)
+    says = "a gate of its own, failing fails on random numbers: RuntimeError"
+    if gate is not failing:
+        says = f"computes a gate of its own, {gate.__name__}; the fused op computes swiglu"
+    refused(model, rf"model\.layers\.0\.mlp\.experts {says}")
+
+
+def in_fp32(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return (nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def by_other_names(self, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=self.bound), up.clamp(-self.bound, self.bound)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+@pytest.mark.parametrize(
+    ("gate", "activation"), [(in_fp32, "swiglu"), (by_other_names, "clamped:limit=2.5")], ids=str
+)
+def test_a_gate_is_known_by_what_it_computes(gate, activation):
+    """Whatever its class and its constants are called."""
+    theirs = make("qwen3_moe").model.layers[0].mlp.experts
+    of_class(theirs, _apply_gate=gate)
+    theirs.bound = 2.5
+    theirs.config._experts_implementation = "batched_mm"  # which calls _apply_gate
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=2.0)
+    model = make("qwen3_moe")
+    model.model.layers[0].mlp.experts = copy.deepcopy(theirs)
+    ours = swap_experts(model).model.layers[0].mlp.experts
+    assert ours.marks.activation == activation
+    x, ids, w = torch.randn(20, 16), torch.randint(0, 6, (20, 2)), torch.rand(20, 2)
+    assert far(ours(x, ids, w), theirs(x, ids, w)) < 1e-5
+
+
+@pytest.mark.parametrize(("limit", "activation"), [(10.0, "clamped_silu"), (1.5, "clamped_silu:limit=1.5")])
+def test_deepseek_v4s_experts_are_right_on_large_weights(limit, activation):
+    """Taken for SwiGLU they would be wrong on large weights only, and by 150 %."""
+    v4 = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    sizes = dict(num_local_experts=4, hidden_size=16, hidden_act="silu", swiglu_limit=limit)
+    sizes |= dict(intermediate_size=24, moe_intermediate_size=24)
+    experts = v4.DeepseekV4Experts(SimpleNamespace(**sizes, _experts_implementation="eager"))
+    for p in experts.parameters():
+        nn.init.normal_(p, std=3.0)
+    model = make("qwen3_moe")
+    model.model.layers[0].mlp.experts = copy.deepcopy(experts)
+    ours = swap_experts(model).model.layers[0].mlp.experts
+    assert ours.marks.activation == activation
+    x, ids, w = torch.randn(20, 16), torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+    assert far(ours(x, ids, w), experts(x, ids, w)) < 1e-5
+
+
+def test_gpt_oss_with_another_limit():
+    theirs = make("gpt_oss")
+    for layer in theirs.model.layers:
+        layer.mlp.experts.limit = 0.5  # transformers 5.23 reads it from the configuration, 5.17 does not
+    ours = swap_experts(copy.deepcopy(theirs))
+    assert ours.model.layers[0].mlp.experts.marks.activation == "clamped:limit=0.5"
+    assert far(ours(TOKENS).logits, theirs(TOKENS).logits) < 1e-5
+
+
+def test_experts_in_two_places_stay_one():
+    model = make("qwen3_moe")
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    want = model(TOKENS).logits
+    swap_experts(model)
+    assert model.model.layers[1].mlp.experts is model.model.layers[0].mlp.experts
+    assert isinstance(model.model.layers[1].mlp.experts, SwappedExperts)
+    assert far(model(TOKENS).logits, want) < 1e-5
+
+
+class Unmarked(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+
+def test_experts_without_marks_are_refused_by_name():
+    model = make("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts = Unmarked(layer.mlp.experts)
+    refused(model, r"model\.layers\.0\.mlp\.experts holds experts, and Unmarked has none of transformers' m")
 
 
 # ---- offloaded, or without weights ----

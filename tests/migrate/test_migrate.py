@@ -287,7 +287,7 @@ def test_megatron_refusals(capsys):
     said = capsys.readouterr()
     assert end.value.code == 1 and said.out == ""
     assert "--fp8-format=hybrid: tmoe has no fp8 products" in said.err
-    assert "--squared-relu: tmoe's experts are gated" in said.err
+    assert "--squared-relu: tmoe's dense feed-forwards are SwiGLU" in said.err
     assert "--not-a-flag: not in the table" in said.err
     assert "without these it is:\n  python train.py tiny" in said.err
     bare = [word for word in SMALL if word not in ("--swiglu", "--disable-bias-linear")]

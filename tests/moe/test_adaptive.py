@@ -66,8 +66,10 @@ LAYOUTS = [
     (8, dict(ep=2, etp=2)),  # dp 2
 ]
 KINDS = [{}, dict(bias=True, activation="clamped"), dict(capacity_factor=0.5, pad=True)]
+PLAIN = dict(bias=True, activation="relu2")  # experts without a gate
 CASES = [(*layout, kind) for layout in LAYOUTS for kind in KINDS]
 FAST = [CASES[i] for i in (3, 12, 19, 21)]
+CASES += [(*LAYOUTS[i], PLAIN) for i in (1, 2, 6)]
 
 
 @pytest.mark.parametrize(("world", "axes", "kw"), slow_but(FAST, CASES), ids=str)

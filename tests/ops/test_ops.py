@@ -328,8 +328,10 @@ def test_grouped_mm_errors_name_the_argument():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bias_activation_and_bound(dtype, shape, activation):
     """Gates beyond the clamp, a bias with gradient, and a bound on pairs that changes nothing."""
-    args = (*layer(*shape, dtype=dtype), torch.randn(shape[3], 2 * shape[2]).to(dtype))
+    args = [*layer(*shape, dtype=dtype), torch.randn(shape[3], 2 * shape[2]).to(dtype)]
     args[1].mul_(5)
+    if not ACTIVATIONS[activation].gated:
+        args[1], args[5] = args[1][:, : shape[2]].contiguous(), args[5][:, : shape[2]]
 
     def fused(*a):
         return ops.moe_mlp(*a, activation=activation, pairs=16)
@@ -364,9 +366,9 @@ def test_torch_func_is_refused_by_name():
 
 def test_unknown_activation_and_bound_are_named():
     args = layer(5, 8, 8, 4, 2)
-    with pytest.raises(ValueError, match="activation: got 'gelu', valid is 'swiglu' or 'clamped'"):
-        ops.moe_mlp(*args, activation="gelu")
-    with pytest.raises(ValueError, match="activation: got None, valid is 'swiglu' or 'clamped'"):
+    with pytest.raises(ValueError, match="activation: got 'silu', must be one of swiglu, clamped"):
+        ops.moe_mlp(*args, activation="silu")
+    with pytest.raises(ValueError, match="activation: got None, valid is one of swiglu, clamped"):
         ops.moe_mlp(*args, activation=None)
     for pairs in (0, 1.5, "3", True):
         with pytest.raises(

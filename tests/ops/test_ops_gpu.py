@@ -367,6 +367,7 @@ def test_every_tuned_configuration(entry, monkeypatch):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_bias_and_activation(shape, activation):
     x, gate_up, down, weights, ids, dy = layer(*shape)
+    gate_up = gate_up[:, : ACTIVATIONS[activation].halves * down.shape[2]].contiguous()
     bias = torch.randn(gate_up.shape[:2], device="cuda").to(x.dtype)
     args = [x, gate_up * (1 if activation == "swiglu" else 4), down, weights, bias, ids, dy]
 

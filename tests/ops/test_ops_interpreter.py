@@ -18,6 +18,8 @@ import pytest
 import torch
 from interpreter import poison, repair_interpreter, small_tiles
 
+from tmoe.activations import activation as named
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -92,10 +94,11 @@ def check_layer(
     activation="swiglu",
 ):
     x, dy = torch.randn(T, D).to(dtype), torch.randn(T, D).to(dtype)
-    gate_up = (torch.randn(E, 2 * F, D) * D**-0.5).to(dtype)
+    rows = named(activation).halves * F
+    gate_up = (torch.randn(E, rows, D) * D**-0.5).to(dtype)
     down = (torch.randn(E, D, F) * F**-0.5).to(dtype)
-    bias = torch.randn(E, 2 * F).to(dtype) if biased else None
-    if activation == "clamped":
+    bias = torch.randn(E, rows).to(dtype) if biased else None
+    if "clamped" in activation:
         gate_up *= 6  # far enough for the clamps to act
     ids = torch.randint(0, E, (T, K))
     ids[torch.rand(T, K) < 0.2] = -1
@@ -204,7 +207,15 @@ def main():
         ),
         (False, True, 1, 70, 40, 24, 5, 3, "one", torch.float32, 64),
         (True, False, 1, 40, 64, 64, 4, 2, "empty", torch.float32, 256),
-    ]:
+        # the other activations, by turns with descriptors and without
+        (False, True, 1, 20, 40, 24, 3, 2, "random", torch.float32, None, False, "geglu"),
+        (True, True, 2, 20, 64, 64, 3, 2, "random", torch.float32, None, True, "clamped_silu:limit=4"),
+        (False, True, 1, 20, 40, 24, 3, 2, "random", torch.float32, None, True, "clamped:alpha=1.2,limit=3"),
+        (True, True, 2, 70, 64, 64, 3, 2, "random", torch.float32, 64, True, "relu2"),
+        (False, True, 1, 20, 40, 24, 3, 2, "random", torch.float32, None, True, "relu"),
+        (True, False, 1, 20, 64, 64, 3, 2, "random", torch.float32, None, False, "gelu"),
+        (False, False, 1, 33, 40, 24, 3, 3, "random", torch.bfloat16, None, True, "relu2"),
+    ]:  # fmt: skip
         small_tiles(gpu, tma, gather, sub)
         check_layer(gpu, reference, *shape)
     small_tiles(gpu, False, False, 1)

@@ -165,6 +165,35 @@ def test_tuned_configurations_fit(name, binaries):
     assert cfg.ctas in {binary.programs for binary in binaries[name]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "activation"),
+    [
+        *[("cuda:90", name) for name in ("clamped_silu:limit=5", "geglu", "relu2", "gelu")],
+        ("cuda:80", "relu"),
+        *[("hip:gfx942", name) for name in ("clamped_silu", "geglu", "gelu")],
+    ],
+)
+def test_other_activations_fit(arch, activation, tmp_path, monkeypatch):
+    """The kernels that compute one; on Hopper those for many rows and those for few."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found, reports = {}, {}
+
+    def visit(name, key, compile):
+        kinds = ("'up'", "'ungated'", "'dh'")
+        asked = name == "specialised" and any(kind in key for kind in kinds)
+        if (asked or name in ("up_kernel", "dh_kernel", "few_rows")) and key not in found:
+            found[key] = measure(arch, name, compile, reports)
+
+    with compile_only(arch, visit):
+        for tokens in (T, FEW[0])[: 1 + (arch == "cuda:90")]:
+            trace(tokens, 2048, 768, E, K, bf16, activation=activation, biased=True)
+    assert len(found) >= 3
+    for binary in found.values():
+        assert_fits(binary, CHIPS[arch])
+
+
 @pytest.mark.parametrize(
     "chip", slow_but(["hip:gfx942"], ["cuda:90", "hip:gfx942", "hip:gfx950", "hip:gfx90a"])
 )

@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tmoe.activations import ActivationName
+from tmoe.activations import activation, canonical
 from tmoe.config.balance import Balance, one_spelling, read_balance, require_noise
-from tmoe.config.check import check, divisors, require
+from tmoe.config.check import ConfigError, check, divisors, require
 from tmoe.config.policies import SCORES, SELECTIONS, ScoreName
 
 # settings of a model that say how it is trained, which runs may change: the weights mean the same under all
@@ -215,9 +215,12 @@ class MoEConfig:
     weigh: Literal["before", "activation", "after"] = "activation"
     """where a token's weights apply: on its rows before the experts, on the activation inside them,
     or on the experts' results (the same function as on the activation, and slower)"""
-    activation: ActivationName = "swiglu"
-    """of the routed experts: silu(gate) up (swiglu);
-    or, with g = min(gate, 7) and u = clamp(up, -7, 7): g sigmoid(1.702 g) (u + 1) (clamped, gpt-oss)"""
+    activation: str = "swiglu"
+    """of the routed experts: silu(gate) up (swiglu), gelu_tanh(gate) up (geglu);
+    with g = min(gate, limit) and u = clamp(up, -limit, limit): g sigmoid(alpha g) (u + 1) (clamped, gpt-oss)
+    or silu(g) u (clamped_silu, DeepSeek-V4);
+    without a gate, of one matrix: relu(up)^2 (relu2), relu(up) (relu), gelu(up) (gelu);
+    constants behind the name, where they are not its own: clamped:alpha=1.702,limit=7"""
 
     def __post_init__(self) -> None:
         zero = "bias_speed shared_dim balance_coeff z_coeff noise force_skew "
@@ -252,6 +255,10 @@ class MoEConfig:
         ungated = not self.shared_gate or self.shared_dim > 0
         require(ungated, "--model.moe.shared-gate: needs --model.moe.shared-dim above 0")
         require_noise(self.balance, self.balance_coeff, self.noise)
+        try:
+            object.__setattr__(self, "activation", canonical(self.activation))
+        except ValueError as error:
+            raise ConfigError(f"--model.moe.activation={self.activation}: {error}") from None
         for name, value in zip(
             ("balance", "balance_coeff"), one_spelling(self.balance, self.balance_coeff), strict=True
         ):
@@ -325,6 +332,11 @@ class MoEConfig:
             f"--model.moe.selection={self.selection}: a token's experts depend on later tokens, so a causal "
             "model learns from what it will not have when it generates"
         )
+
+    @property
+    def halves(self) -> int:
+        """Rows of an expert's first matrix for each of its ffn_dim channels: 2 with a gate, else 1."""
+        return activation(self.activation).halves
 
     def require_trained(self) -> None:
         """Raise ConfigError, with what to set, where the task's loss gives the router no gradient."""

@@ -46,7 +46,11 @@ ROWS: tuple[Row, ...] = (
     switch("--use-rope-scaling", "`--model.rope.scaling llama3`"),
     worked("--rope-scaling-factor", "`--model.rope.factor`"),
     switch("--swiglu", "needed: tmoe's feed-forwards are SwiGLU"),
-    refused("--squared-relu", "tmoe's experts are gated", "nothing"),
+    refused(
+        "--squared-relu",
+        "tmoe's dense feed-forwards are SwiGLU; of experts alone it is --model.moe.activation relu2",
+        "nothing",
+    ),
     switch("--untie-embeddings-and-output-weights", "`--model.tied False`; without it `--model.tied True`"),
     nothing("--no-masked-softmax-fusion", KERNELS, "nothing"),
     nothing("--no-bias-swiglu-fusion", KERNELS, "nothing"),

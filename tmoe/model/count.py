@@ -73,7 +73,8 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     if moe.latent_dim:
         dense += [(moe.latent_dim, D), (D, moe.latent_dim)]
     E, F, W = moe.experts, moe.ffn_dim, model.expert_dim
-    return dense, [(E, 2 * F, W), (E, W, F), *[(E, 2 * F), (E, W)] * moe.bias]
+    rows = moe.halves * F
+    return dense, [(E, rows, W), (E, W, F), *[(E, rows), (E, W)] * moe.bias]
 
 
 def root_shapes(model: ModelConfig) -> list[Shape]:

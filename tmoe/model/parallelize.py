@@ -230,9 +230,9 @@ def require_divisible(moe: MoE, mesh: Mesh) -> None:
     if isinstance(moe.experts, OwnExperts):
         require(etp == 1, "--parallel.etp", etp, "1 with experts of your own: it divides the width of tmoe's")
         return
-    width = moe.experts.gate_up.shape[1]
-    if width // 2 % etp:
-        raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width // 2}")
+    width = moe.experts.gate_up.shape[1] // cfg.halves
+    if width % etp:
+        raise ValueError(f"--parallel.etp={etp}: must divide --model.moe.ffn-dim={width}")
 
 
 def require_whole(model: nn.Module, mesh: Mesh) -> None:

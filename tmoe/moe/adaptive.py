@@ -94,7 +94,8 @@ class Terms(NamedTuple):
 class Cost:
     """Seconds of a layer's experts and of what travels for them, by r, where experts are evenly used.
 
-    With n = ep, T tokens on each rank, b bytes an element, and experts of W = 3 D F b bytes:
+    With n = ep, T tokens on each rank, b bytes an element, and experts of W = 3 D F b bytes (2 D F b
+    and 4 T K D F without a gate):
 
         rows away      T (n-1) h,  h = 1 - (1 - 1/n)^K: the chance that a rank has one of a token's experts
         rows here      T n h
@@ -119,12 +120,13 @@ class Cost:
     element: int  # bytes
     waits: bool  # the exchange of tokens waits for counts
     backward: bool
+    matrices: int = 3  # of an expert, D F elements each; without a gate 2
 
     def terms(self, r: int, tokens: int) -> Terms:
         n, row = self.ep, self.dim * self.element
-        weights = self.experts * 3 * self.ffn_dim * row
+        weights = self.experts * self.matrices * self.ffn_dim * row
         passes = 3 if self.backward else 1
-        products = 6 * tokens * self.top_k * self.dim * self.ffn_dim * passes
+        products = 2 * self.matrices * tokens * self.top_k * self.dim * self.ffn_dim * passes
         if r == 0:
             sent = passes * (n - 1) / n * weights
             return Terms(sent, 2 * passes, 0, (2 * passes + passes) * weights, products)
@@ -166,4 +168,5 @@ def cost_of(by_tokens: Dispatcher, cfg: MoEConfig, dim: int, mesh: Mesh) -> Cost
         element=2,
         waits=waits,
         backward=True,
+        matrices=cfg.halves + 1,
     )

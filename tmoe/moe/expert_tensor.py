@@ -59,10 +59,10 @@ class Slice(NamedTuple):
     index: int
     count: int
 
-    def of_rows(self, gate_up: Tensor) -> Tensor:
-        """[L, 2F, ...], gate rows first, to [L, 2F/n, ...]."""
-        gate, up = (half.chunk(self.count, 1)[self.index] for half in gate_up.chunk(2, 1))
-        return torch.cat([gate, up], 1)
+    def of_rows(self, gate_up: Tensor, halves: int) -> Tensor:
+        """[L, 2F, ...], gate rows first, to [L, 2F/n, ...]; without a gate (halves: 1) F for 2F."""
+        parts = [half.chunk(self.count, 1)[self.index] for half in gate_up.chunk(halves, 1)]
+        return torch.cat(parts, 1)
 
     def of_columns(self, down: Tensor) -> Tensor:
         """[L, D, F] to [L, D, F/n]."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tmoe.activations import activation
 from tmoe.config.model import MoEConfig
 from tmoe.moe.dispatch import Rows
 from tmoe.moe.expert_tensor import Slice
@@ -23,6 +24,8 @@ from tmoe.parallel.mesh import local_part
 
 class LocalExperts(NamedTuple):
     """This rank's experts, their weights gathered: y = down(activation(gate x, up x)).
+
+    Without a gate (relu2, relu, gelu) gate_up is up alone, [L, F, D], and its bias [L, F].
 
     Called on Rows, it returns y [R, D]: for each row, the weighted sum over its experts that are on this
     rank.
@@ -58,10 +61,11 @@ class LocalExperts(NamedTuple):
     def part(self, own: Slice) -> "LocalExperts":
         """Of each expert, this rank's slice of its width."""
         gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
+        halves = activation(self.activation).halves
         return LocalExperts(
-            own.of_rows(self.gate_up),
+            own.of_rows(self.gate_up, halves),
             own.of_columns(self.down),
-            None if gate_up_bias is None else own.of_rows(gate_up_bias),
+            None if gate_up_bias is None else own.of_rows(gate_up_bias, halves),
             None if down_bias is None else own.once(down_bias),
             self.activation,
             weigh=self.weigh,
@@ -109,8 +113,9 @@ class LocalExperts(NamedTuple):
 class Experts(nn.Module):
     """Holds the weights of all experts: gate_up [E, 2F, D] and down [E, D, F].
 
-    With cfg.bias also gate_up_bias [E, 2F] and down_bias [E, D]; without, both are None. Once parallelized,
-    the weights are DTensors, sharded on ep, then on dp.
+    With cfg.bias also gate_up_bias [E, 2F] and down_bias [E, D]; without, both are None. Of an activation
+    without a gate gate_up is up alone, [E, F, D], and its bias [E, F]. Once parallelized, the weights are
+    DTensors, sharded on ep, then on dp.
 
     Calling it opens a scope: `experts(fn, *args)` runs fn(*args, local) with this rank's experts gathered.
     FSDP2 attaches its all-gather and reduce-scatter to that call. The call stands outside the compiled graph,
@@ -119,9 +124,10 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim, dim))
+        rows = cfg.halves * cfg.ffn_dim
+        self.gate_up = nn.Parameter(torch.empty(cfg.experts, rows, dim))
         self.down = nn.Parameter(torch.empty(cfg.experts, dim, cfg.ffn_dim))
-        self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, 2 * cfg.ffn_dim)) if cfg.bias else None
+        self.gate_up_bias = nn.Parameter(torch.empty(cfg.experts, rows)) if cfg.bias else None
         self.down_bias = nn.Parameter(torch.empty(cfg.experts, dim)) if cfg.bias else None
         self.activation = cfg.activation
         self.weigh = cfg.weigh

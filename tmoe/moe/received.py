@@ -109,7 +109,7 @@ class Work(NamedTuple):
         """
         layer = self.layer(window)
         if h is None:
-            h = layer.empty(layer.N, 2 * layer.F)
+            h = layer.empty(layer.N, layer.H)
             layer.up(self.gate_up, self.bias, h)
         dy = self.dy if layer.config("dh").gather else layer.gathered(self.dy)
         return layer.dh(dy, self.down, h)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tmoe.activations import ACTIVATIONS
+from tmoe import activations
 from tmoe.stack import take
 
 _tracks_gradients = take(
@@ -76,8 +76,13 @@ def check_moe_mlp(
         f"[T={T}, K]",
     )
     K = ids_TK.shape[1]
+    try:
+        rows = activations.activation(activation).halves * F
+    except ValueError as error:
+        raise ValueError(f"activation: got {activation!r}, {error}") from None
+    letter = "2F" if rows > F else "F"
     shapes = {
-        "gate_up": (gate_up_E2FD, (E, 2 * F, D), "[E, 2F, D]"),
+        "gate_up": (gate_up_E2FD, (E, rows, D), f"[E, {letter}, D]"),
         "down": (down_EDF, (E, D, F), "[E, D, F]"),
         "weights": (weights_TK, (T, K), "[T, K]"),
     }
@@ -90,10 +95,8 @@ def check_moe_mlp(
         )
     biases = {} if bias_E2F is None else {"gate_up_bias": bias_E2F}
     for name, bias in biases.items():
-        require(
-            tuple(bias.shape) == (E, 2 * F), name, f"shape {tuple(bias.shape)}", f"({E}, {2 * F}) = [E, 2F]"
-        )
-    require(activation in ACTIVATIONS, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+        valid = f"({E}, {rows}) = [E, {letter}]"
+        require(tuple(bias.shape) == (E, rows), name, f"shape {tuple(bias.shape)}", valid)
     _check_types("x", x_TD, gate_up=gate_up_E2FD, down=down_EDF, **biases)
     require(
         weights_TK.dtype in (x_TD.dtype, torch.float32),

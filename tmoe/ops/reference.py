@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tmoe.activations import ACTIVATIONS
+from tmoe.activations import activation as named
 
 
 def moe_mlp(
@@ -24,7 +24,7 @@ def moe_mlp(
 ) -> torch.Tensor:
     """y[t] = sum_k weights[t, k] * down[e] @ act(gate[e] @ x[t] + ..., up[e] @ x[t] + ...), e = ids[t, k].
 
-    The dots stand for the bias. An id of -1 adds nothing.
+    The dots stand for the bias. An id of -1 adds nothing. Without a gate gate_up is [E, F, D], all of it up.
     """
     y_TD = torch.zeros_like(x_TD)
     for e in range(gate_up_E2FD.shape[0]):
@@ -32,8 +32,7 @@ def moe_mlp(
         h = x_TD[t] @ gate_up_E2FD[e].T
         if gate_up_bias_E2F is not None:
             h = h + gate_up_bias_E2F[e]
-        gate, up = h.chunk(2, dim=-1)
-        out = ACTIVATIONS[activation].formula(gate, up) @ down_EDF[e].T
+        out = named(activation).of(h) @ down_EDF[e].T
         y_TD = y_TD.index_add(0, t, out * weights_TK[t, k, None].to(out.dtype))
     return y_TD
 

@@ -168,7 +168,9 @@ def moe_bytes(cfg: Config, axes: Axes) -> int:
     # experts
     kept += (2 if runs_beside(cfg, axes) else 3) * T * moe.shared_dim * width
     # H: under etp 1/etp of the width, of etp times the pairs
-    kept += (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * 2 * moe.ffn_dim * width
+    kept += (
+        (pairs_bound(T, moe.top_k, ep, moe.experts // ep) or T * moe.top_k) * moe.halves * moe.ffn_dim * width
+    )
     if uses_symm(cfg, axes):
         # weights and ids; the backward pushes x again, and sorts the slots again
         return kept + T * K * (FP32 + INT32)
@@ -193,7 +195,7 @@ def left_bytes(cfg: Config, axes: Axes) -> int:
     T = local_tokens(cfg, axes)
     R = rows_received(T, moe.top_k, axes.ep)
     pairs = pairs_bound(T, moe.top_k, axes.ep, moe.experts // axes.ep) or R * moe.slots
-    return (3 * pairs * moe.ffn_dim + 2 * R * W) * width + R * moe.slots * (FP32 + 2 * INT32)
+    return ((moe.halves + 1) * pairs * moe.ffn_dim + 2 * R * W) * width + R * moe.slots * (FP32 + 2 * INT32)
 
 
 def sorted_bytes(cfg: Config, axes: Axes, R: int) -> int:
@@ -222,7 +224,8 @@ def travelling(cfg: Config, axes: Axes) -> tuple[int, int]:
 
 def gathered_expert_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of all experts of a layer and of their gradients, while its backward runs with adaptive_r 0."""
-    elements = 3 * cfg.model.moe.experts * cfg.model.moe.ffn_dim * cfg.model.expert_dim
+    moe = cfg.model.moe
+    elements = (moe.halves + 1) * moe.experts * moe.ffn_dim * cfg.model.expert_dim
     here = cfg.parallel.adaptive_r == 0 and axes.ep > 1
     return 2 * elements * compute_bytes(cfg) if here else 0
 
@@ -231,7 +234,7 @@ def slice_bytes(cfg: Config, axes: Axes) -> int:
     """Bytes of a rank's slice of its experts of one layer, a copy that etp makes; 0 without etp."""
     moe = cfg.model.moe
     ep, etp = travelling(cfg, axes)
-    elements = 3 * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.expert_dim
+    elements = (moe.halves + 1) * moe.experts // ep * (moe.ffn_dim // etp) * cfg.model.expert_dim
     return elements * compute_bytes(cfg) if etp > 1 else 0
 
 
@@ -331,4 +334,5 @@ def window_bytes(cfg: Config, axes: Axes, layer: int) -> int:
     if pairs >= slots:  # one window
         return 0
     # under etp 1/etp of the width, of etp times the pairs
-    return (5 if symm else 2) * pairs * moe.ffn_dim * compute_bytes(cfg)
+    columns = 2 * moe.halves + 1 if symm else moe.halves
+    return columns * pairs * moe.ffn_dim * compute_bytes(cfg)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.activations import ACTIVATIONS
+from tmoe.activations import activation as named
 
 
 def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
@@ -71,10 +71,11 @@ def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K
 
 def pre_activations(
     x_TD: Tensor, tokens: Tensor, gate_up_FD: Tensor, bias_F: Tensor | None, out: Tensor
-) -> Tensor:
-    """Write one expert's rows of H into out, and return them."""
-    h = torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
-    return h if bias_F is None else h.add_(bias_F)
+) -> None:
+    """Write one expert's rows of H into out."""
+    torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
+    if bias_F is not None:
+        out.add_(bias_F)
 
 
 def moe_mlp_forward(
@@ -85,7 +86,7 @@ def moe_mlp_forward(
     ends: list[int],
     h: Tensor,
 ) -> Tensor:
-    """y_TD; the pre-activations are written into h [>= rows, 2F]."""
+    """y_TD; the pre-activations are written into h [>= rows, 2F], without a gate [>= rows, F]."""
     gate_up_E2FD, down_EDF, bias_E2F, activation = experts
     T, D = x_TD.shape
     K = weights_TK.shape[1]
@@ -94,8 +95,8 @@ def moe_mlp_forward(
     out_ND[-1] = 0
     for e, lo, hi in spans(ends):
         bias_F = None if bias_E2F is None else bias_E2F[e]
-        gate, up = pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi]).chunk(2, dim=1)
-        torch.mm(ACTIVATIONS[activation].formula(gate, up), down_EDF[e].T, out=out_ND[lo:hi])
+        pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi])
+        torch.mm(named(activation).of(h[lo:hi]), down_EDF[e].T, out=out_ND[lo:hi])
     return combine(out_ND, order, weights_TK, T, K)
 
 
@@ -146,16 +147,14 @@ def gradient_of_x(
     dx_ND[-1] = 0
     for e, lo, hi in spans(ends):
         s = s_N[lo:hi, None]
-        gate, up = h[lo:hi].chunk(2, dim=1)
         dy = dy_TD.index_select(0, tokens[lo:hi])
-        act = ACTIVATIONS[activation].formula(gate, up)
+        act = named(activation).of(h[lo:hi])
         # before the routing weight is applied: its product with act is the weight's own gradient
         d_act = dy @ down_EDF[e]
         ds_N[lo:hi] = torch.linalg.vecdot(d_act.to(_acc(d_act)), act.to(_acc(act)))
         act_NF[lo:hi] = act.mul_(s)
         dh = dh_N2F[lo:hi]
-        d_gate, d_up = dh.chunk(2, dim=1)
-        ACTIVATIONS[activation].gradient(gate, up, d_act.mul_(s), d_gate, d_up)
+        named(activation).gradient_of(h[lo:hi], d_act.mul_(s), dh)
         torch.mm(dh, gate_up_E2FD[e], out=dx_ND[lo:hi])
         if d_bias is not None:
             d_bias[e] = dh.sum(0, dtype=_acc(dh))

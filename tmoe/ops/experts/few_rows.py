@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from tmoe.ops.experts.kernels import activate, slices
+from tmoe.ops.experts.kernels import activate, halves_of, slices
 
 # triton 3.6's name, and 3.8's
 thread_barrier = getattr(gl, "thread_barrier", None) or getattr(gl, "barrier", None)
@@ -87,7 +87,7 @@ def load_weights(
     drawn, told, heard, guessed,
     BM: gl.constexpr, BN: gl.constexpr, BL: gl.constexpr, S: gl.constexpr, FLIGHT: gl.constexpr,
     GUESS: gl.constexpr,
-    Q: gl.constexpr,
+    HALVES: gl.constexpr, Q: gl.constexpr,
 ):  # fmt: skip
     """The weights' loader: draws tiles, one ahead.
 
@@ -102,7 +102,8 @@ def load_weights(
         p = gl.program_id(0)
         mbarrier.expect(guessed, GUESS * BN * BL * 2)
         for j in gl.static_range(GUESS):
-            at = [2 * (p // num_up), p % num_up * (BN // 2), j * BL]  # zeros where there is no such expert
+            # zeros where there is no such expert
+            at = [HALVES * (p // num_up), p % num_up * (BN // HALVES), j * BL]
             tma.async_copy_global_to_shared(gate_up, at, guessed, bufs.index(j))
     gdc_wait()
     ups = gl.load(tiles) * num_up
@@ -122,9 +123,8 @@ def load_weights(
             for k in range(up_steps):
                 s = room(it, full, empty, S, FLIGHT)
                 mbarrier.expect(full.index(s), BN * BL * 2)
-                tma.async_copy_global_to_shared(
-                    gate_up, [2 * e, pn * (BN // 2), k * BL], full.index(s), bufs.index(s)
-                )
+                at = [HALVES * e, pn * (BN // HALVES), k * BL]
+                tma.async_copy_global_to_shared(gate_up, at, full.index(s), bufs.index(s))
                 it += 1
         else:
             e, _, _, _, pn = place_of(t - ups, tiles, capacity, offsets, num_down, BM)
@@ -266,7 +266,8 @@ def consume(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
     )
     W: gl.constexpr = BN // SUB
-    HALF: gl.constexpr = SUB // 2
+    HALVES: gl.constexpr = halves_of(ACT)
+    HALF: gl.constexpr = SUB // HALVES
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [WARPS, 1], [1, 0])
     gdc_wait()
     ups = gl.load(tiles) * num_up
@@ -284,18 +285,22 @@ def consume(
             parts = slices(acc, SUB)
             for j in gl.static_range(HALF):
                 gate = parts[j]
-                up = parts[HALF + j]
-                col = pn * (BN // 2) + j * W
+                up = gate
+                if HALVES == 2:
+                    up = parts[HALF + j]
+                col = pn * (BN // HALVES) + j * W
                 if bias is not None:
                     cols = col + gl.arange(0, W, layout=gl.SliceLayout(0, gate.type.layout))
-                    at = bias + 2 * e.to(gl.int64) * F + cols
+                    at = bias + HALVES * e.to(gl.int64) * F + cols
                     gate += gl.expand_dims(gl.load(at, mask=cols < F, other=0.0).to(gl.float32), 0)
-                    up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
+                    if HALVES == 2:
+                        up += gl.expand_dims(gl.load(at + F, mask=cols < F, other=0.0).to(gl.float32), 0)
                 gate = gate.to(act.dtype.element_ty)  # backward has no wider one
-                up = up.to(act.dtype.element_ty)
+                up = up.to(act.dtype.element_ty) if HALVES == 2 else gate
                 if h is not None:
-                    store(h, gate, row, hi, col, F, 2 * F, OUT)
-                    store(h + F, up, row, hi, col, F, 2 * F, OUT)
+                    store(h, gate, row, hi, col, F, HALVES * F, OUT)
+                    if HALVES == 2:
+                        store(h + F, up, row, hi, col, F, HALVES * F, OUT)
                 store(
                     act, activate(gate.to(gl.float32), up.to(gl.float32), True, ACT), row, hi, col, F, F, OUT
                 )
@@ -326,14 +331,16 @@ def few_rows(
         H [N, 2F] (unless None) = tokens' rows of x @ gate_up[e]^T (+ bias[e])
         act [N, F] from H, and y [N, D] = act @ down[e]^T
 
-    gate_up is [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; ready [E] and
-    counter [1], int32, must be zero. SA, SB: stages of the rings of rows and of weights, of which FLIGHT may
-    be on their way at once. GUESS (at most SB): see load_weights; not 0 only where routing lets this kernel
+    gate_up is [2E, F, D] in boxes of [2, BN/2, BL], down [E, D, F] in boxes of [1, BN, BL]; without a gate
+    gate_up is [E, F, D] in boxes as down's, and H [N, F]. ready [E] and counter [1], int32, must be zero. SA,
+    SB: stages of the rings of rows and of weights, of which FLIGHT may be on their way at once. GUESS (at
+    most SB): see load_weights; not 0 only where routing lets this kernel
     in as it begins. For its sake each kind of warps waits for the kernels before by itself (gdc_wait).
     """
     WARPS: gl.constexpr = BM // 16
     GATHER: gl.constexpr = 4 if BM == 64 else 2
-    B_BOX: gl.constexpr = [2, BN // 2, BL]
+    HALVES: gl.constexpr = halves_of(ACT)
+    B_BOX: gl.constexpr = [HALVES, BN // HALVES, BL]
     Q: gl.constexpr = 4  # tiles that are known, and that not all kinds of warps have begun
     dtype: gl.constexpr = act.dtype.element_ty
     a_bufs = gl.allocate_shared_memory(
@@ -370,7 +377,7 @@ def few_rows(
         (load_weights, (gate_up, down, counter, tiles, capacity, offsets, num_up, num_down, up_steps,
         down_steps,
                         b_bufs, b_full, b_empty, drawn, told, heard, guessed.index(0), BM, BN, BL, SB,
-                        FLIGHT, GUESS, Q)),
+                        FLIGHT, GUESS, HALVES, Q)),
         (load_rows, (x, act, order, ready, tiles, capacity, offsets, D, F, num_up, num_down, up_steps,
         down_steps,
                      a_bufs, a_full, a_empty, drawn, told, heard, BM, BL, SA, K, 4 * GATHER, LAYOUT, Q,

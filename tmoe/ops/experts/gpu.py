@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tmoe import activations
 from tmoe.ops.check import require
 from tmoe.ops.experts import kernels
 from tmoe.ops.experts.routing import FEW, Metadata, group, power_of_2, route
@@ -70,8 +71,13 @@ def ragged(t: Tensor, block: list[int], tma: bool) -> Operand:
     return describe_ragged(t, block) if tma else t
 
 
-def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand, Operand]:
-    """The gate and up columns of H as two operands, so that a box never reaches from one into the other."""
+def halves(h_N2F: Tensor, F: int, block: list[int], tma: bool) -> tuple[Operand, Operand | None]:
+    """The gate and up columns of H as two operands, so that a box never reaches from one into the other.
+
+    H of experts without a gate, [N, F], is the first.
+    """
+    if h_N2F.shape[1] == F:
+        return ragged(h_N2F, block, tma), None
     return ragged(h_N2F[:, :F], block, tma), ragged(h_N2F[:, F:], block, tma)
 
 
@@ -104,8 +110,10 @@ class Layer:
     ) -> None:
         """x [T, D]: the tokens; shape: (E, D, F); operands: the experts' matrices, for their alignment."""
         self.x, self.meta, self.weights = x, meta, weights
-        self.K, self.activation = K, activation
+        self.K, self.activation = K, activations.full(activation)
         self.E, self.D, self.F = shape
+        self.halves = activations.activation(activation).halves
+        self.H = self.halves * self.F  # columns of H: gate and up, or without a gate up
         self.T, self.N = x.shape[0], meta.P
         self.arch, self.sms, _ = device_facts(x.device)
         self.tma = has_tma(x, self.D, self.F, *operands)
@@ -155,7 +163,7 @@ class Layer:
         """Launch hopper.specialised; outs are its c, c2, c3, with `product.width` columns."""
         a, b, width, length, b_rows, gather, h, ds, bias = product
         dw = kind == "dw"
-        finish = kind in ("up", "dh")
+        finish = kind in ("up", "ungated", "dh")
         columns = cfg.BN // 2 if kind == "up" else cfg.BN
 
         # operands: descriptors, unless they are gathered
@@ -172,9 +180,9 @@ class Layer:
 
         # results: some are stored by the copy engine, some by the finishers
         c, c2, c3 = outs
-        keeps_h = kind == "up" and c is not None
+        keeps_h = kind in ("up", "ungated") and c is not None
         if keeps_h:
-            c, c2 = describe_ragged(c, box), describe_ragged(c2, box)
+            c, c2 = describe_ragged(c, box), None if c2 is None else describe_ragged(c2, box)
         elif not finish:
             result: Any = outs[0]
             c = c3 = describe(result, [1, *box]) if dw else describe_ragged(result, box)
@@ -203,18 +211,19 @@ class Layer:
         cfg = self.config("up")
         act = self.empty(self.N, self.F)
         x = self.x if cfg.gather else self.gathered(self.x)
-        w = gate_up.view(2 * self.E, self.F, self.D)
+        n = self.halves
+        w = gate_up.view(n * self.E, self.F, self.D)
         if cfg.outs:
-            outs = (h_N2F[:, : self.F], h_N2F[:, self.F :], act) if h_N2F is not None else (None, None, act)
-            gather = "a" if cfg.gather else ""
-            self.specialised("up", cfg, Product(x, w, self.F, self.D, True, gather, bias=bias), outs)
+            h: tuple[Any, ...] = (None, None) if h_N2F is None else (*h_N2F.split(self.F, 1), None)
+            product = Product(x, w, self.F, self.D, True, "a" if cfg.gather else "", bias=bias)
+            self.specialised("up" if n == 2 else "ungated", cfg, product, (h[0], h[1], act))
             return act
-        block = [cfg.BM, cfg.BN // 2 // cfg.SUB]
+        block = [cfg.BM, cfg.BN // n // cfg.SUB]
         h_gate, h_up = halves(h_N2F, self.F, block, self.tma) if h_N2F is not None else (None, None)
         x = x if cfg.gather else plain(x, [cfg.BM, cfg.BL], self.tma)
-        w = plain(w, [2, cfg.BN // 2, cfg.BL], self.tma)
+        w = plain(w, [n, cfg.BN // n, cfg.BL], self.tma)
         launch(
-            kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // 2)),
+            kernels.up_kernel, self.grid(cfg, self.row_tiles(cfg, self.F, cfg.BN // n)),
             x, w, bias, h_gate, h_up, ragged(act, block, self.tma), self.meta.order, *self.tile_args(cfg),
             self.D, self.F, self.D,
             cfg.BM, cfg.BN, cfg.BL, cfg.GROUP, cfg.SUB, self.K, self.activation, h_N2F is not None,
@@ -255,14 +264,15 @@ class Layer:
         BN, BL = 256, 64
         act = self.empty(self.N, self.F)
         y = self.empty(self.N, self.D)
-        num_up = cdiv(self.F, BN // 2)
+        n = self.halves
+        num_up = cdiv(self.F, BN // n)
         num_down = cdiv(self.D, BN)
         # routing lets this launch in as it begins, unless slots are many or this is a later window
         let_in = 0 < self.meta.N <= FEW
         guess = cfg.flight if cfg.flight < cfg.weight_stages and let_in else 0
         launch(
             few_rows, (max(1, min(self.sms, (self.N // cfg.BM + self.E) * max(num_up, num_down))),),
-            self.x, describe(gate_up.view(2 * self.E, self.F, self.D), [2, BN // 2, BL]), describe(down, [1,
+            self.x, describe(gate_up.view(n * self.E, self.F, self.D), [n, BN // n, BL]), describe(down, [1,
             BN, BL]),
             bias, h_N2F, act, y, self.meta.order, self.meta.ready, self.meta.counter, *self.tile_args(cfg),
             self.D, self.F, num_up, num_down,
@@ -273,10 +283,10 @@ class Layer:
         return y
 
     def dh(self, dy: Tensor, down: Tensor, h_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dH [N, 2F], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
+        """dH [N, H], s * act [N, F], partial sums of ds [parts, N]. dy is [T, D], or its gathered rows."""
         cfg = self.config("dh")
         parts = cdiv(self.F, cfg.BN)
-        dh = self.empty(self.N, 2 * self.F)
+        dh = self.empty(self.N, self.H)
         act = self.empty(self.N, self.F)
         ds = self.empty(parts, self.N, dtype=torch.float32)
         if cfg.outs:
@@ -357,7 +367,7 @@ class Layer:
         return y, d_weights
 
     def bias_gradient(self, dh: Tensor, d_bias: Tensor | None = None) -> Tensor:
-        """[E, 2F], the sum of each expert's rows of dH; added to d_bias, if it is given."""
+        """[E, H], the sum of each expert's rows of dH; added to d_bias, if it is given."""
         add = d_bias is not None
         W = dh.shape[1]
         block = 128

@@ -25,7 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tmoe.ops.experts.kernels import RAGGED, activate, activate_backward, slices, tile_at, weight_tile_at
+from tmoe.ops.experts.kernels import (
+    RAGGED,
+    activate,
+    activate_backward,
+    halves_of,
+    slices,
+    tile_at,
+    weight_tile_at,
+)
 
 
 @gluon.jit
@@ -139,13 +147,14 @@ def consume_tiles(
 ):  # fmt: skip
     """The consumers: the product of every tile of this program, rounded into shared memory.
 
-    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up" and "dh" are
-    left to the finishers.
+    From there "rows" and "dw" leave by the copy engine, through OUTS buffers; the tiles of "up", "ungated"
+    and "dh" are left to the finishers.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16]
     )
     W: gl.constexpr = BN // SUB
+    HALVES: gl.constexpr = 1 if KIND == "ungated" else 2
     it = 0
     phase = 0
     for t in range(gl.program_id(0), tile_count(tiles, E, num_m, num_n, KIND), gl.num_programs(0)):
@@ -177,21 +186,21 @@ def consume_tiles(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + S - 1) % S), count=1, pred=n_steps > 0)
         parts = slices(acc, SUB)
-        if KIND == "up" or KIND == "dh":
+        if KIND == "up" or KIND == "ungated" or KIND == "dh":
             mbarrier.wait(taken, phase ^ 1)
             for j in gl.static_range(SUB):
                 part = parts[j]
                 if bias is not None:
-                    row_of_bias = 2 * e.to(gl.int64) + j // (SUB // 2)
+                    row_of_bias = HALVES * e.to(gl.int64) + j // (SUB // HALVES)
                     cols = (
-                        pn * (BN // 2)
-                        + j % (SUB // 2) * W
+                        pn * (BN // HALVES)
+                        + j % (SUB // HALVES) * W
                         + gl.arange(0, W, layout=gl.SliceLayout(0, part.type.layout))
                     )
                     loaded = gl.load(bias + row_of_bias * F + cols, mask=cols < F, other=0.0)
                     part += gl.expand_dims(loaded.to(gl.float32), 0)
                 out.index(j).store(part.to(out.dtype))
-            if KIND == "up":
+            if KIND == "up" or KIND == "ungated":
                 fence_async_shared()  # the copy engine reads it
             mbarrier.arrive(staged, count=1)
             phase ^= 1
@@ -218,27 +227,31 @@ def finish_up(
     BM: gl.constexpr, BN: gl.constexpr, SUB: gl.constexpr, ACT: gl.constexpr, KEEP: gl.constexpr,
     R: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The finishers of "up".
+    """The finishers of "up", and of "ungated".
 
     H, if it is kept, leaves shared memory by the copy engine, the activation by ordinary stores.
     """
     W: gl.constexpr = BN // SUB
-    HALF: gl.constexpr = SUB // 2
+    HALVES: gl.constexpr = halves_of(ACT)
+    HALF: gl.constexpr = SUB // HALVES
     phase = 0
     for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
         e, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         mbarrier.wait(staged, phase)
         if KEEP:
             for j in gl.static_range(HALF):
-                col = pn * (BN // 2) + j * W
+                col = pn * (BN // HALVES) + j * W
                 store_tile(c, out.index(j), e, hi, row, col, "up")
-                store_tile(c2, out.index(HALF + j), e, hi, row, col, "up")
+                if HALVES == 2:
+                    store_tile(c2, out.index(HALF + j), e, hi, row, col, "up")
         for i in range(BM // R):
             r = row + i * R + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
             for j in gl.static_range(HALF):
-                cols = pn * (BN // 2) + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
+                cols = pn * (BN // HALVES) + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
                 gate = chunk(out, j, i, BM, W, R, LAYOUT)
-                up = chunk(out, HALF + j, i, BM, W, R, LAYOUT)
+                up = gate
+                if HALVES == 2:
+                    up = chunk(out, HALF + j, i, BM, W, R, LAYOUT)
                 at = act + gl.expand_dims(r.to(gl.int64) * F, 1) + gl.expand_dims(cols, 0)
                 mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
                 gl.store(at, activate(gate, up, True, ACT).to(out.dtype), mask=mask)
@@ -248,14 +261,17 @@ def finish_up(
 
 
 @gluon.jit
-def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
-    """SUB slices of gate and up in turn, of the rows r below hi."""
+def load_h(h, r, hi, col, F, SUB: gl.constexpr, W: gl.constexpr, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
+    """SUB slices of gate and up in turn, of the rows r below hi; without a gate SUB slices of H."""
     loaded = ()
     for j in gl.static_range(SUB):
         cols = col + j * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
-        at = h + gl.expand_dims(r.to(gl.int64) * (2 * F), 1) + gl.expand_dims(cols, 0)
+        at = h + gl.expand_dims(r.to(gl.int64) * (HALVES * F), 1) + gl.expand_dims(cols, 0)
         mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
-        loaded = loaded + (gl.load(at, mask=mask, other=0.0), gl.load(at + F, mask=mask, other=0.0))
+        if HALVES == 2:
+            loaded = loaded + (gl.load(at, mask=mask, other=0.0), gl.load(at + F, mask=mask, other=0.0))
+        else:
+            loaded = loaded + (gl.load(at, mask=mask, other=0.0),)
     return loaded
 
 
@@ -275,13 +291,14 @@ def finish_dh(
     Qwen3's shape took 1.57 ms, and takes 1.43).
     """
     W: gl.constexpr = BN // SUB
+    HALVES: gl.constexpr = halves_of(ACT)
     phase = 0
     for t in range(gl.program_id(0), gl.load(tiles) * num_n, gl.num_programs(0)):
         _, _, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
         r = row + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
         end = gl.minimum(hi, row + BM)
-        ahead = load_h(h, r, end, pn * BN, F, SUB, W, LAYOUT)
-        further = load_h(h, r + R, end, pn * BN, F, SUB, W, LAYOUT)
+        ahead = load_h(h, r, end, pn * BN, F, SUB, W, HALVES, LAYOUT)
+        further = load_h(h, r + R, end, pn * BN, F, SUB, W, HALVES, LAYOUT)
         one = row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [CREW], [0]))
         slot = gl.load(order + one, mask=one < hi, other=0)
         s = gl.load(weights + slot, mask=one < hi, other=0.0).to(gl.float32)
@@ -290,12 +307,14 @@ def finish_dh(
         for i in range(BM // R):
             loaded = ahead
             ahead = further
-            further = load_h(h, r + 2 * R, end, pn * BN, F, SUB, W, LAYOUT)
+            further = load_h(h, r + 2 * R, end, pn * BN, F, SUB, W, HALVES, LAYOUT)
             w = gl.expand_dims(scale.index(i).load(gl.SliceLayout(1, LAYOUT)), 1)
             total = gl.zeros((R, W), gl.float32, layout=LAYOUT)
             for j in gl.static_range(SUB):
-                gate = loaded[2 * j].to(gl.float32)
-                up = loaded[2 * j + 1].to(gl.float32)
+                gate = loaded[HALVES * j].to(gl.float32)
+                up = gate
+                if HALVES == 2:
+                    up = loaded[HALVES * j + 1].to(gl.float32)
                 d_act = chunk(out, j, i, BM, W, R, LAYOUT)
                 a, d_gate, d_up, d_weight = activate_backward(gate, up, d_act, w, True, ACT)
                 total += d_weight
@@ -303,9 +322,11 @@ def finish_dh(
                 mask = gl.expand_dims(r < hi, 1) & gl.expand_dims(cols < F, 0)
                 at = gl.expand_dims(r.to(gl.int64) * F, 1) + gl.expand_dims(cols, 0)
                 gl.store(act + at, a.to(out.dtype), mask=mask)
-                at += gl.expand_dims(r.to(gl.int64) * F, 1)  # rows of dH are twice as long
+                if HALVES == 2:
+                    at += gl.expand_dims(r.to(gl.int64) * F, 1)  # rows of dH are twice as long
                 gl.store(dh + at, d_gate.to(out.dtype), mask=mask)
-                gl.store(dh + at + F, d_up.to(out.dtype), mask=mask)
+                if HALVES == 2:
+                    gl.store(dh + at + F, d_up.to(out.dtype), mask=mask)
             gl.store(ds + pn.to(gl.int64) * N + r, gl.sum(total, 1), mask=r < hi)
             r += R
         mbarrier.arrive(taken, count=1)
@@ -319,7 +340,7 @@ def finish_tiles(
     KEEP: gl.constexpr, LAYOUT: gl.constexpr, CREW: gl.constexpr,
 ):  # fmt: skip
     """The finishers; a warp takes four rows at a time."""
-    if KIND == "up":
+    if KIND == "up" or KIND == "ungated":
         finish_up(
             c, c2, c3, tiles, capacity, offsets, F, num_n, GROUP, out, staged, taken,
             BM, BN, SUB, ACT, KEEP, 4 * CREW, LAYOUT,
@@ -345,6 +366,7 @@ def specialised(
 
         "rows"  C = A @ B[e]
         "up"    c, c2, c3 = gate, up, act
+        "ungated"  the same of experts without a gate: c, c3 = H, act
         "dh"    c, c3 = dH, s * act, from h = H; and partial sums of ds
         "dw"    C[e] = A[rows]^T @ B[rows]
 
@@ -356,7 +378,7 @@ def specialised(
     A_BOX: gl.constexpr = [1, 1, BL, BM] if KIND == "dw" else [1, 1, BM, BL]
     B_DW: gl.constexpr = [1, 1, BL, BN] if KIND == "dw" else [1, BL, BN]
     B_BOX: gl.constexpr = [2, BN // 2, BL] if KIND == "up" else [1, BN, BL] if B_ROWS else B_DW
-    FINISH: gl.constexpr = KIND == "up" or KIND == "dh"
+    FINISH: gl.constexpr = KIND == "up" or KIND == "ungated" or KIND == "dh"
     # warps that gather, and warps that finish: more than twelve in all would leave ptxas too few registers
     # for 256 columns
     CREW: gl.constexpr = 2 if FINISH and BM == 128 else 4

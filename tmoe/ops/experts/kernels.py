@@ -168,12 +168,8 @@ def product(
 
 
 @triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)).
-
-    FAST (NVIDIA) divides by the hardware's reciprocal, one instruction of 1 ulp instead of eight.
-    """
-    d = 1 + tl.exp2(x * -1.4426950408889634)
+def reciprocal(d, FAST: tl.constexpr):
+    """1 / d; FAST (NVIDIA): by the hardware's, one instruction of 1 ulp instead of eight."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1
@@ -182,29 +178,99 @@ def sigmoid(x, FAST: tl.constexpr):
         return 1 / d
 
 
-# of the clamped SwiGLU
-ALPHA = tl.constexpr(activations.ALPHA)
-LIMIT = tl.constexpr(activations.LIMIT)
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x))."""
+    return reciprocal(1 + tl.exp2(x * -1.4426950408889634), FAST)
 
 
 @triton.jit
-def clamped(gate, up):
-    """min(gate, LIMIT) and up within +-LIMIT; NaN stays NaN."""
+def normal_cdf(x, FAST: tl.constexpr):
+    """(1 + erf(x / sqrt 2)) / 2, of which GELU is x times.
+
+    FAST: to 1e-7 by five terms (Abramowitz and Stegun 7.1.26), in fewer registers than erf takes.
+    """
+    if FAST:
+        t = reciprocal(1 + 0.3275911 * 0.7071067811865476 * tl.abs(x), FAST)
+        terms = (((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592
+        tail = 0.5 * terms * t * tl.exp2(x * x * -0.7213475204444817)
+        return tl.where(x < 0, tail, 1 - tail)
+    else:
+        return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+
+
+UNGATED = activations.UNGATED  # read by constexpr functions alone
+
+
+@triton.constexpr_function
+def name_of(ACT):
+    """The entry of tmoe/activations.py that an activation with all its constants names."""
+    return ACT.partition(":")[0]
+
+
+@triton.constexpr_function
+def halves_of(ACT):
+    """Columns of H for each of act: 2 with a gate, else 1."""
+    return 1 if ACT.partition(":")[0] in UNGATED else 2
+
+
+@triton.constexpr_function
+def constant(ACT, name):
+    """A constant of the activation, which is spelled as "clamped:alpha=1.702,limit=7.0"."""
+    return float(ACT.partition(f"{name}=")[2].partition(",")[0])
+
+
+@triton.jit
+def within(x, LIMIT: tl.constexpr):
+    """x within +-LIMIT; NaN stays NaN."""
     nan: tl.constexpr = tl.PropagateNan.ALL
-    up = tl.maximum(tl.minimum(up, LIMIT, propagate_nan=nan), -LIMIT, propagate_nan=nan)
-    return tl.minimum(gate, LIMIT, propagate_nan=nan), up
+    return tl.maximum(tl.minimum(x, LIMIT, propagate_nan=nan), -LIMIT, propagate_nan=nan)
+
+
+@triton.jit
+def below(x, LIMIT: tl.constexpr):
+    """min(x, LIMIT); NaN stays NaN."""
+    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gelu_gate(x, FAST: tl.constexpr):
+    """The factor of GELU's tanh form, gelu(x) = x * factor, and the factor's derivative."""
+    # (1 + tanh z) / 2 = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+    square = x * x
+    s = sigmoid(x * (1.5957691216057308 + 0.07135481282052137 * square), FAST)
+    return s, s * (1 - s) * (1.5957691216057308 + 0.21406443846156411 * square)
 
 
 @triton.jit
 def activate(gate, up, FAST: tl.constexpr, ACT: tl.constexpr):
-    """SwiGLU: silu(gate) * up; "clamped": see tmoe/activations.py.
+    """SwiGLU: silu(gate) * up; the others: see tmoe/activations.py. Without a gate both are the same.
 
     This is the place to add another activation, with its derivative below.
     """
-    if ACT == "clamped":
-        gate, up = clamped(gate, up)
+    NAME: tl.constexpr = name_of(ACT)
+    if NAME == "clamped":
+        ALPHA: tl.constexpr = constant(ACT, "alpha")
+        LIMIT: tl.constexpr = constant(ACT, "limit")
+        up = within(up, LIMIT)
+        gate = below(gate, LIMIT)
         return gate * sigmoid(ALPHA * gate, FAST) * (up + 1)
+    elif NAME == "clamped_silu":
+        LIMIT: tl.constexpr = constant(ACT, "limit")
+        gate = below(gate, LIMIT)
+        return gate * sigmoid(gate, FAST) * within(up, LIMIT)
+    elif NAME == "geglu":
+        s, _ = gelu_gate(gate, FAST)
+        return gate * s * up
+    elif NAME == "relu2":
+        positive = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
+    elif NAME == "relu":
+        return tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif NAME == "gelu":
+        return up * normal_cdf(up, FAST)
     else:
+        tl.static_assert(NAME == "swiglu")
         return gate * sigmoid(gate, FAST) * up
 
 
@@ -213,10 +279,14 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
     """Recompute the activation and chain the gradient d of w * act: (w * act, d_gate, d_up, d * act).
 
     It takes ten multiplications: the epilogue that calls this is bound by instructions, so what is shared is
-    computed once.
+    computed once. Without a gate d_gate is the whole gradient, and d_up is the same.
     """
-    if ACT == "clamped":
-        g, u = clamped(gate, up)
+    NAME: tl.constexpr = name_of(ACT)
+    if NAME == "clamped":
+        ALPHA: tl.constexpr = constant(ACT, "alpha")
+        LIMIT: tl.constexpr = constant(ACT, "limit")
+        u = within(up, LIMIT)
+        g = below(gate, LIMIT)
         sig = sigmoid(ALPHA * g, FAST)
         glu = g * sig
         weighted = (u + 1) * w
@@ -224,7 +294,39 @@ def activate_backward(gate, up, d, w, FAST: tl.constexpr, ACT: tl.constexpr):
         d_gate = tl.where(gate > LIMIT, 0.0, d * weighted * (sig + ALPHA * glu * (1 - sig)))
         d_up = tl.where(tl.abs(up) > LIMIT, 0.0, d_glu * w)
         return glu * weighted, d_gate, d_up, d_glu * (u + 1)
+    elif NAME == "clamped_silu":
+        LIMIT: tl.constexpr = constant(ACT, "limit")
+        u = within(up, LIMIT)
+        g = below(gate, LIMIT)
+        sig = sigmoid(g, FAST)
+        silu = g * sig
+        weighted = u * w
+        d_silu = d * silu
+        d_gate = tl.where(gate > LIMIT, 0.0, d * weighted * (sig + silu * (1 - sig)))
+        return silu * weighted, d_gate, tl.where(tl.abs(up) > LIMIT, 0.0, d_silu * w), d_silu * u
+    elif NAME == "geglu":
+        s, ds = gelu_gate(gate, FAST)
+        glu = gate * s
+        weighted = up * w
+        d_glu = d * glu
+        return glu * weighted, d * weighted * (s + gate * ds), d_glu * w, d_glu * up
+    elif NAME == "relu2":
+        positive = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        weighted = positive * w
+        d_up = 2 * d * weighted
+        return positive * weighted, d_up, d_up, d * positive * positive
+    elif NAME == "relu":
+        positive = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        d_up = tl.where(up > 0, d * w, 0.0)
+        return positive * w, d_up, d_up, d * positive
+    elif NAME == "gelu":
+        cdf = normal_cdf(up, FAST)
+        density = 0.3989422804014327 * tl.exp2(up * up * -0.7213475204444817)
+        act = up * cdf
+        d_up = d * w * (cdf + up * density)
+        return act * w, d_up, d_up, d * act
     else:
+        tl.static_assert(NAME == "swiglu")
         sig = sigmoid(gate, FAST)
         silu = gate * sig
         weighted = up * w
@@ -241,30 +343,39 @@ def up_kernel(
 ):  # fmt: skip
     """H = X[tokens] @ gate_up[e]^T (+ bias[e]) and act = silu(gate) * up.
 
-    A tile has BN/2 columns of each half.
+    A tile has BN/2 columns of each half; without a gate BN columns, of h_gate alone.
     """
-    BF: tl.constexpr = BN // 2
+    HALVES: tl.constexpr = halves_of(ACT)
+    BF: tl.constexpr = BN // HALVES
     BS: tl.constexpr = BF // SUB
     num_n = tl.cdiv(F, BF)
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
         e, lo, hi, row, pn = tile_at(t, tiles, capacity, offsets, num_n, GROUP)
-        acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, 2 * F * D, D, 1,
-                      BM, BN, BL, True, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
-        gate, up = halves(acc)
-        gates = slices(gate, SUB)
-        ups = slices(up, SUB)
+        acc = product(x, gate_up, order, e, hi, row, pn, F, D, stride_x, HALVES * F * D, D, 1,
+                      BM, BN, BL, HALVES == 2, True, K, GATHER, TMA, EVEN, PRECISION)  # fmt: skip
+        if HALVES == 2:
+            gate, up = halves(acc)
+            gates = slices(gate, SUB)
+            ups = slices(up, SUB)
+        else:
+            gates = slices(acc, SUB)
+            ups = gates
         for j in tl.static_range(SUB):
             col = pn * BF + j * BS
             gate = gates[j]
             up = ups[j]
             if bias is not None:
                 cols = col + tl.arange(0, BS)
-                at = bias + e.to(tl.int64) * 2 * F + cols
+                at = bias + e.to(tl.int64) * HALVES * F + cols
                 gate += tl.load(at, mask=cols < F, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(at + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+                if HALVES == 2:
+                    up += tl.load(at + F, mask=cols < F, other=0.0).to(tl.float32)[None, :]
+                else:
+                    up = gate
             if KEEP:
-                store_rows(h_gate, gate, lo, hi, row, col, F, 2 * F, TMA)
-                store_rows(h_up, up, lo, hi, row, col, F, 2 * F, TMA)
+                store_rows(h_gate, gate, lo, hi, row, col, F, HALVES * F, TMA)
+                if HALVES == 2:
+                    store_rows(h_up, up, lo, hi, row, col, F, HALVES * F, TMA)
             store_rows(act, activate(gate, up, False, ACT), lo, hi, row, col, F, F, TMA)
 
 
@@ -300,8 +411,9 @@ def dh_kernel(
 
     They come from dA = dY[tokens] @ down[e], with the activation recomputed from H. ds[pn, r] is this column
     tile's part of <dA, act>, the gradient of row r's routing weight s; combine_kernel adds the parts in fixed
-    order.
+    order. Without a gate H and dH are h_gate and dh_gate alone.
     """
+    HALVES: tl.constexpr = halves_of(ACT)
     num_n = tl.cdiv(F, BN)
     BS: tl.constexpr = BN // SUB
     for t in tl.range(tl.program_id(0), tl.load(tiles) * num_n, tl.num_programs(0)):
@@ -314,13 +426,17 @@ def dh_kernel(
         total = tl.zeros((BM,), tl.float32)
         for j in tl.static_range(SUB):
             col = pn * BN + j * BS
-            gate = load_rows(h_gate, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
-            up = load_rows(h_up, lo, hi, row, col, F, 2 * F, BM, BS, TMA).to(tl.float32)
+            gate = load_rows(h_gate, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
+            if HALVES == 2:
+                up = load_rows(h_up, lo, hi, row, col, F, HALVES * F, BM, BS, TMA).to(tl.float32)
+            else:
+                up = gate
             a, d_gate, d_up, d_weight = activate_backward(gate, up, parts[j], s[:, None], False, ACT)
             total += tl.sum(d_weight, 1)
             store_rows(act, a, lo, hi, row, col, F, F, TMA)
-            store_rows(dh_gate, d_gate, lo, hi, row, col, F, 2 * F, TMA)
-            store_rows(dh_up, d_up, lo, hi, row, col, F, 2 * F, TMA)
+            store_rows(dh_gate, d_gate, lo, hi, row, col, F, HALVES * F, TMA)
+            if HALVES == 2:
+                store_rows(dh_up, d_up, lo, hi, row, col, F, HALVES * F, TMA)
         tl.store(ds + pn.to(tl.int64) * N + r, total, mask=r < hi)
 
 

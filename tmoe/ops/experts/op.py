@@ -1,4 +1,4 @@
-"""moe_mlp: a whole layer of SwiGLU experts as one differentiable op, opaque to compilers.
+"""moe_mlp: a whole layer of experts as one differentiable op, opaque to compilers.
 
 Opaque, not a triton_op: inductor would otherwise re-trace the launches, and it models neither the ragged
 tensor descriptors nor the choice of kernels. Output shapes follow from input shapes alone, so nothing here
@@ -46,7 +46,9 @@ def moe_mlp(
             outside the range counts as -1 (checking it would stall the stream); on the CPU it raises. The row
             of a token whose slots are all -1 is not read.
         gate_up_bias_E2F: [E, 2F] or None, added to gate and up; dtype of x.
-        activation: "swiglu": silu(gate) * up; "clamped": that of gpt-oss, see `tmoe.activations.clamped`.
+        activation: "swiglu": silu(gate) * up, or another of tmoe/activations.py, some with constants:
+            "clamped:alpha=1.702,limit=7" is gpt-oss's. Of those without a gate ("relu2", "relu", "gelu")
+            gate_up is [E, F, D], its bias [E, F], and H has F columns.
         pairs: on a GPU, how many (token, expert) pairs to allocate memory for at once; None: all T*K. When
             more are here, as only the device knows, they pass in further rounds of `pairs` whose
             pre-activations are computed again in backward. Any routing stays right, with memory that follows
@@ -103,7 +105,7 @@ def _run(name: str, tensors: tuple[Any, ...], activation: str, pairs: int | None
     biased = {} if bias is None else {"gate_up_bias": bias}
     check_tensors(x=x, gate_up=gate_up, down=down, weights=weights, ids=ids, **biased)
     if not isinstance(activation, str):
-        require(False, "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS)))
+        require(False, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
     keep = torch.is_grad_enabled() and any(t is not None and (t.requires_grad or mapped(t)) for t in tensors)
     if pairs is None:
         pairs = ids.numel()

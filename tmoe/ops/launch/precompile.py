@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from triton import knobs
 
+from tmoe.activations import activation as named
 from tmoe.ops import topk
 from tmoe.ops.experts import gpu
 from tmoe.ops.experts.routing import Metadata
@@ -46,9 +47,10 @@ def trace(
 ) -> None:
     """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
     x = torch.empty(T, D, dtype=dtype, device="meta")
-    gate_up = torch.empty(E, 2 * F, D, dtype=dtype, device="meta")
+    rows = named(activation).halves * F
+    gate_up = torch.empty(E, rows, D, dtype=dtype, device="meta")
     down = torch.empty(E, D, F, dtype=dtype, device="meta")
-    bias = torch.empty(E, 2 * F, dtype=dtype, device="meta") if biased else None
+    bias = torch.empty(E, rows, dtype=dtype, device="meta") if biased else None
     weights = torch.empty(T, K, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     how = bias, activation, T * K if pairs is None else pairs
