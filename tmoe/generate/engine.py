@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tmoe.config.check import require
 from tmoe.generate.cache import bytes_a_token
 from tmoe.generate.sampler import Sampling, uniforms
-from tmoe.generate.slots import Request, Room, Slots
+from tmoe.generate.slots import AT_ONCE, Request, Room, Slots
 from tmoe.generate.text import Text
+from tmoe.generate.whole import gathered, require_whole
 from tmoe.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -69,8 +69,12 @@ class Piece(NamedTuple):
 class Engine:
     """Samples answers of a model, many at a time.
 
-    model: a Transformer that lies whole on one device. It computes as in evaluation: no dropout, no jitter,
-        no token dropped. Its weights are read anew in every call.
+    Of a model that is laid out over ranks, every rank makes each call, with prompts of its own or with none,
+    and reads streams to their end: weights are gathered for the call, and ranks whose experts are spread
+    step together. `numbers` then say which prompts of all each rank has.
+
+    model: a Transformer, on one device or laid out by `parallelize`. It computes as in evaluation: no
+        dropout, no jitter, no token dropped. Its weights are read anew in every call.
     tokenizer: for prompts and stop texts given as text, and for the texts of answers.
     eos: tokens that end an answer; None: the tokenizer's `eos`.
     begin: tokens in front of every prompt given as text.
@@ -89,10 +93,7 @@ class Engine:
         slots: int = 64,
         pool_gib: float | None = None,
     ):
-        kind = type(model).__name__
-        require(isinstance(model, Transformer), f"model: got a {kind}, valid is a Transformer")
-        spread = any(isinstance(p, DTensor) for p in model.parameters())
-        require(not spread, "model: laid out over ranks; an engine takes one that lies whole on one device")
+        require_whole(model)
         require(slots >= 1, f"--slots={slots}: must be at least 1")
         require(pool_gib is None or pool_gib > 0, f"--pool-gib={pool_gib}: must be above 0")
         self.model = model
@@ -166,8 +167,6 @@ class Engine:
         keys = list(range(len(ids)) if numbers is None else numbers)
         ok = len(keys) == len(ids) and all(0 <= key < 2**64 for key in keys)
         require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
-        if not ids:
-            return iter(())
         return self._run(ids, n, sampling, keys, routes, live)
 
     @torch.no_grad()
@@ -195,20 +194,19 @@ class Engine:
             for sample in range(n)
         )
         ends = {*self.eos, *sampling.stop_ids}
-        room = self.room(len(queue), max(len(one) + m - 1 for one, m in zip(ids, most, strict=True)))
+        capacity = max((len(one) + m - 1 for one, m in zip(ids, most, strict=True)), default=1)
+        longest = max(map(len, ids), default=0)
+        widest = max(min(self.slots, len(queue)), longest, min(AT_ONCE, len(ids) * longest))
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
-        slots = Slots(self.model, ids, sampling, ends, room, known, routes)
-        training = self.model.training
-        try:
-            self.model.eval()
+        with gathered(self.model, widest) as ranks:
+            room = self.room(len(queue), capacity)
+            slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):
                 for request in requests:
                     text = request.text.news(bool(request.finish)) if request.text else ""
                     done = self.sample_of(request) if request.finish else None
                     if text or done or self.tokenizer is None:
                         yield Piece(request.prompt, request.sample, text, done)
-        finally:
-            self.model.train(training)
 
     def ids_of(self, number: int, prompt: Prompt) -> list[int]:
         """A prompt's tokens, checked."""

@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tmoe.generate.cache import Cache, Layer
+from tmoe.generate.whole import Ranks
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import attend
 from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
+from tmoe.moe.expert_tensor import ExpertTensorDispatcher
+from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
 
 
@@ -32,12 +35,15 @@ class Turns(NamedTuple):
     sin: Tensor
 
 
-def prefill(model: Transformer, cache: Cache, tokens_BS: Tensor, padding_BS: Tensor, slots_B: Tensor) -> None:
+def prefill(
+    model: Transformer, cache: Cache, tokens_BS: Tensor, padding_BS: Tensor, slots_B: Tensor, ranks: Ranks
+) -> None:
     """Fills these slots with prompts, from position 0 on.
 
     padding_BS: True behind a prompt's end. Causal attention keeps prompts from seeing it; what it leaves in
     the cache is overwritten before any query sees it.
     """
+    rows = ranks.rows(tokens_BS.numel())
     turns = Turns(*rope_table(model.cfg.rope, model.cfg.rotary_dim, tokens_BS.shape[1], tokens_BS.device))
     x = model.embed(tokens_BS)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
@@ -49,12 +55,19 @@ def prefill(model: Transformer, cache: Cache, tokens_BS: Tensor, padding_BS: Ten
         else:
             y = prompt_grouped(attention, normed, turns, layer, slots_B)
         x = x + block.branch(y)
-        if layer is not cache.layers[-1]:  # nothing reads what comes behind the last block's keys
-            x = feed_forward(block, x, padding_BS)[0]
+        # nothing reads what comes behind the last block's keys, but other ranks pass its experts
+        if layer is not cache.layers[-1] or ranks.group is not None:
+            x = feed_forward(block, x, padding_BS, rows)[0]
 
 
 def decode(
-    model: Transformer, cache: Cache, tokens_B: Tensor, at_B: Tensor, longest: int, turns: Turns
+    model: Transformer,
+    cache: Cache,
+    tokens_B: Tensor,
+    at_B: Tensor,
+    longest: int,
+    turns: Turns,
+    ranks: Ranks,
 ) -> tuple[Tensor, list[Tensor]]:
     """Logits [B, V] behind one token of each of the first B slots, which also goes into the cache.
 
@@ -63,6 +76,7 @@ def decode(
     at_B: its position. longest: above all of them, known to the host. turns: of all positions.
     """
     B = tokens_B.shape[0]
+    rows = ranks.rows(B)
     now = Turns(turns.cos[at_B][:, None], turns.sin[at_B][:, None])
     behind_BT = at_B[:, None] - torch.arange(longest, device=at_B.device)
     seen = {w: behind_BT >= 0 if w == 0 else (behind_BT >= 0) & (behind_BT < w) for w in windows(model)}
@@ -84,10 +98,19 @@ def decode(
         scale, sinks_H = softmax_of(attention)
         y_BHC = attend_one(q[:, 0], k_BTGC, v_BTGC, seen[block.window], scale, sinks_H)
         x = x + block.branch(output(attention, y_BHC)[:, None])
-        x, routing = feed_forward(block, x, None)
+        x, routing = feed_forward(block, x, None, rows)
         if routing is not None:
             routes.append(routing.ids_TK)
     return F.linear(model.scaled(model.norm(x[:, 0])), model.head_weight), routes
+
+
+def idle(model: Transformer, rows: int) -> None:
+    """A pass without tokens, for the ranks whose tokens' experts are here. rows: see feed_forward."""
+    x = model.head_weight.new_empty(0, 1, model.cfg.dim)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if block.moe is not None:
+            feed_forward(block, x, None, rows)
 
 
 def windows(model: Transformer) -> set[int]:
@@ -95,14 +118,30 @@ def windows(model: Transformer) -> set[int]:
     return {model.cfg.window_of(i) for i in range(model.cfg.layers)}
 
 
-def feed_forward(block: Block, x: Tensor, padding_BS: Tensor | None) -> tuple[Tensor, Routing | None]:
-    """The block's second half, as in training but without full experts, and where an MoE sent the tokens."""
+def feed_forward(
+    block: Block, x: Tensor, padding_BS: Tensor | None, rows: int
+) -> tuple[Tensor, Routing | None]:
+    """The block's second half, as in training but without full experts, and where an MoE sent the tokens.
+
+    rows: how many the experts are given, of which the last are padding; 0: as many as there are tokens.
+    """
     moe = block.moe
+    normed = block.ffn_norm(x)
     if moe is None:
-        return block.feed_forward(x, padding_BS, None)[0], None
-    call = None if moe.router.cfg.capacity_factor is None else moe.call(x, capacity_factor=0.0)
-    y_TD, routing, _ = moe.experts(partial(moe.mix, call=call), block.ffn_norm(x), padding_BS)
-    return x + block.branch(y_TD.view_as(x)), routing
+        assert block.ffn is not None
+        return x + block.branch(block.ffn(normed)), None
+    x_TD, padding_T = normed.flatten(0, 1), None if padding_BS is None else padding_BS.flatten()
+    T = x_TD.shape[0]
+    if more := max(rows - T, 0):
+        padding_T = x_TD.new_zeros(T, dtype=torch.bool) if padding_T is None else padding_T
+        x_TD, padding_T = F.pad(x_TD, (0, 0, 0, more)), F.pad(padding_T, (0, more), value=True)
+    call = None if moe.router.cfg.capacity_factor is None else moe.call(x_TD, capacity_factor=0.0)
+    if isinstance(moe.dispatcher, ExpertTensorDispatcher):  # undivided: ranks of its group have other tokens
+        call = (call or Call())._replace(way="1")
+    # past the hooks of the scope: weights are gathered already
+    y_TD, routing, _ = moe.experts.forward(partial(moe.mix, call=call), x_TD, padding_T)
+    y_TD, ids_TK = y_TD[:T], routing.ids_TK[:T]
+    return x + block.branch(y_TD.view_as(x)), routing._replace(ids_TK=ids_TK)
 
 
 # ---- prompts ----

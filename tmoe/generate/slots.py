@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from tmoe.generate.cache import Cache
-from tmoe.generate.forward import Turns, decode, prefill
+from tmoe.generate.forward import Turns, decode, idle, prefill
 from tmoe.generate.sampler import Sampling, draw
 from tmoe.generate.text import Text
+from tmoe.generate.whole import Ranks
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Transformer
 
@@ -82,10 +83,11 @@ class Slots:
         room: Room,
         known: int,
         routes: bool,
+        ranks: Ranks,
     ):
         """ends: ids that end an answer. known: ids from here on have no text, and never come."""
-        self.model, self.prompts, self.sampling = model, prompts, sampling
-        cfg, weight = model.cfg, model.embedding.weight
+        self.model, self.prompts, self.sampling, self.ranks = model, prompts, sampling, ranks
+        cfg, weight = model.cfg, model.head_weight
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
         self.cache = Cache(cfg, *room, device, weight.dtype)
@@ -114,7 +116,9 @@ class Slots:
             if flights and (len(flights) > self.lag or not self.rows):
                 yield self.land(flights.popleft())
             if not (self.rows or flights or queue):
-                return
+                break
+        while (rows := self.ranks.join(-1)) >= 0:
+            idle(self.model, rows if self.ranks.pads else 0)
 
     # ---- slots ----
 
@@ -165,7 +169,7 @@ class Slots:
             padding_BS = torch.arange(longest, device=device) >= lengths_B1
             slots_B = torch.tensor([slot for *_, slot in some], device=device)
             tokens_BS = torch.tensor(rows, dtype=torch.int64, device=device)
-            prefill(self.model, self.cache, tokens_BS, padding_BS, slots_B)
+            prefill(self.model, self.cache, tokens_BS, padding_BS, slots_B, self.ranks)
 
     def close_gaps(self) -> None:
         """Moves last slots into those of answers that are over, so that steps run over no empty slot."""
@@ -187,7 +191,7 @@ class Slots:
         B = len(self.rows)
         token_B, at_B, made_B = (t[:B] for t in (self.token_B, self.at_B, self.made_B))
         longest = 1 + max(request.first + request.launched for request in self.rows)
-        logits_BV, chosen = decode(self.model, self.cache, token_B, at_B, longest, self.turns)
+        logits_BV, chosen = decode(self.model, self.cache, token_B, at_B, longest, self.turns, self.ranks)
         uniform_B = self.uniform_BN[:B].gather(1, made_B[:, None])[:, 0]
         drawn = draw(logits_BV, uniform_B, self.sampling, self.barred(made_B))
         ended_B = torch.isin(drawn.tokens_B, self.ends_I)
