@@ -38,6 +38,7 @@ from tmoe.moe.own_experts import OwnExperts
 from tmoe.moe.padded import PaddedDispatcher
 from tmoe.moe.two_level import over_nodes
 from tmoe.ops.check import require
+from tmoe.parallel.collectives import name_of
 from tmoe.parallel.copies import WorkingCopy, stand_in
 from tmoe.parallel.gathered_copies import GatheredCopy, Sharers, at_the_end
 from tmoe.parallel.mesh import Mesh, keeps_whole, local_part, shard_dim, units
@@ -124,6 +125,7 @@ def parallelize(
         apply_way(moe, cfg.parallel.adaptive_r, tokens, 2 if cfg.train.dtype == "bf16" else 4)
     if isinstance(model, Transformer):
         model.balancer.all_reduce = partial(all_reduce, group=mesh.world.get_group())
+        model.expert_group = name_of(mesh.ep.get_group()) if mesh.axes.ep > 1 else ""
         apply_checkpoint(model, cfg.parallel.checkpoint)
         if cfg.compile:
             apply_compile(model)
@@ -416,6 +418,5 @@ def hold_whole(
                     )
                 setattr(owner, name, spread[p])
     standing_in = stand_in(module, dtype, leave_out=done, new=new)
-    if isinstance(module, Block):
-        module.standing_in = standing_in
+    vars(module)["standing_in"] = standing_in
     return set(spread.values())

@@ -154,7 +154,9 @@ class Transformer(nn.Module):
         has_head = self.last and not cfg.tied
         self.head = nn.Linear(cfg.dim, cfg.vocab, bias=False) if has_head else None
         self.balancer = Balancer(cfg.moe)
-        self.spread = ALONE  # model/parallelize.py: how tp and cp divide sequences
+        # model/parallelize.py: how tp and cp divide sequences, and the name of the ranks that divide experts
+        self.spread = ALONE
+        self.expert_group = ""
         self.init_weights()
         whole = self.first and self.last
         if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:

@@ -1,0 +1,101 @@
+"""Prompts packed into rows of bounded length, for the forward that fills the cache.
+
+next: generate/forward.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tmoe.generate.cache import PAGE
+from tmoe.generate.forward import Chunk
+from tmoe.generate.pages import NOWHERE
+
+# On a GPU flex attention compiles a kernel for each length, so rows have few; keys of later pieces likewise.
+LENGTHS = (128, 512, 2048, 8192)
+
+
+class Piece(NamedTuple):
+    """Tokens of a prompt, from position `start` on."""
+
+    ids: list[int]
+    pages: list[int]  # of the prompt
+    start: int
+
+
+def chunks(
+    prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
+) -> Iterator[Chunk]:
+    """Chunks of at most `most` tokens that hold these prompts, each a pair of ids and pages, in order.
+
+    blocks: for flex attention. Prompts begin on its blocks: then they have the bits of one that begins a row.
+    """
+    some: list[Piece] = []
+    length = 0
+    for ids, pages in prompts:
+        more = aligned(len(ids), blocks)
+        if some and length + more > most:
+            yield row(some, most, device, blocks)
+            some, length = [], 0
+        if len(ids) > most:
+            for at in range(0, len(ids), most):
+                yield row([Piece(ids[at : at + most], pages, at)], most, device, blocks)
+        else:
+            some.append(Piece(ids, pages, 0))
+            length += more
+    if some:
+        yield row(some, most, device, blocks)
+
+
+def aligned(length: int, blocks: bool) -> int:
+    """Places in a row that so many tokens take."""
+    return -(-length // PAGE) * PAGE if blocks else length
+
+
+def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) -> Chunk:
+    """Pieces one behind the other; a gap behind a piece is of its document, and no token sees it."""
+    tokens: list[int] = []
+    at: list[int] = []
+    documents: list[int] = []
+    places: list[int] = []
+    rows: list[int] = []
+    for number, (ids, pages, start) in enumerate(pieces):
+        end = start + len(ids)
+        gap = aligned(len(ids), blocks) - len(ids)
+        rows += range(len(tokens), len(tokens) + len(ids))
+        places += places_of(pages, start, end)
+        tokens += ids + [0] * gap
+        at += [*range(start, end), *[end - 1] * gap]
+        documents += [number] * (len(ids) + gap)
+    last = pieces[-1]
+    end = last.start + len(last.ids)
+    S = len(tokens)
+    rest = next((min(n, most) for n in LENGTHS if n >= S), S) - S if blocks else 0
+    tokens += [0] * rest
+    at += [end - 1] * rest
+    documents += [len(pieces)] * rest
+    seen = places_of(last.pages, 0, end) if last.start else []
+    if blocks and seen:
+        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # behind all queries: none sees them
+
+    def put(values: list) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    gaps = len(rows) < len(tokens)
+    padding_1S = rows_N = None
+    if gaps:
+        rows_N = put(rows)
+        padding_1S = torch.ones(1, len(tokens), dtype=torch.bool, device=device)
+        padding_1S[0, rows_N] = False
+    documents_1S = put([documents]) if documents[-1] and not seen else None
+    keys = put(places), put(seen) if seen else None
+    return Chunk(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
+
+
+def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:
+    """Where the tokens of these positions lie in the cache."""
+    return [pages[i // PAGE] * PAGE + i % PAGE for i in range(start, end)]
