@@ -111,9 +111,9 @@ def test_programs_that_do_not_end_are_no_fault_of_the_reward():
     """They fail within the sample's time, and the worker lives on."""
     with Rewards(["code"], workers=1, code=True, timeout_s=5.0) as rewards:
         worker = rewards.pool.workers[0]
-        scores = rewards.score([of("import time\ntime.sleep(1000)", ["pass", "pass"]), of(ADD, ASSERTS[0])])
+        scores = rewards.score([of("import time\ntime.sleep(1000)", ["pass", "pass"])])
         assert rewards.pool.workers == [worker]
-    assert scores.rewards == [0.0, 1.0] and scores.faults == {}
+    assert scores.rewards == [0.0] and scores.faults == {}
 
 
 BOMB = """
