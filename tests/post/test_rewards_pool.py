@@ -170,6 +170,9 @@ def modules(s):
 def names(s):
     return float(sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "NCCL_DEBUG"))
                  + (os.environ["CUDA_VISIBLE_DEVICES"] != ""))
+def children(s):
+    import subprocess
+    return float(subprocess.run(["sh", "-c", "kill -TERM $$"]).returncode)
 def imports(s):
     from tmoe.post.rewards.sample import RewardSample
     import beside
@@ -185,10 +188,16 @@ def test_workers_have_nothing_of_the_trainer(file, monkeypatch):
     path = file(INSIDE)
     with socket.socket() as ours:
         ours.set_inheritable(True)
-        said = [f"{path}:{name}" for name in ("descriptors", "modules", "names", "imports")]
+        said = [f"{path}:{name}" for name in ("descriptors", "modules", "names", "children", "imports")]
         with Rewards(said, workers=2) as rewards:
             parts = rewards.score(samples(1)).parts
-    assert parts == dict(descriptors=[200.0], modules=[0.0], names=[0.0], imports=[3.0])
+    assert parts == dict(
+        descriptors=[200.0],
+        modules=[0.0],
+        names=[0.0],
+        children=[float(-signal.SIGTERM)],  # what a reward starts can be ended as ever
+        imports=[3.0],
+    )
 
 
 def test_signals_to_the_group_and_edits_of_the_file_change_nothing(file):

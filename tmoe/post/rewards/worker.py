@@ -36,7 +36,7 @@ MEMORY_GIB = 4  # of its own data, of one worker; behind it a MemoryError is rai
 LENGTH = struct.Struct(">I")
 HERE = Path(__file__).parent
 PR_SET_PDEATHSIG = 1
-IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE"
+IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"
 WORDS_OF_ERROR = 2000  # characters of a traceback that are told
 
 
@@ -74,7 +74,8 @@ def settle(jobs: int, replies: int, parent: int) -> None:
     if os.getppid() != parent:
         os._exit(0)
     for name in IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # not SIG_IGN, which programs that a reward starts would inherit
+        signal.signal(getattr(signal, name), lambda *_: None)
     for descriptor in (jobs, replies):
         os.set_inheritable(descriptor, False)
     with contextlib.suppress(OSError, ValueError):  # a lower limit holds already
