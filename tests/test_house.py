@@ -26,7 +26,7 @@ FLOORS = [
     ("generate",),
     ("run",),
     ("post",),
-    ("report", "routing", "upcycle", "warmup", "migrate"),
+    ("report", "rollouts", "routing", "upcycle", "warmup", "migrate"),
     ("train", "__main__"),
 ]
 # Packages whose __init__ holds the public names of several floors: nothing inside may import those.

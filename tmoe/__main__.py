@@ -13,7 +13,18 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-MODULES = ("checkpoint", "data", "generate", "hf", "migrate", "report", "routing", "upcycle", "warmup")
+MODULES = (
+    "checkpoint",
+    "data",
+    "generate",
+    "hf",
+    "migrate",
+    "report",
+    "rollouts",
+    "routing",
+    "upcycle",
+    "warmup",
+)
 
 
 def main() -> None:

@@ -1,0 +1,132 @@
+"""Rewards of sampled answers: a weighted sum of functions, worked out in processes that may be killed.
+
+    with Rewards(["number", "my_rewards.py:brief:0.2"], workers=4) as rewards:
+        scores = rewards.score(samples)                # samples: RewardSample
+
+next: post/rewards/words.py
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from tmoe.config.check import require
+from tmoe.post.losses.overlong import overlong_penalty
+from tmoe.post.rewards.pool import Fault, Outcome, Pool
+from tmoe.post.rewards.sample import RewardSample
+from tmoe.post.rewards.words import Term, longest_and_margin, parse
+
+__all__ = ["RewardSample", "Rewards", "Scores"]
+
+NONE = "returned None"
+log = logging.getLogger(__name__)
+
+
+class Scores(NamedTuple):
+    """What samples are worth, in their order."""
+
+    rewards: list[float | None]
+    """the weighted sum; None: left out of the mean of its prompt, its advantage is 0"""
+    parts: dict[str, list[float | None]]
+    """each reward by its name, without its weight"""
+    faults: dict[str, int]
+    """how often a reward gave no number, by its name and what it did: {"exact: raised ValueError": 2}"""
+
+
+def is_length(term: Term) -> bool:
+    """The one reward that needs no process: a formula of the number of tokens."""
+    return term.name == "length" and term.file is None
+
+
+class Rewards:
+    """A weighted sum of rewards.
+
+    A reward that returns None does not apply to the sample: the sum is over the others, and None without any.
+    One that raises, hangs, dies, or returns what is no finite number has failed: then the sample's sum is
+    None. Both are counted in `faults`, and the first of a kind is logged with its traceback.
+
+    words: of words.py. workers: processes. timeout_s: seconds that one reward may take for one sample. code:
+    whether the reward `code` may run what the model wrote.
+
+    ConfigError for a word that says no reward, and for a file or a function that cannot be imported.
+    RuntimeError from `score` if no worker can be started any more.
+    """
+
+    def __init__(
+        self, words: Sequence[str], *, workers: int = 4, timeout_s: float = 10.0, code: bool = False
+    ) -> None:
+        require(workers >= 1, f"workers={workers}: rewards need at least 1 process")
+        ok = 0 < timeout_s < math.inf
+        require(ok, f"timeout_s={timeout_s}: the time for a reward must be above 0 and finite")
+        self.terms = parse(words, code=code)
+        pooled = [term for term in self.terms if not is_length(term)]
+        self.pool = Pool(pooled, workers, timeout_s) if pooled else None
+        self.told: set[str] = set()
+
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        """All samples, in their order; which worker has which makes no difference."""
+        found = self.pool.run(samples) if self.pool and samples else [[] for _ in samples]
+        by_worker = iter(zip(*found, strict=True))
+        lengths = torch.tensor([sample.tokens for sample in samples])
+        columns: dict[str, list[Outcome]] = {}
+        for term in self.terms:
+            if is_length(term):
+                columns[term.label] = overlong_penalty(lengths, *longest_and_margin(term)).tolist()
+            else:
+                columns[term.label] = list(next(by_worker, ()))
+        faults: Counter[str] = Counter()
+        by_sample = [{name: column[i] for name, column in columns.items()} for i in range(len(samples))]
+        rewards = [self._sum(outcomes, faults) for outcomes in by_sample]
+        parts = {
+            name: [None if isinstance(one, Fault) else one for one in column]
+            for name, column in columns.items()
+        }
+        return Scores(rewards, parts, dict(sorted(faults.items())))
+
+    def _sum(self, outcomes: dict[str, Outcome], faults: Counter[str]) -> float | None:
+        """Of one sample; counts what has gone wrong."""
+        values = []
+        failed = False
+        for term in self.terms:
+            outcome = outcomes[term.label]
+            if isinstance(outcome, Fault):
+                self._count(f"{term.label}: {outcome.kind}", outcome.told, faults)
+                failed = failed or outcome.kind != NONE
+            else:
+                values.append(term.weight * outcome)
+        if failed or not values:
+            return None
+        try:
+            total = math.fsum(values)
+        except OverflowError:
+            total = math.inf
+        if not math.isfinite(total):
+            self._count("sum: is not finite", "", faults)
+            return None
+        return total
+
+    def _count(self, what: str, told: str, faults: Counter[str]) -> None:
+        faults[what] += 1
+        if what not in self.told and not what.endswith(NONE):
+            self.told.add(what)
+            log.warning("reward %s (told once, counted always)%s", what, f"\n{told.rstrip()}" if told else "")
+
+    def close(self) -> None:
+        """Ends all workers. A second call does nothing."""
+        if self.pool:
+            self.pool.close()
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,59 @@
+r"""choice: 1 for an answer that ends in the right letter of A to E.
+
+The letter is that of the last \boxed{...}; or behind the last "answer is" or "answer:"; or the whole answer;
+or the last one in brackets; or what the last line begins with, "B." or "B)".
+
+next: post/rewards/tex.py
+"""
+
+from __future__ import annotations
+
+import re
+
+from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.tex import last_boxed
+
+LETTERS = "ABCDE"
+ALONE = re.compile(r"[\s(\[*\"'.]*([A-Ea-e])[\s)\]*\"'.:]*")
+SAID = re.compile(
+    r"\b(?i:answer|choice|option)(?i:\s{1,9}is|\s{0,9}[:=])[\s:*$]{1,20}(?i:option\s{1,9}|choice\s{1,9})?"
+    r"(?:[(\[*\"']{1,4}([A-Ea-e])(?![\w'])|([A-E])(?![\w']))"
+)
+BRACKETS = re.compile(r"[(\[]\s{0,9}([A-E])\s{0,9}[)\]]")
+BEGINS = re.compile(r"\W*([A-E])\s*[.):]")
+
+
+def choice(sample: RewardSample) -> float:
+    """0 for an answer without a letter. The row's answer is a letter, or a number from 0."""
+    wanted = letter_of_row(sample)
+    return float(letter_of(sample.answer) == wanted)
+
+
+def letter_of_row(sample: RewardSample) -> str:
+    truth = truth_of(sample).strip()
+    letter = LETTERS[int(truth)] if truth in ("0", "1", "2", "3", "4") else letter_of(truth)
+    if letter is None:
+        raise ValueError(
+            f"the row's answer {truth[:80]!r} is no letter of {LETTERS}, nor a number from 0 to 4"
+        )
+    return letter
+
+
+def letter_of(text: str) -> str | None:
+    box = last_boxed(text)
+    if box is not None:
+        box = re.sub(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}", r"\1", box)
+        found = ALONE.fullmatch(box) or BRACKETS.search(box) or BEGINS.match(box)
+        return found[1].upper() if found else None
+    said = [one[1] or one[2] for one in SAID.finditer(text)]
+    if said:
+        return said[-1].upper()
+    alone = ALONE.fullmatch(text)
+    if alone:
+        return alone[1].upper()
+    brackets = BRACKETS.findall(text)
+    if brackets:
+        return brackets[-1]
+    lines = text.strip().splitlines()
+    begins = BEGINS.match(lines[-1]) if lines else None
+    return begins[1] if begins else None

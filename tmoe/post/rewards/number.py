@@ -1,0 +1,124 @@
+r"""number: 1 for an answer that ends in the right number, compared exactly, as fractions.
+
+An answer's number is that of its last \boxed{...}, or behind the last ####, or else the last one in it. Signs
+of thousands, money, per cent and TeX are read: 1,234.50, \$5, 50\%, \frac{1}{2}, 3\frac{1}{2}, 2 \times
+10^{3}.
+
+next: post/rewards/tex.py
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from tmoe.post.rewards.sample import RewardSample, truth_of
+from tmoe.post.rewards.tex import group_at, last_boxed
+
+MOST_DIGITS = 1000  # of a number: Python's own arithmetic with more of them takes long
+MOST_EXPONENT = 400
+TOP, BOTTOM, END = "\ue000\ue001\ue002"  # around a fraction's parts, once TeX is read; of no script
+MOST_OF_PART = 200  # characters of a fraction's numerator or denominator
+DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+# No white space at the beginning and no two neighbours that match the same: a long answer takes linear time.
+NUMBER = re.compile(
+    rf"""(?:(?P<sign>(?<![\w)}}{END}])[-+])\s*)?
+    (?:(?:(?P<whole>\d+)\s*(?={TOP}))?                                          # of a mixed number
+       {TOP}(?P<top>[-+]?(?:{DECIMAL})){BOTTOM}(?P<bottom>[-+]?(?:{DECIMAL})){END}
+      |(?P<value>{DECIMAL})
+       (?:[eE](?P<e>[-+]?\d+)|\s*(?:\\times|\\cdot|[x*×])\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}?
+         |\s*\^\s*\{{?\s*(?P<raised>[-+]?\d+)\s*\}}?)?
+       (?:\s*/\s*(?P<below>{DECIMAL}))?)
+    (?:\s*(?P<percent>%))?""",
+    re.VERBOSE,
+)
+
+
+class Number(NamedTuple):
+    value: Fraction
+    percent: bool
+    """whether it was written with a sign of per cent, which `value` leaves out"""
+
+
+def number(sample: RewardSample) -> float:
+    """0 for an answer without a number. ValueError where the row's own answer has none."""
+    wanted = number_of(truth_of(sample))
+    if wanted is None:
+        raise ValueError(f"the row's answer {truth_of(sample)[:80]!r} has no number")
+    found = number_of(sample.answer)
+    return float(found is not None and same_number(found, wanted))
+
+
+def number_of(text: str) -> Number | None:
+    """The number that a text ends in: of its last box, behind its last ####, or the last one in it."""
+    box = last_boxed(text)
+    if box is not None:
+        return last_number(box)
+    return last_number(text.rpartition("####")[2])
+
+
+def same_number(a: Number, b: Number) -> bool:
+    """50% is 0.5, and 50 as well: where one of both has no sign, it may have been left out."""
+    if a.percent == b.percent:
+        return a.value == b.value
+    signed, other = (a, b) if a.percent else (b, a)
+    return other.value in (signed.value, signed.value / 100)
+
+
+def read_number(text: str) -> Number | None:
+    """The number that a text is as a whole; None if it is anything else."""
+    text = _readable(text).strip().removesuffix(".")
+    found = NUMBER.fullmatch(text)
+    return _value(found) if found else None
+
+
+def last_number(text: str) -> Number | None:
+    whole = read_number(text)
+    if whole is not None:
+        return whole
+    found = list(NUMBER.finditer(_readable(text)))
+    return _value(found[-1]) if found else None
+
+
+def _readable(text: str) -> str:
+    r"""A text with plain signs, and with marks of our own around the parts of \frac{a}{b}."""
+    text = re.sub(f"[{TOP}{BOTTOM}{END}]", "", text)
+    text = text.replace("−", "-").replace("{,}", ",").replace("\\%", "%").replace("％", "%")
+    text = re.sub(r"\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\^\s*\{?\\circ\}?|\\?\$", "", text)
+    parts = []
+    at = 0
+    for found in re.finditer(r"\\[dt]?frac", text):
+        top = _argument(text, found.end())
+        bottom = _argument(text, top[1]) if top else None
+        if found.start() < at or not top or not bottom:
+            continue
+        parts += [text[at : found.start()], TOP, top[0].strip(), BOTTOM, bottom[0].strip(), END]
+        at = bottom[1]
+    return "".join([*parts, text[at:]])
+
+
+def _argument(text: str, at: int) -> tuple[str, int] | None:
+    r"""What TeX takes for a command's argument: a group in braces, or a single digit, as in \frac12."""
+    digit = re.compile(r"\s*(\d)").match(text, at)
+    return (digit[1], digit.end()) if digit else group_at(text, at, MOST_OF_PART)
+
+
+def _value(found: re.Match[str]) -> Number | None:
+    """None for what is too long to be meant, and for a division by zero."""
+    part = {name: (text or "").replace(",", "") for name, text in found.groupdict().items()}
+    exponent = part["e"] or part["power"] or part["raised"] or "1"
+    if len(found[0]) > MOST_DIGITS or len(exponent) > 5 or abs(int(exponent)) > MOST_EXPONENT:
+        return None
+    value = Fraction(part["top"] or part["value"])
+    if part["raised"]:
+        if abs(int(exponent)) * len(found[0]) > MOST_DIGITS or (value == 0 and int(exponent) < 0):
+            return None
+        value **= int(exponent)
+    elif part["e"] or part["power"]:
+        value *= Fraction(10) ** int(exponent)
+    below = Fraction(part["bottom"] or part["below"] or "1")
+    if below == 0:
+        return None
+    value = int(part["whole"] or "0") + value / below
+    return Number(-value if part["sign"] == "-" else value, bool(part["percent"]))

@@ -1,0 +1,321 @@
+"""Processes that work out rewards, ended by force where they hang: nothing that a reward does stops a run.
+
+Each is a fresh Python (worker.py), not a fork: a fork would have copies of this process's CUDA and gloo, and
+locks of threads that it does not have. They share two pipes with this process and nothing else. A signal
+inside a worker could not end a loop in C, so a reward that is late is ended with its process, and another is
+started. The sample that it was working on is counted as hung; what else is known of it stays, and the rest of
+its rewards follow.
+
+next: post/rewards/worker.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tmoe.config.check import ConfigError
+from tmoe.post.rewards.sample import RewardSample
+from tmoe.post.rewards.words import FLAG, Term
+
+WORKER = Path(__file__).with_name("worker.py")
+START_S = 120.0  # until a worker has imported what its rewards need
+MOST_STARTS = 3  # that fail in a row, after the first
+TICK_S = 0.1  # how often the end of a process is looked for that a child of it hides
+LONGEST_LINE = 2**16
+LENGTH = 4  # bytes before a frame: its length
+OF_LAUNCHERS = "MASTER_ RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ NCCL_ GLOO_ PMI OMPI_ SLURM_PROCID"
+
+
+class Fault(NamedTuple):
+    """What a reward did in place of a finite number."""
+
+    kind: str
+    told: str = ""
+    """its traceback"""
+
+
+Outcome = float | Fault
+
+
+class Spoiled(Exception):
+    """What came out of a worker's pipe is nothing that a worker says."""
+
+
+def understood(line: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Spoiled from error
+    if not isinstance(told, dict):
+        raise Spoiled
+    return told
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what would let a worker join the run or take its GPU.
+
+    Sets of text have the same order in every worker.
+    """
+    ours = tuple(OF_LAUNCHERS.split())
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return kept | threads | dict(CUDA_VISIBLE_DEVICES="", PYTHONHASHSEED="0", TOKENIZERS_PARALLELISM="false")
+
+
+class Worker:
+    """This process's side of one worker."""
+
+    def __init__(self, hello: bytes) -> None:
+        jobs, self.jobs = os.pipe()
+        self.replies, replies = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(jobs), str(replies), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(jobs, replies),
+                start_new_session=True,
+                env=environment(),
+            )
+        except BaseException:
+            os.close(self.jobs)
+            os.close(self.replies)
+            raise
+        finally:
+            os.close(jobs)
+            os.close(replies)
+        for ours in (self.jobs, self.replies):
+            os.set_blocking(ours, False)
+        self.ready = self.closed = self.over = False
+        self.job: int | None = None
+        self.to_write = bytearray()
+        self.read = bytearray()
+        self.give(hello, START_S)
+
+    def give(self, frame: bytes, seconds: float) -> None:
+        self.to_write += len(frame).to_bytes(LENGTH, "big") + frame
+        self.wait_for(seconds)
+
+    def wait_for(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.job is None
+
+    def write(self) -> None:
+        """As much as the pipe takes now. What goes to a closed end is lost; reading tells why."""
+        try:
+            while self.to_write:
+                del self.to_write[: os.write(self.jobs, self.to_write[: 2**16])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.to_write.clear()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that have come. Spoiled at the first that is none of a worker's."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self.read) <= LONGEST_LINE:
+                some = os.read(self.replies, LONGEST_LINE)
+                if not some:
+                    self.closed = True
+                    break
+                self.read += some
+        *whole, rest = bytes(self.read).split(b"\n")
+        self.read = bytearray(rest)
+        yield from map(understood, whole)
+        if len(rest) > LONGEST_LINE:
+            raise Spoiled
+
+    def spoils(self) -> bool:
+        """Whether it has ended, or says anything, while it has nothing to do: no sample is at fault."""
+        try:
+            return bool(list(self.lines()) or self.read or self.closed)
+        except Spoiled:
+            return True
+
+    def has_ended(self) -> bool:
+        """A process that ends closes its pipe shortly before its end can be seen."""
+        if self.closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5.0)
+        return self.process.poll() is not None
+
+    def end(self) -> None:
+        """By force, with all of its process group. A second call does nothing."""
+        if self.over:
+            return
+        self.over = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for ours in (self.jobs, self.replies):
+            os.close(ours)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # held by a file system: left to itself
+            self.process.wait(5.0)
+
+
+class Pool:
+    """Workers that share the terms. Raises ConfigError for one that cannot be had."""
+
+    def __init__(self, terms: Sequence[Term], workers: int, timeout_s: float) -> None:
+        self.terms = terms
+        self.timeout_s = timeout_s
+        told = [
+            dict(name=t.name, argument=t.argument, file=t.file and str(t.file), source=t.source)
+            for t in terms
+        ]
+        self.hello = pickle.dumps(dict(path=sys.path, timeout_s=timeout_s, terms=told))
+        self.started = False
+        self.failed = 0  # starts, one behind the other
+        # A worker ends with the thread that started it (PR_SET_PDEATHSIG): here one that stays as long as
+        # this.
+        self.starter = ThreadPoolExecutor(1, "rewards")
+        self.workers: list[Worker] = []
+        self._forget()
+        try:
+            for _ in range(workers):
+                self.workers.append(self.start())
+            while not all(worker.ready for worker in self.workers):
+                self.wait()
+        except BaseException:
+            self.close()
+            raise
+        self.started = True
+
+    def _forget(self) -> None:
+        self.pickled: list[bytes] = []
+        self.found: list[list[Outcome]] = []
+        self.todo: deque[int] = deque()
+        self.left = 0
+
+    def start(self) -> Worker:
+        return self.starter.submit(Worker, self.hello).result()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.end()
+        self.workers = []
+        self.starter.shutdown()
+
+    def run(self, samples: Sequence[RewardSample]) -> list[list[Outcome]]:
+        """For each sample, what each term makes of it."""
+        if not self.workers:
+            raise RuntimeError("rewards: they are closed")
+        self.pickled = [pickle.dumps(tuple(sample)) for sample in samples]
+        found = self.found = [[] for _ in samples]
+        self.todo.extend(range(len(samples)))
+        self.left = len(samples)
+        try:
+            while self.left:
+                self.wait()
+        except BaseException:  # workers are in the middle of something
+            self.close()
+            raise
+        self._forget()
+        return found
+
+    def wait(self) -> None:
+        """Gives samples to idle workers, and looks at the others when something has come, or time is over."""
+        for i, worker in enumerate(self.workers):
+            if not worker.idle or not self.todo:
+                continue
+            if worker.spoils():
+                self.replace(i)
+                continue
+            job = worker.job = self.todo.popleft()
+            worker.give(pickle.dumps((job, len(self.found[job]), self.pickled[job])), self.timeout_s)
+        busy = [(i, worker) for i, worker in enumerate(self.workers) if not worker.idle]
+        with selectors.DefaultSelector() as selector:
+            for _, worker in busy:
+                selector.register(worker.replies, selectors.EVENT_READ)
+                if worker.to_write:
+                    selector.register(worker.jobs, selectors.EVENT_WRITE)
+            first = min(worker.deadline for _, worker in busy)
+            selector.select(max(0.0, min(TICK_S, first - time.monotonic())))
+        for i, worker in busy:
+            self.look(i, worker)
+
+    def look(self, i: int, worker: Worker) -> None:
+        """What a worker has come to: replies, its own end, or that of its time."""
+        worker.write()
+        ended = worker.has_ended()  # before the last of its words are read
+        try:
+            for line in worker.lines():
+                (self.take if worker.ready else self.greet)(worker, line)
+        except Spoiled:
+            return self.lose(i, worker, Fault("broke its pipe"))
+        if worker.idle:
+            return None
+        late = time.monotonic() > worker.deadline
+        if ended or (worker.closed and worker.has_ended()):
+            self.lose(i, worker, Fault("died", f"exit code {worker.process.returncode}"))
+        elif worker.closed:
+            self.lose(i, worker, Fault("broke its pipe"))
+        elif late:
+            self.lose(
+                i, worker, Fault("hung", f"for more than {self.timeout_s if worker.ready else START_S:g} s")
+            )
+
+    def greet(self, worker: Worker, line: dict[str, Any]) -> None:
+        """The first line of a worker. At the start, ConfigError for a term that it cannot have."""
+        if line.get("ready") is True:
+            worker.ready = True
+            self.failed = 0
+        elif "refused" in line and not self.started:
+            i, why, told = line["refused"]
+            raise self.terms[i].refuse(f"{why}\n{told}" if self.terms[i].file else why)
+
+    def take(self, worker: Worker, line: dict[str, Any]) -> None:
+        """The next outcome of the worker's sample. Spoiled if the line is anything else."""
+        job = worker.job
+        if job is None or line.get("job") != job or line.get("term") != len(self.found[job]):
+            raise Spoiled
+        value, fault = line.get("value"), line.get("fault")
+        if isinstance(fault, str):
+            self.know(job, Fault(fault, str(line.get("told", ""))))
+        elif isinstance(value, float) and math.isfinite(value):
+            self.know(job, value)
+        else:
+            raise Spoiled
+        worker.wait_for(self.timeout_s)
+        if len(self.found[job]) == len(self.terms):
+            worker.job = None
+
+    def know(self, job: int, outcome: Outcome) -> None:
+        self.found[job].append(outcome)
+        self.left -= len(self.found[job]) == len(self.terms)
+
+    def lose(self, i: int, worker: Worker, fault: Fault) -> None:
+        """Ends a worker and starts another. The reward it was at has this fault; those behind it follow."""
+        why = f"a process with these rewards {fault.kind} before it was ready {fault.told}"
+        if not worker.ready:
+            self.failed += 1
+            if not self.started:
+                raise ConfigError(f"{FLAG}={' '.join(term.word for term in self.terms)}: {why}")
+            if self.failed == MOST_STARTS:
+                raise RuntimeError(f"rewards: {why}, {MOST_STARTS} times in a row")
+        elif (job := worker.job) is not None:
+            self.know(job, fault)
+            if len(self.found[job]) < len(self.terms):
+                self.todo.appendleft(job)
+        self.replace(i)
+
+    def replace(self, i: int) -> None:
+        self.workers[i].end()
+        self.workers[i] = self.start()

@@ -1,0 +1,36 @@
+"""RewardSample: what a reward is given of one answer; and the right answer that its data row holds.
+
+next: post/rewards/exact.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+
+class RewardSample(NamedTuple):
+    """One answer of the model. A reward is a function of it: f(sample) -> float or None."""
+
+    prompt: str
+    answer: str
+    row: dict[str, Any]
+    """the data row that the prompt is of"""
+    finish: Literal["stop", "length"]
+    tokens: int
+    """of the answer"""
+    step: int
+    number: int
+    """the prompt's"""
+    sample: int
+    """which answer to the prompt"""
+
+
+TRUTHS = "answer", "solution"
+
+
+def truth_of(sample: RewardSample) -> str:
+    """The right answer in words: the row's field "answer", or else "solution". ValueError without either."""
+    for name in TRUTHS:
+        if sample.row.get(name) is not None:
+            return str(sample.row[name])
+    raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(map(str, sample.row))}")

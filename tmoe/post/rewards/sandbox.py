@@ -1,0 +1,286 @@
+"""Runs a Python program that nobody has read: no network, no files but Python's own, bounded in every way.
+
+The worker starts this file as a program of its own, without torch or tmoe. It leads a process group, and
+makes user, mount, process, network and IPC namespaces: inside are Python and the system's libraries, read
+only, and 64 MB of memory to write to. Root becomes somebody else there, as the kernel holds root to no number
+of processes. Whatever the program starts ends with it. It gets no environment variable of ours.
+
+A program that passes has reached its end: what it would have to print to say so is told to the runner alone.
+A program that looks for that in the frames of its caller can still cheat, but exit(0) cannot.
+
+next: post/rewards/pool.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MIB = 2**20
+MEMORY_MIB, FILE_MIB, DISK_MIB = 2048, 16, 64
+PROCESSES, FILES = 64, 256
+SYSTEM = "/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32", "/nix", "/gnu", "/etc/alternatives"
+DEVICES = "/dev/null", "/dev/zero", "/dev/urandom"
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 2**17, 2**27, 2**28, 2**29, 2**30
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 2**12, 2**14, 2**18, 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NO_SUID = 442, -100, 2**15, 3
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+NOBODY = 65534
+LIMITS = {
+    resource.RLIMIT_AS: MEMORY_MIB * MIB,
+    resource.RLIMIT_FSIZE: FILE_MIB * MIB,
+    resource.RLIMIT_NOFILE: FILES,
+    resource.RLIMIT_CORE: 0,
+}
+COULD_NOT = 97  # exit code where the sandbox, not the program, has failed
+
+# What runs inside. The job is read and its file closed before the program begins.
+RUNNER = """
+import json, os, sys
+with open(int(sys.argv[1])) as file:
+    job = json.load(file)
+def run():
+    script = job["test"] is None
+    names = {"__name__": "__main__" if script else "program", "__builtins__": __builtins__}
+    try:
+        exec(compile(job["program"], "program.py", "exec"), names)
+    except SystemExit as end:
+        if not script or end.code not in (None, 0):
+            raise
+    if not script:
+        exec(compile(job["test"], "test.py", "exec"), names)
+    sys.stdout.flush()
+    os.write(int(sys.argv[2]), job["mark"].encode())
+run()
+"""
+
+
+class Done(NamedTuple):
+    whole: bool
+    """whether the program, and the test behind it, reached their end"""
+    said: str
+    """on stdout"""
+
+
+def run(program: str, test: str | None, given: str, seconds: float) -> Done:
+    """A program, and a test behind it or none, with `given` on stdin.
+
+    Raises OSError, which says what failed, where there can be no sandbox.
+    """
+    mark = os.urandom(16).hex()
+    job = json.dumps(dict(program=program, test=test, mark=mark))
+    with contextlib.ExitStack() as files:
+        job_file, stdin, stdout, told = (files.enter_context(_memory()) for _ in range(4))
+        for file, text in ((job_file, job), (stdin, given)):
+            file.write(text.encode(errors="replace"))
+            file.seek(0)
+        words = [
+            sys.executable,
+            "-I",
+            "-S",
+            __file__,
+            str(job_file.fileno()),
+            str(told.fileno()),
+            f"{seconds:.0f}",
+        ]
+        words += [str(os.getpid()), *_folders_of_python()]
+        process = subprocess.Popen(
+            words,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(job_file.fileno(), told.fileno()),
+            start_new_session=True,
+            env={},
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return Done(False, "")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        answer = _read(told)
+        if code == COULD_NOT:
+            raise OSError(answer or "the sandbox could not be made")
+        return Done(answer == mark, _read(stdout))
+
+
+def check() -> None:
+    """Runs a program with a child of its own. OSError, with the reason, where that cannot be."""
+    child = "import os\nif (child := os.fork()) == 0: os._exit(0)\nassert os.waitpid(child, 0)[1] == 0"
+    try:
+        whole = run(child, "", "", 60.0).whole
+    except OSError as error:
+        raise OSError(f"a sandbox cannot be made here: {error}") from error
+    if not whole:
+        raise OSError("a sandbox cannot be made here: Python does not run in it")
+
+
+def _memory() -> Any:
+    if not hasattr(os, "memfd_create"):
+        raise OSError("only Linux has the namespaces that it takes")
+    return open(os.memfd_create("reward"), "w+b")
+
+
+def _read(file: Any) -> str:
+    """From the beginning: what is written through another descriptor is not seen by this one's buffer."""
+    return os.pread(file.fileno(), FILE_MIB * MIB, 0).decode(errors="replace")
+
+
+def _folders_of_python() -> list[str]:
+    """What Python needs of the file system, beside the system's own folders."""
+    executable = Path(os.path.realpath(sys.executable))
+    folders = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix), str(executable.parents[1])]
+    return [folder for folder in dict.fromkeys(folders) if folder != "/"]
+
+
+# ---- inside the program that this file is ----
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
+
+
+def call(name: str, *arguments: Any) -> None:
+    """A function of libc. OSError with its name and what it was about."""
+    if getattr(libc, name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        about = ", ".join(one.decode() for one in arguments if isinstance(one, bytes))
+        raise OSError(number, os.strerror(number), f"{name}({about})")
+
+
+def end_with(parent: int) -> None:
+    """Be killed when the parent is, which may have happened already."""
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(COULD_NOT)
+
+
+def main() -> None:
+    """Makes the namespaces and waits for the program. A parent may name users in them, so there are two."""
+    job, told, seconds, parent = (int(word) for word in sys.argv[1:5])
+    end_with(parent)
+    asked, answered = os.pipe(), os.pipe()
+    outer = os.getpid()
+    child = os.fork()
+    if child == 0:
+        with reporting(told):
+            call("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
+            end_with(outer)
+            os.write(asked[1], b"1")
+            if os.read(answered[0], 1) == b"1":
+                inside(job, told, seconds, sys.argv[5:])
+        os._exit(COULD_NOT)
+    with reporting(told):
+        os.close(asked[1])
+        if os.read(asked[0], 1) == b"1":
+            name_users(child)
+            os.write(answered[1], b"1")
+    os.close(answered[1])
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+
+
+@contextlib.contextmanager
+def reporting(told: int) -> Any:
+    """What is raised inside is written where the worker reads it."""
+    try:
+        yield
+    except OSError as error:
+        os.write(told, str(error).encode())
+
+
+def name_users(child: int) -> None:
+    """User 1 inside is this user, or nobody if this one is root; root is there as well to make mounts."""
+    place = Path(f"/proc/{child}")
+    user, group = os.getuid(), os.getgid()
+    if user == 0:
+        (place / "uid_map").write_text(f"0 0 1\n1 {NOBODY} 1")
+        (place / "gid_map").write_text(f"0 0 1\n1 {NOBODY} 1")
+        return
+    (place / "setgroups").write_text("deny")
+    (place / "uid_map").write_text(f"1 {user} 1")
+    (place / "gid_map").write_text(f"1 {group} 1")
+
+
+def inside(job: int, told: int, seconds: int, folders: list[str]) -> None:
+    """In the new namespaces, but for that of processes, which begins with a child."""
+    is_root = os.getuid() == 0
+    alive, held = os.pipe()
+    child = os.fork()
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    with reporting(told):
+        make_root(folders)
+        if is_root:
+            os.setgroups([])
+            os.setresgid(1, 1, 1)
+            os.setresuid(1, 1, 1)
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(held)
+        if select.select([alive], [], [], 0)[0]:  # closed: the parent was killed before
+            os._exit(COULD_NOT)
+        for what, most in LIMITS.items():
+            resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 1))
+        os.chdir("/tmp")
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        env = dict(PATH="/usr/bin:/bin", HOME="/tmp", LANG="C.UTF-8", PYTHONHASHSEED="0") | threads
+        words = [sys.executable, "-s", "-P", "-B", "-c", RUNNER, str(job), str(told)]
+        os.execve(sys.executable, words, env)
+    os._exit(COULD_NOT)
+
+
+def make_root(folders: list[str]) -> None:
+    """A file system in memory in place of the old one: Python, the system's libraries, and /tmp."""
+    sources = {folder: os.path.realpath(folder) for folder in (*SYSTEM, *folders, *DEVICES)}
+    links = {folder: os.readlink(folder) for folder in SYSTEM if os.path.islink(folder)}
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    room = f"size={DISK_MIB}m,nr_inodes=4096,mode=0755"
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, room.encode())
+    os.chdir("/tmp")
+    os.mkdir("old")
+    call("pivot_root", b".", b"old")
+    os.chdir("/")
+    for folder, source in sources.items():
+        if folder in links:
+            os.symlink(links[folder], folder)
+        elif os.path.exists(f"/old{source}") and not os.path.lexists(folder):
+            show(source, folder)
+    call("umount2", b"/old", MNT_DETACH)
+    os.rmdir("/old")
+    os.mkdir("/tmp")
+    os.chmod("/tmp", 0o777)
+
+
+def show(source: str, place: str) -> None:
+    """A folder or a device of the old file system at its old place in the new one; folders are read only."""
+    if os.path.isdir(f"/old{source}"):
+        os.makedirs(place)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT))
+    call("mount", f"/old{source}".encode(), place.encode(), None, MS_BIND | MS_REC, None)
+    if os.path.isdir(place):
+        asked = MountAttributes(set=READ_ONLY_NO_SUID)
+        size = ctypes.c_size_t(ctypes.sizeof(asked))
+        words = AT_FDCWD, place.encode(), AT_RECURSIVE, ctypes.byref(asked), size
+        call("syscall", MOUNT_SETATTR, *words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What --grpo.rewards says: words of a name and a weight, read and checked.
+
+    exact               number:0.5        regex(<think>.*</think>):0.1       length(1024,256)
+    my_rewards.py:brief                   my_rewards.py:brief:-0.2
+
+next: post/rewards/pool.py
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tmoe.config.check import ConfigError
+
+FLAG = "--grpo.rewards"
+NAMES = "exact", "number", "boxed", "choice", "regex", "length", "code"
+VALID = f"valid: {', '.join(NAMES)} or FILE.py:FUNCTION, each with :WEIGHT or without"
+FROM_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)(?::(?P<weight>[^:]*))?")
+BY_NAME = re.compile(r"(?P<name>\w+)(?:\((?P<argument>.*)\))?(?::(?P<weight>[^:()]*))?", re.DOTALL)
+
+
+class Term(NamedTuple):
+    """One reward of a weighted sum."""
+
+    word: str
+    label: str
+    """what parts and faults call it"""
+    said: str
+    """the word without its weight"""
+    name: str
+    """of a reward that tmoe brings, or of a function"""
+    weight: float
+    argument: str | None = None
+    file: Path | None = None
+    source: str = ""
+    """the file's text at the start: what is edited later does not change the run"""
+
+    def refuse(self, why: str) -> ConfigError:
+        return ConfigError(f"{FLAG}={self.word}: {why}")
+
+
+def parse(words: Sequence[str], *, code: bool) -> list[Term]:
+    """ConfigError for a word that says no reward, or one that is said twice."""
+    if isinstance(words, str) or not words:
+        raise ConfigError(f"{FLAG}={words!r}: must be a list of at least one reward; {VALID}")
+    terms = [_term(word, code) for word in words]
+    count = Counter(term.name for term in terms)
+    # two functions of one name, or two patterns, are called by all that was said of them
+    longer = [term._replace(label=term.said) if count[term.name] > 1 else term for term in terms]
+    for label, times in Counter(term.label for term in longer).items():
+        if times > 1:
+            raise ConfigError(f"{FLAG}={' '.join(words)}: {label} is there {times} times; give it once")
+    return longer
+
+
+def _term(word: str, code: bool) -> Term:
+    found = FROM_FILE.fullmatch(word) or BY_NAME.fullmatch(word)
+    if found is None or (found.re is BY_NAME and found["name"] not in NAMES):
+        raise ConfigError(f"{FLAG}={word}: {VALID}")
+    name = found["name"]
+    weight = found["weight"]
+    said = word if weight is None else word.removesuffix(f":{weight}")
+    term = Term(word, name, said, name, _weight(word, weight))
+    if found.re is FROM_FILE:
+        return _from_file(term, Path(found["file"]))
+    return _by_name(term._replace(argument=found["argument"]), code)
+
+
+def _weight(word: str, text: str | None) -> float:
+    try:
+        weight = 1.0 if text is None else float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight) or weight == 0:
+        raise ConfigError(f"{FLAG}={word}: the weight {text!r} must be a finite number other than 0")
+    return weight
+
+
+def _from_file(term: Term, file: Path) -> Term:
+    try:
+        source = file.read_text()
+    except (OSError, ValueError) as error:
+        raise term.refuse(f"{file} cannot be read: {error}") from error
+    return term._replace(file=file.absolute(), source=source)
+
+
+def _by_name(term: Term, code: bool) -> Term:
+    given = term.argument
+    if term.name not in ("regex", "length") and given is not None:
+        raise term.refuse(f"{term.name} takes nothing in brackets, got ({given})")
+    if term.name == "code" and not code:
+        raise term.refuse("runs programs that the model has written; allow that with --grpo.code")
+    if term.name == "length":
+        longest_and_margin(term)
+    if term.name == "regex" and given is not None:
+        try:
+            re.compile(given, re.DOTALL)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise term.refuse(f"no regular expression: {error}") from error
+    return term
+
+
+def longest_and_margin(term: Term) -> tuple[int, int]:
+    """The two numbers of `length`."""
+    found = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", term.argument or "")
+    longest, margin = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 0 < margin <= longest:
+        raise term.refuse("must be length(LONGEST,MARGIN) in tokens, MARGIN above 0 and at most LONGEST")
+    return longest, margin

@@ -1,0 +1,141 @@
+"""Pages through the samples of a run with --task grpo: python -m tmoe.rollouts RUN.
+
+next: post/rollouts.py
+"""
+
+import contextlib
+import heapq
+import io
+import itertools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+from unicodedata import category
+
+import tyro
+
+from tmoe.disk import expand_home
+from tmoe.post.rollouts import Rollout, rank, read_rollouts
+
+TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # text from left to right and back
+
+
+def main(
+    run: Annotated[Path, tyro.conf.Positional],
+    step: int | None = None,
+    best: int | None = None,
+    worst: int | None = None,
+) -> None:
+    """Prints samples of RUN/rollouts.jsonl, through $PAGER or less on a terminal.
+
+    Args:
+        run: a run folder; one that is still going can be read too
+        step: only those of this step; None: of all steps
+        best: only so many, of the highest rewards, the highest first
+        worst: only so many, of the lowest rewards, the lowest first; those without a reward come before
+    """
+    if best is not None and worst is not None:
+        raise ValueError(f"--best={best}, --worst={worst}: give one of them")
+    for flag, count in (("best", best), ("worst", worst)):
+        if count is not None and count < 1:
+            raise ValueError(f"--{flag}={count}: must be at least 1")
+    show(lines_of(run, step, best, worst))
+
+
+def lines_of(run: Path, step: int | None, best: int | None, worst: int | None) -> Iterator[str]:
+    """What is printed, sample by sample: the file may be larger than memory."""
+    found: Iterable[Rollout] = of_step(run, step)
+    if best is None and worst is None:
+        for number, samples in itertools.groupby(found, lambda one: one.step):
+            of_one = list(samples)
+            yield summary(number, of_one)
+            for one in of_one:
+                yield described(one)
+        return
+    picked = heapq.nlargest(best, found, rank) if best else heapq.nsmallest(worst or 0, found, rank)
+    for one in picked:
+        yield described(one)
+
+
+def of_step(run: Path, step: int | None) -> Iterator[Rollout]:
+    """ValueError, with the steps that there are, where there is no sample of this one."""
+    steps: list[int] = []
+    some = False
+    for one in read_rollouts(run):
+        steps = [one.step] * 2 if not steps else [min(steps[0], one.step), max(steps[1], one.step)]
+        if step in (None, one.step):
+            some = True
+            yield one
+    if not some:
+        has = (
+            f"samples of steps {steps[0]} to {steps[1]}, not all of them perhaps"
+            if steps
+            else "no samples yet"
+        )
+        raise ValueError(f"{'' if step is None else f'--step={step}: '}{run} has {has}")
+
+
+def summary(step: int, samples: list[Rollout]) -> str:
+    """A line for a step: of the samples that were kept, which may not be all."""
+    rewards = [one.reward for one in samples if one.reward is not None]
+    mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
+    tokens = sum(one.tokens for one in samples) / len(samples)
+    cut = sum(one.finish == "length" for one in samples)
+    of_all = f"mean reward {mean}, {tokens:,.0f} tokens, {cut} cut off"
+    return f"==== step {step}: {len(samples)} samples, {of_all} ====\n"
+
+
+def described(one: Rollout) -> str:
+    parts = ", ".join(f"{readable(name)} {short(value)}" for name, value in one.parts.items())
+    of_reward = f" ({parts})" if parts else ""
+    ended = "cut off" if one.finish == "length" else one.finish
+    head = f"---- step {one.step}, prompt {one.number}, sample {one.sample}: "
+    head += f"reward {short(one.reward)}{of_reward}, advantage {short(one.advantage)}, "
+    head += f"{one.tokens} tokens, {readable(ended)}"
+    return f"{head}\n{readable(one.prompt)}\n>>>>\n{readable(one.answer)}\n"
+
+
+def short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def readable(text: str) -> str:
+    """What a model wrote does not command the terminal: control characters are written out."""
+    return "".join(
+        ascii(one)[1:-1] if one not in "\n\t" and (one in TURNS or category(one) in ("Cc", "Cs")) else one
+        for one in text
+    )
+
+
+def show(parts: Iterator[str]) -> None:
+    """To the terminal through a pager if there is one; else as it is. Who reads may stop reading."""
+    first = next(parts, "")  # an error comes before the pager does
+    pager = shlex.split(os.environ.get("PAGER", "")) or ["less"]
+    if sys.stdout.isatty() and shutil.which(pager[0]):
+        process = subprocess.Popen(pager, stdin=subprocess.PIPE, text=True, errors="replace")
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            for part in itertools.chain((first,), parts):
+                pipe.write(f"{part}\n")
+        process.wait()
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        for part in itertools.chain((first,), parts):
+            print(part)
+        sys.stdout.flush()
+    except BrokenPipeError:  # Python would complain once more when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main, prog="python -m tmoe.rollouts", args=expand_home())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
