@@ -16,7 +16,7 @@ import train
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE, ModelConfig
-from tmoe.config.run import Config, DataConfig, GrpoConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import Config, DataConfig, GrpoConfig, LogConfig, ParallelConfig, TrainConfig
 from tmoe.data.prompt_dataset import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
 from tmoe.post.answers import Answer, pack, rows_of
@@ -234,6 +234,7 @@ LOSSES = "dapo grpo dr_grpo gspo cispo dppo rloo".split()
 CASES = [("dapo", ["--grpo.updates", "2"]), *((loss, []) for loss in LOSSES[1:])]
 CASES += [("dapo", ["--grpo.kl", "0.1"]), ("gspo", ["--grpo.kl", "0.1", "--grpo.updates", "2"])]
 CASES += [("dapo", ["--grpo.kl", "0.1", "--grpo.kl-in", "reward", "--grpo.tries", "2"])]
+CASES += [("grpo", ["--grpo.prompts", "1", "--steps", "1"])]  # of two ranks, one has nothing to answer
 LAYOUTS = [
     (2, ["--parallel.ep", "2", "--train.batch", "2"]),
     (2, ["--parallel.dp", "2", "--train.batch", "1"]),
@@ -305,6 +306,16 @@ def test_prompts_are_drawn_anew_where_rewards_are_equal(data, tmp_path, gloo):
     assert anew[1] > stays[1]  # groups of 0 alone are gone
 
 
+@pytest.mark.slow
+def test_a_step_of_cut_answers_alone_trains_nothing(data, tmp_path, gloo):
+    """A model that was never trained hardly ends an answer within three tokens."""
+    flags = words(data, tmp_path, "--grpo.overlong", "drop", "--grpo.max-tokens", "3", "--grpo.prompts", "1")
+    gloo(2, runs.run, [*flags, "--parallel.ep", "2", "--steps", "2"])
+    found = lines(tmp_path, ("loss", "answers/truncated", "policy/entropy", "skipped"))
+    assert [1.0, 0.0, 0.0] in [[cut, loss, entropy] for loss, cut, entropy, _ in found]
+    assert all(skipped == 0 for *_, skipped in found)
+
+
 WRONG = [
     (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
     (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
@@ -315,6 +326,7 @@ WRONG = [
     (dict(grpo=dict(loss="cispo", clip_high=2.0)), r"--grpo.loss=cispo has neither"),
     (dict(grpo=dict(loss="gspo", mismatch="mask")), r"--grpo.mismatch=mask.*valid: off"),
     (dict(grpo=dict(temperature=0.0)), r"--grpo.temperature=0.0: must be positive"),
+    (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
     (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: a prompt is not cut"),
 ]
 

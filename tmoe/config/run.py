@@ -531,6 +531,10 @@ def require_grpo(cfg: Config) -> None:
     require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
     most = f"--grpo.max-tokens={g.max_tokens}"
     require(g.max_tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
+    routes = f"--log.routes={cfg.log.routes}"
+    require(
+        not cfg.log.routes, f"{routes}: answers are no samples of the data; leave it out with --task grpo"
+    )
     cut = cfg.data.overlong
     require(
         cut != "truncate", f"--data.overlong={cut}: a prompt is not cut; valid for --task grpo: drop, error"
