@@ -10,7 +10,7 @@ from tiny_models import MODEL
 import tmoe
 from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.generate import Engine, Sampling
-from tmoe.generate.cache import bytes_a_token
+from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.sampler import keep
 from tmoe.generate.slots import Slots
 
@@ -127,12 +127,14 @@ def test_groups_prefill_their_prompt_once(model, monkeypatch):
 
     calls = []
     real = slots.prefill
-    monkeypatch.setattr(slots, "prefill", lambda *args: (calls.append(args[2].shape), real(*args)))
+    monkeypatch.setattr(
+        slots, "prefill", lambda *args: (calls.append(args[2].tokens_1S.shape), real(*args))[1]
+    )
     Engine(model, slots=3).generate([PROMPTS[1]], 8, WARM)
     assert calls == [(1, 6)]
     calls.clear()
     Engine(model).generate(PROMPTS, 4, WARM)
-    assert calls == [(4, 6)], "prompts of several lengths together; one of a token needs none"
+    assert calls == [(1, 12)], "prompts of several lengths in one row; one of a token needs none"
 
 
 def test_lengths(model):
@@ -164,13 +166,18 @@ def test_texts_and_stop_texts(bytes_model):
     assert cut.ids.tolist() == plain.ids.tolist()[: len(cut.ids)] and cut.ids[-1] == ord(character)
 
 
-def test_a_pool_that_holds_few_answers_takes_turns(model):
-    a_slot = (7 + 9 - 1) * bytes_a_token(CFG, torch.float32)
-    small = Engine(model, pool_gib=2.5 * a_slot / 2**30)
-    assert small.room(20, 15).slots == 2
+def test_a_pool_that_holds_few_answers_takes_turns(model, monkeypatch):
+    from tmoe.generate import slots
+
+    rows = []
+    real = slots.decode
+    monkeypatch.setattr(slots, "decode", lambda *args: (rows.append(len(args[2])), real(*args))[1])
+    a_page = PAGE * bytes_a_token(CFG, torch.float32)
+    small = Engine(model, pool_gib=4.5 * a_page / 2**30)  # nowhere, a prompt's end, two answers
     assert ids_of(small.generate(PROMPTS, 4, WARM)) == ids_of(Engine(model).generate(PROMPTS, 4, WARM))
-    with pytest.raises(ValueError, match=r"--pool-gib: .* GiB .*, but one answer of 15 tokens"):
-        Engine(model, pool_gib=0.5 * a_slot / 2**30).generate(PROMPTS, 4, WARM)
+    assert max(rows[: rows.index(20)]) == 3, "an answer to a prompt of one token needs no page of the prompt"
+    with pytest.raises(ValueError, match=r"--pool-gib: .* GiB .*, but one answer of 15 tokens.*3 pages"):
+        Engine(model, pool_gib=2.5 * a_page / 2**30).generate(PROMPTS, 4, WARM)
 
 
 def test_what_is_cached_of_a_token():

@@ -1,10 +1,14 @@
-"""Keys and values of the tokens that slots have passed, for every kind of attention.
+"""Keys and values of the tokens that slots have passed, in pages of 128, for every kind of attention.
 
-next: generate/forward.py
+A sequence has a table of pages: its token t lies in page table[t // 128]. Answers to one prompt have the
+prompt's full pages in common.
+
+next: generate/pages.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,38 +16,52 @@ from torch import Tensor
 
 from tmoe.config.model import ModelConfig
 
+PAGE = 128  # tokens; flex attention's block
+
 
 class Layer(NamedTuple):
-    """One block's part. Positions above a slot's last token hold anything finite: no query sees them."""
+    """One block's part. Tokens that no sequence has written hold anything finite: no query sees them."""
 
-    k_BTGC: Tensor
-    v_BTGC: Tensor  # latent attention: a view of k, without the channels that turn
+    k_PTGC: Tensor
+    v_PTGC: Tensor  # latent attention: a view of k, without the channels that turn
+
+    def put(self, places_N: Tensor, k_NGC: Tensor, v_NGC: Tensor | None) -> None:
+        """Writes tokens to their places, page * PAGE + place in it; v: None where it is a view of k."""
+        self.k_PTGC.flatten(0, 1).index_copy_(0, places_N, k_NGC)
+        if v_NGC is not None:
+            self.v_PTGC.flatten(0, 1).index_copy_(0, places_N, v_NGC)
+
+    def get(self, places_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, G, C] at these places."""
+        return self.k_PTGC.flatten(0, 1)[places_N], self.v_PTGC.flatten(0, 1)[places_N]
 
 
 class Cache:
-    """Room for `capacity` tokens of each of `slots` sequences, in every block.
+    """So many pages in every block.
 
     Grouped attention caches its keys, normed and rotated, and its values. Latent attention caches the latent
     beside the rotated key that all heads share: one head of kv_rank + rope_dim channels.
     """
 
-    def __init__(self, cfg: ModelConfig, slots: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        self.slots = slots
-        self.capacity = capacity
+    def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
         heads, width, values = layer_widths(cfg)
+        self.pages = pages
+        self.shared = cfg.attention == "mla"
         self.layers: list[Layer] = []
         for _ in range(cfg.layers):
-            k = torch.zeros(slots, capacity, heads, width, device=device, dtype=dtype)
-            shared = cfg.attention == "mla"
-            v = k[..., :values] if shared else torch.zeros_like(k)
-            self.layers.append(Layer(k, v))
+            k = torch.zeros(pages, PAGE, heads, width, device=device, dtype=dtype)
+            v = k.flatten(0, 1)[..., :values].unflatten(0, (pages, PAGE)) if self.shared else None
+            self.layers.append(Layer(k, torch.zeros_like(k) if v is None else v))
 
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Gives slot `target` the first tokens of slot `source`."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Writes what is in the first page of each pair into the second."""
+        if not pairs:
+            return
+        of, to = torch.tensor(pairs, device=self.layers[0].k_PTGC.device).T
         for k, v in self.layers:
-            k[target, :tokens] = k[source, :tokens]
-            if v.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
-                v[target, :tokens] = v[source, :tokens]
+            k[to] = k[of]
+            if not self.shared:
+                v[to] = v[of]
 
 
 def layer_widths(cfg: ModelConfig) -> tuple[int, int, int]:

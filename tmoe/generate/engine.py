@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from tmoe.config.check import require
-from tmoe.generate.cache import bytes_a_token
+from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.pages import alone, most_needed
 from tmoe.generate.sampler import Sampling, uniforms
-from tmoe.generate.slots import AT_ONCE, Request, Room, Slots
+from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, require_whole
 from tmoe.model.transformer import Transformer
@@ -49,6 +50,9 @@ class Sample(NamedTuple):
     """'stop': a token or a text that ends answers; 'length': max_tokens, or the model's range of positions"""
     text: str | None
     """without what ended it; None for an engine without a tokenizer"""
+    prompt_routes: Tensor | None = None
+    """int16 [MoE layers, tokens of the prompt - 1, K], where routes were asked for and a prompt has several
+    tokens: where all of them but the last went. Together with `routes`: every token but the answer's last"""
 
 
 class Samples(tuple[tuple[Sample, ...], ...]):
@@ -79,8 +83,9 @@ class Engine:
     eos: tokens that end an answer; None: the tokenizer's `eos`.
     begin: tokens in front of every prompt given as text.
     slots: answers that are made at the same time, at most.
-    pool_gib: room for their keys and values, taken for a call and given back after. Fewer slots are used
-        where it does not hold all of them. None: what they need, on a GPU at most 80% of what is free.
+    pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
+        does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
+    graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Engine:
         begin: Sequence[int] = (),
         slots: int = 64,
         pool_gib: float | None = None,
+        graphs: bool = False,
     ):
         require_whole(model)
         require(slots >= 1, f"--slots={slots}: must be at least 1")
@@ -103,6 +109,7 @@ class Engine:
         self.begin = tuple(begin)
         self.slots = slots
         self.pool_gib = pool_gib
+        self.graphs = graphs
 
     def generate(
         self,
@@ -194,17 +201,15 @@ class Engine:
             for sample in range(n)
         )
         ends = {*self.eos, *sampling.stop_ids}
-        capacity = max((len(one) + m - 1 for one, m in zip(ids, most, strict=True)), default=1)
-        longest = max(map(len, ids), default=0)
-        widest = max(min(self.slots, len(queue)), longest, min(AT_ONCE, len(ids) * longest))
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
-        with gathered(self.model, widest) as ranks:
-            room = self.room(len(queue), capacity)
+        with gathered(self.model, min(self.slots, len(queue))) as ranks:
+            graphs = self.graphs and ranks.group is None and self.model.head_weight.is_cuda
+            room = self.room(queue, n)._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):
                 for request in requests:
                     text = request.text.news(bool(request.finish)) if request.text else ""
-                    done = self.sample_of(request) if request.finish else None
+                    done = self.sample_of(request, slots.prompt_routes) if request.finish else None
                     if text or done or self.tokenizer is None:
                         yield Piece(request.prompt, request.sample, text, done)
 
@@ -231,22 +236,29 @@ class Engine:
         )
         return ids
 
-    def room(self, requests: int, capacity: int) -> Room:
-        """How many slots of so many tokens the pool holds."""
+    def room(self, requests: Sequence[Request], n: int) -> Room:
+        """How many slots and pages the answers of a call get, n to each prompt."""
+        if not requests:
+            return Room(1, 1, 1)
         weight = self.model.head_weight
-        a_slot = capacity * bytes_a_token(self.model.cfg, weight.dtype)
-        slots = min(self.slots, requests)
+        a_page = PAGE * bytes_a_token(self.model.cfg, weight.dtype)
+        slots = min(self.slots, len(requests))
+        spans = [request.span for request in requests]
+        pages = 1 + most_needed(spans, slots)
         pool = None if self.pool_gib is None else self.pool_gib * 2**30
         if pool is None and weight.is_cuda:
             pool = FREE * torch.cuda.mem_get_info(weight.device)[0]
         if pool is not None:
+            largest = max(spans, key=lambda span: alone(span, n))
+            needs = 1 + alone(largest, n)
             has = f"{pool / 2**30:.3f} GiB for keys and values"
-            needs = f"one answer of {capacity} tokens, its prompt included, needs {a_slot / 2**30:.3f}"
-            require(pool >= a_slot, f"--pool-gib: {has}, but {needs}; a larger pool, or fewer tokens")
-            slots = min(slots, int(pool // a_slot))
-        return Room(slots, capacity)
+            asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
+            where = f"{asks} {needs * a_page / 2**30:.3f}, {needs} pages of {PAGE} tokens"
+            require(pool >= needs * a_page, f"--pool-gib: {has}, but {where}; a larger pool, or fewer tokens")
+            pages = min(pages, int(pool // a_page))
+        return Room(slots, pages, max(span.tokens for span in spans))
 
-    def sample_of(self, request: Request) -> Sample:
+    def sample_of(self, request: Request, prompt_routes: dict[int, Tensor]) -> Sample:
         """What a request has become."""
         text = request.text
         if text is None and self.tokenizer is not None:
@@ -260,4 +272,5 @@ class Engine:
             torch.stack(request.routes, 1) if request.routes else None,
             "stop" if request.finish == "stop" else "length",
             None if text is None else text.text,
+            prompt_routes.get(request.prompt),
         )

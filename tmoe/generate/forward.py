@@ -1,7 +1,7 @@
-"""The model's forward over a cache: prompts whole, then one token a slot.
+"""The model's forward over a cache: prompts packed into a row, then one token a slot.
 
 It calls the model's own modules, so weights, norms, rotations and experts are those of training. Prompts pass
-attention as sequences in training do. One token reads the cache, in which latent attention's matrices of keys
+attention as documents in training do. One token reads the cache, in which latent attention's matrices of keys
 and values are absorbed into its queries and its output (DeepSeek-V2, 2024, section 2.1.2).
 
 next: generate/sampler.py
@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tmoe.generate.cache import Cache, Layer
-from tmoe.generate.whole import Ranks
+from tmoe.generate.cache import PAGE, Cache, Layer
 from tmoe.model.attention import Attention
-from tmoe.model.attention_backend import attend
+from tmoe.model.attention_backend import Mask, attend, make_mask
 from tmoe.model.latent import LatentAttention
-from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
@@ -35,29 +33,63 @@ class Turns(NamedTuple):
     sin: Tensor
 
 
-def prefill(
-    model: Transformer, cache: Cache, tokens_BS: Tensor, padding_BS: Tensor, slots_B: Tensor, ranks: Ranks
-) -> None:
-    """Fills these slots with prompts, from position 0 on.
+class Chunk(NamedTuple):
+    """Tokens of prompts that pass the model together, as one row of S; N of them are tokens, the rest gaps.
 
-    padding_BS: True behind a prompt's end. Causal attention keeps prompts from seeing it; what it leaves in
-    the cache is overwritten before any query sees it.
+    Either whole prompts, from their first token on, or a piece of one prompt.
     """
-    rows = ranks.rows(tokens_BS.numel())
-    turns = Turns(*rope_table(model.cfg.rope, model.cfg.rotary_dim, tokens_BS.shape[1], tokens_BS.device))
-    x = model.embed(tokens_BS)
+
+    tokens_1S: Tensor
+    at_1S: Tensor  # positions in their prompts
+    documents_1S: Tensor | None  # None: one prompt without gaps
+    padding_1S: Tensor | None  # True in gaps
+    rows_N: Tensor | None  # which of the S are tokens; None: all
+    places_N: Tensor  # where their keys go in the cache
+    seen_J: Tensor | None  # of a later piece: where all keys of its prompt are, its own at the end
+
+    def tokens(self, t_1SX: Tensor) -> Tensor:
+        """[N, ...] of the tokens alone."""
+        return t_1SX[0] if self.rows_N is None else t_1SX[0, self.rows_N]
+
+
+def prefill(
+    model: Transformer, cache: Cache, chunk: Chunk, turns: Turns, rows: int, last: bool
+) -> list[Tensor]:
+    """Fills the cache with a chunk; returns the experts that its tokens go to, ids [N, K] of each MoE layer.
+
+    turns: of all positions. rows: see feed_forward. last: the last block's experts are passed as well.
+    """
+    routes = []
+    now = Turns(turns.cos[chunk.at_1S], turns.sin[chunk.at_1S])
+    masks = {window: mask_of(model, chunk, window) for window in windows(model)}
+    x = model.embed(chunk.tokens_1S)
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
         normed = block.attention_norm(x)
-        attention = block.attention
+        attention, mask = block.attention, masks[block.window]
         if isinstance(attention, LatentAttention):
-            y = prompt_latent(attention, normed, turns, layer, slots_B)
+            y = prompt_latent(attention, normed, now, layer, chunk, mask)
         else:
-            y = prompt_grouped(attention, normed, turns, layer, slots_B)
+            y = prompt_grouped(attention, normed, now, layer, chunk, mask)
         x = x + block.branch(y)
-        # nothing reads what comes behind the last block's keys, but other ranks pass its experts
-        if layer is not cache.layers[-1] or ranks.group is not None:
-            x = feed_forward(block, x, padding_BS, rows)[0]
+        if last or layer is not cache.layers[-1]:  # nothing reads what comes behind the last block's keys
+            x, routing = feed_forward(block, x, chunk.padding_1S, rows)
+            if routing is not None:
+                routes.append(chunk.tokens(routing.ids_TK[None]))
+    return routes
+
+
+def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
+    """What the tokens of a chunk see, for a layer of this window."""
+    cfg = model.cfg
+    width = (
+        cfg.head_dim if cfg.attention == "gqa" else min(cfg.mla.nope_dim + cfg.mla.rope_dim, cfg.mla.v_dim)
+    )
+    S, device = chunk.tokens_1S.shape[1], chunk.tokens_1S.device
+    if chunk.seen_J is None:
+        return make_mask(chunk.documents_1S, window, S, device, width, cfg.sinks)
+    J = chunk.seen_J.shape[0]
+    return make_mask(None, window, J, device, width, cfg.sinks, queries_Q=chunk.at_1S[0])
 
 
 def decode(
@@ -65,23 +97,21 @@ def decode(
     cache: Cache,
     tokens_B: Tensor,
     at_B: Tensor,
-    longest: int,
+    table_BM: Tensor,
     turns: Turns,
-    ranks: Ranks,
+    rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits [B, V] behind one token of each of the first B slots, which also goes into the cache.
+    """Logits [B, V] behind one token of each of B sequences, which also goes into the cache.
 
     Also the experts that the tokens go to, ids [B, K] of each MoE layer.
 
-    at_B: its position. longest: above all of them, known to the host. turns: of all positions.
+    at_B: its position. table_BM: int32, the pages of each, as far as any has tokens. turns: of all positions.
+    rows: see feed_forward.
     """
-    B = tokens_B.shape[0]
-    rows = ranks.rows(B)
     now = Turns(turns.cos[at_B][:, None], turns.sin[at_B][:, None])
-    behind_BT = at_B[:, None] - torch.arange(longest, device=at_B.device)
-    seen = {w: behind_BT >= 0 if w == 0 else (behind_BT >= 0) & (behind_BT < w) for w in windows(model)}
+    pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
+    places_B = pages_B.long() * PAGE + at_B % PAGE
     x = model.embed(tokens_B[:, None])
-    rows_B = torch.arange(B, device=at_B.device)
     routes = []
     for block, layer in zip(model.blocks, cache.layers, strict=True):
         assert isinstance(block, Block)
@@ -91,12 +121,10 @@ def decode(
             q, k, v = absorbed(attention, normed, now)
         else:
             q, k, v = attention.project(normed, *now)
-        layer.k_BTGC[rows_B, at_B] = k[:, 0]
-        if v is not None:
-            layer.v_BTGC[rows_B, at_B] = v[:, 0]
-        k_BTGC, v_BTGC = (t[:B, :longest] for t in layer)
+        layer.put(places_B, k[:, 0], None if v is None else v[:, 0])
         scale, sinks_H = softmax_of(attention)
-        y_BHC = attend_one(q[:, 0], k_BTGC, v_BTGC, seen[block.window], scale, sinks_H)
+        how = dict(scale=scale, window=block.window or None, sinks_H=sinks_H)
+        y_BHC = decode_attention(q[:, 0], *layer, table_BM, at_B + 1, **how)
         x = x + block.branch(output(attention, y_BHC)[:, None])
         x, routing = feed_forward(block, x, None, rows)
         if routing is not None:
@@ -134,7 +162,8 @@ def feed_forward(
     T = x_TD.shape[0]
     if more := max(rows - T, 0):
         padding_T = x_TD.new_zeros(T, dtype=torch.bool) if padding_T is None else padding_T
-        x_TD, padding_T = F.pad(x_TD, (0, 0, 0, more)), F.pad(padding_T, (0, more), value=True)
+        x_TD = torch.cat([x_TD, x_TD.new_zeros(more, x_TD.shape[1])])
+        padding_T = torch.cat([padding_T, padding_T.new_ones(more)])
     call = None if moe.router.cfg.capacity_factor is None else moe.call(x_TD, capacity_factor=0.0)
     if isinstance(moe.dispatcher, ExpertTensorDispatcher):  # undivided: ranks of its group have other tokens
         call = (call or Call())._replace(way="1")
@@ -148,25 +177,31 @@ def feed_forward(
 
 
 def prompt_grouped(
-    attention: Attention, x_BSD: Tensor, turns: Turns, layer: Layer, slots_B: Tensor
+    attention: Attention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
 ) -> Tensor:
-    """y [B, S, D] of prompts; their keys and values go into the cache."""
-    q, k, v = attention.project(x_BSD, *turns)
-    S = x_BSD.shape[1]
-    layer.k_BTGC[slots_B, :S] = k
-    layer.v_BTGC[slots_B, :S] = v
+    """y [1, S, D] of a chunk; its keys and values go into the cache."""
+    q, k, v = attention.project(x_1SD, *turns)
+    layer.put(chunk.places_N, chunk.tokens(k), chunk.tokens(v))
+    window = attention.window
+    if chunk.seen_J is not None:
+        k, v = (t[None] for t in layer.get(chunk.seen_J))
+        window = 0  # which the mask holds, for queries that are not all
     scale, sinks_H = softmax_of(attention)
-    return attention.o(attend(q, k, v, None, scale, attention.window, sinks_H).flatten(-2))
+    return attention.o(attend(q, k, v, mask, scale, window, sinks_H).flatten(-2))
 
 
 def prompt_latent(
-    attention: LatentAttention, x_BSD: Tensor, turns: Turns, layer: Layer, slots_B: Tensor
+    attention: LatentAttention, x_1SD: Tensor, turns: Turns, layer: Layer, chunk: Chunk, mask: Mask
 ) -> Tensor:
-    """y [B, S, D] of prompts, nothing absorbed; their latents go into the cache."""
-    q_nope, q_rot, latent, k_rot = attention.narrow(x_BSD, *turns)
-    layer.k_BTGC[slots_B, : x_BSD.shape[1], 0] = torch.cat([latent, k_rot.squeeze(2)], -1)
+    """y [1, S, D] of a chunk, nothing absorbed; its latents go into the cache."""
+    q_nope, q_rot, latent, k_rot = attention.narrow(x_1SD, *turns)
+    layer.put(chunk.places_N, chunk.tokens(torch.cat([latent.unsqueeze(2), k_rot], -1)), None)
+    if chunk.seen_J is not None:
+        both_1J1C = layer.get(chunk.seen_J)[0][None]
+        latent, k_rot = both_1J1C.split(attention.widths[1:], -1)
+        latent = latent.squeeze(2)
     k, v = attention.widen(latent, k_rot)
-    y = attend(torch.cat([q_nope, q_rot], -1), k, v, None, attention.scale)
+    y = attend(torch.cat([q_nope, q_rot], -1), k, v, mask, attention.scale)
     return attention.o(y.flatten(-2))
 
 
@@ -208,23 +243,35 @@ def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | 
     return scale, attention.sinks
 
 
-def attend_one(
-    q_BHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, seen_BT: Tensor, scale: float, sinks_H: Tensor | None
+def decode_attention(
+    q_BHC: Tensor,
+    k_PTGC: Tensor,
+    v_PTGC: Tensor,
+    table_BM: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attend` for one query a sequence, [B, H, C of v].
+    """`attend` for the last token of each sequence, whose keys lie in pages: [B, H, C of v].
 
-    The heads that share a key are rows of one product, so keys are read once.
+    lengths_B: tokens of each, its own among them; at most those of its M pages. The heads that share a key
+    are rows of one product, so keys are read once.
     """
     B, H, _ = q_BHC.shape
-    G = k_BTGC.shape[2]
-    q_BGPC = q_BHC.unflatten(1, (G, H // G))
-    k_BGTC, v_BGTC = k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
-    seen = seen_BT[:, None, None]
+    G = k_PTGC.shape[2]
+    q_BGRC = q_BHC.unflatten(1, (G, H // G))
+    pages_BM = table_BM.long()
+    k_BGNC, v_BGNC = (t[pages_BM].flatten(1, 2).transpose(1, 2) for t in (k_PTGC, v_PTGC))
+    behind_BN = lengths_B[:, None] - 1 - torch.arange(k_BGNC.shape[2], device=q_BHC.device)
+    seen_BN = behind_BN >= 0 if window is None else (behind_BN >= 0) & (behind_BN < window)
+    seen = seen_BN[:, None, None]
     if sinks_H is None:
-        y = F.scaled_dot_product_attention(q_BGPC, k_BGTC, v_BGTC, attn_mask=seen, scale=scale)
+        y = F.scaled_dot_product_attention(q_BGRC, k_BGNC, v_BGNC, attn_mask=seen, scale=scale)
         return y.flatten(1, 2)
-    scores = (q_BGPC @ k_BGTC.mT).float() * scale
+    scores = (q_BGRC @ k_BGNC.mT).float() * scale
     scores = scores.masked_fill(~seen, float("-inf"))
     sinks = sinks_H.float().view(1, G, H // G, 1).expand(B, -1, -1, -1)
     weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return (weights.to(v_BGTC.dtype) @ v_BGTC).flatten(1, 2)
+    return (weights.to(v_BGNC.dtype) @ v_BGNC).flatten(1, 2)

@@ -1,14 +1,13 @@
-"""Slots that answers are made in: filled from a queue, stepped together, emptied as answers end.
+"""The loop of a call: answers in slots, stepped together, refilled as answers end and pages are free.
 
 An answer begins with its prompt's last token, as any other step does: so the answers of a group share one
-prefill of the tokens before it, and the first token needs no code of its own. A slot keeps its prompt's part
-of the cache until another prompt takes the slot; the answers of a group that come later copy it from there.
+prefill of the tokens before it, and the first token needs no code of its own.
 
 The host launches a step, then reads what the step before it gave (on a CPU the step itself). It knows lengths
 without reading, so only an answer that stops by itself is stepped once too often; that step's result is
 dropped.
 
-next: generate/forward.py, generate/sampler.py
+next: generate/prompt_chunks.py, generate/forward.py, generate/sampler.py
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.generate.cache import Cache
+from tmoe.generate.cache import PAGE, Cache
 from tmoe.generate.forward import Turns, decode, idle, prefill
+from tmoe.generate.graphs import Graphs, rounded
+from tmoe.generate.pages import Pages, Span
+from tmoe.generate.prompt_chunks import chunks
 from tmoe.generate.sampler import Sampling, draw
 from tmoe.generate.text import Text
 from tmoe.generate.whole import Ranks
 from tmoe.model.rope import rope_table
 from tmoe.model.transformer import Transformer
-
-AT_ONCE = 8192  # tokens of prompts, padding included, in one prefill
 
 
 @dataclass(eq=False)
@@ -42,12 +42,18 @@ class Request:
     most: int  # tokens that it may have
     uniform: Tensor
     text: Text | None
+    pages: list[int] = field(default_factory=list)  # of the cache, once it has a slot
     launched: int = 0  # steps that the host has started for it
     finish: str = ""  # 'stop' or 'length' once it is over
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
     routes: list[Tensor] = field(default_factory=list)
+
+    @property
+    def span(self) -> Span:
+        """Its tokens in the cache; of its last token nothing is cached."""
+        return Span(self.prompt, self.first, self.first + self.most)
 
     @property
     def leaves(self) -> bool:
@@ -68,7 +74,9 @@ class Room(NamedTuple):
     """What a call takes for its slots."""
 
     slots: int
-    capacity: int  # tokens a slot
+    pages: int
+    capacity: int  # tokens of an answer, its prompt included
+    graphs: bool = False  # steps are CUDA graphs
 
 
 class Slots:
@@ -90,24 +98,32 @@ class Slots:
         cfg, weight = model.cfg, model.head_weight
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
-        self.cache = Cache(cfg, *room, device, weight.dtype)
-        self.turns = Turns(*rope_table(cfg.rope, cfg.rotary_dim, room.capacity, device))
+        self.slots = room.slots
+        self.cache = Cache(cfg, room.pages, device, weight.dtype)
+        M = -(-room.capacity // PAGE)
+        # tables are kept: of few lengths
+        self.turns = Turns(*rope_table(cfg.rope, cfg.rotary_dim, min(M * PAGE, cfg.rope.max_seq), device))
         self.rows: list[Request] = []  # those of the first slots
-        self.holds: list[int | None] = [None] * room.slots  # whose prompt a slot's cache begins with
-        # a slot's next token and its position, how many tokens its answer has, and the answer's uniforms
-        self.token_B, self.at_B, self.made_B = torch.zeros(3, room.slots, dtype=torch.int64, device=device)
+        # A slot's next token and its position, how many tokens its answer has, and 1: it has one. Then the
+        # pages, and the answer's uniforms. Slots without an answer are all 0.
+        B = rounded(room.slots) if room.graphs else room.slots
+        self.state_4B = torch.zeros(4, B, dtype=torch.int64, device=device)
+        self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
         most = min(sampling.max_tokens, room.capacity)
-        self.uniform_BN = torch.zeros(room.slots, most, dtype=torch.float64, device=device)
-        self.ends_I = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        self.uniform_BN = torch.zeros(B, most, dtype=torch.float64, device=device)
         self.unknown_V = torch.arange(cfg.vocab, device=device) >= known if known < cfg.vocab else None
-        self.ending_V = torch.isin(torch.arange(cfg.vocab, device=device), self.ends_I)
+        ends_I = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        self.ending_V = torch.isin(torch.arange(cfg.vocab, device=device), ends_I)
         self.routes = routes
+        self.prompt_routes: dict[int, Tensor] = {}
+        self.graphs = Graphs() if room.graphs else None
 
     def run(self, queue: deque[Request]) -> Iterator[list[Request]]:
         """Makes all answers of the queue, which lists those of a prompt one after the other.
 
         Yields the requests of each step once its results are in them.
         """
+        self.pages = Pages(self.cache.pages, [request.span for request in queue])
         flights: deque[Flight] = deque()
         while True:
             self.refill(queue)
@@ -123,91 +139,117 @@ class Slots:
     # ---- slots ----
 
     def refill(self, queue: deque[Request]) -> None:
-        """Gives the slots of answers that are over to the queue; else closes the gaps."""
-        fresh: dict[int, int] = {}  # prompts to be prefilled, and their slots
-        later: list[tuple[int, int]] = []  # slots to copy, once that is done
-        for slot in range(len(self.holds)):
-            if slot < len(self.rows) and not self.rows[slot].leaves:
-                continue
-            if not queue:
+        """Gives the slots of answers that are over to the queue, while pages are free; closes the gaps."""
+        gaps = deque(slot for slot, request in enumerate(self.rows) if request.leaves)
+        for slot in gaps:
+            self.pages.drop(self.rows[slot].pages)
+        fresh: dict[int, list[int]] = {}  # prompts to be cached, and their pages
+        copied: list[tuple[int, int]] = []
+        seated: dict[int, Request] = {}
+        while queue and (gaps or len(self.rows) < self.slots):
+            seat = self.pages.admit(queue[0].span)
+            if seat is None:
                 break
             request = queue.popleft()
-            prompt = request.prompt
-            if prompt in fresh:
-                later.append((fresh[prompt], slot))
-            elif prompt not in self.holds:
-                fresh[prompt] = slot
-            elif self.holds[slot] != prompt:
-                self.cache.copy(self.holds.index(prompt), slot, request.first)
-            self.holds[slot] = prompt
-            self.seat(slot, request)
+            request.pages = seat.pages
+            if seat.fresh:
+                fresh[request.prompt] = seat.fresh
+            if seat.copied is not None:
+                copied.append(seat.copied)
+            slot = gaps.popleft() if gaps else len(self.rows)
+            self.rows[slot : slot + 1] = [request]
+            seated[slot] = request
         self.prefill(fresh)
-        for source, target in later:
-            self.cache.copy(source, target, len(self.prompts[self.rows[source].prompt]) - 1)
-        self.close_gaps()
+        self.cache.copy(copied)
+        self.seat(seated)
+        if gaps:
+            self.close(gaps)
 
-    def seat(self, slot: int, request: Request) -> None:
-        """Makes a slot ready for the first step of an answer, but for its prompt's cache."""
-        if slot == len(self.rows):
-            self.rows.append(request)
-        self.rows[slot] = request
-        self.token_B[slot] = self.prompts[request.prompt][-1]
-        self.at_B[slot] = request.first
-        self.made_B[slot] = 0
-        self.uniform_BN[slot, : request.most].copy_(request.uniform, non_blocking=True)
+    def prefill(self, fresh: dict[int, list[int]]) -> None:
+        """Caches these prompts without their last tokens, each in its pages; keeps routes if asked to."""
+        ids = {prompt: self.prompts[prompt][:-1] for prompt in fresh}
+        last = self.routes or self.ranks.group is not None  # no other block reads what its experts give
+        found = []
+        for chunk in chunks([(ids[p], fresh[p]) for p in fresh], self.ranks.at_once, self.state_4B.device):
+            rows = self.ranks.rows(chunk.tokens_1S.numel())
+            routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
+            if self.routes and routes:
+                found.append(torch.stack(routes, 0).to("cpu", torch.int16))
+        if found:
+            parts = torch.cat(found, 1).split([len(ids[prompt]) for prompt in fresh], 1)
+            self.prompt_routes |= dict(zip(fresh, parts, strict=True))
 
-    def prefill(self, fresh: dict[int, int]) -> None:
-        """Caches these prompts without their last tokens, several at once, padded behind their ends."""
-        waiting = sorted(((len(self.prompts[p]) - 1, p, slot) for p, slot in fresh.items()), reverse=True)
-        while waiting and (longest := waiting[0][0]):
-            count = max(1, AT_ONCE // longest)
-            some, waiting = waiting[:count], waiting[count:]
-            some = [(n, p, slot) for n, p, slot in some if n]
-            rows = [self.prompts[p][:n] + [0] * (longest - n) for n, p, _ in some]
-            device = self.token_B.device
-            lengths_B1 = torch.tensor([[n] for n, *_ in some], device=device)
-            padding_BS = torch.arange(longest, device=device) >= lengths_B1
-            slots_B = torch.tensor([slot for *_, slot in some], device=device)
-            tokens_BS = torch.tensor(rows, dtype=torch.int64, device=device)
-            prefill(self.model, self.cache, tokens_BS, padding_BS, slots_B, self.ranks)
+    def seat(self, seated: dict[int, Request]) -> None:
+        """Makes slots ready for the first steps of their answers."""
+        if not seated:
+            return
+        device = self.state_4B.device
+        slots_I = torch.tensor(list(seated), device=device)
+        found = seated.values()
+        states = [(self.prompts[request.prompt][-1], request.first, 0, 1) for request in found]
+        self.state_4B[:, slots_I] = torch.tensor(states, device=device).T
+        tables = torch.zeros(len(seated), self.table_BM.shape[1], dtype=torch.int32)
+        uniforms = torch.zeros(len(seated), self.uniform_BN.shape[1], dtype=torch.float64)
+        for row, request in enumerate(found):
+            tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+            uniforms[row, : request.most] = request.uniform
+        self.table_BM[slots_I] = tables.to(device)
+        self.uniform_BN[slots_I] = uniforms.to(device)
 
-    def close_gaps(self) -> None:
-        """Moves last slots into those of answers that are over, so that steps run over no empty slot."""
-        while any(request.leaves for request in self.rows):
-            last = len(self.rows) - 1
-            if not self.rows[last].leaves:
-                gap = next(i for i, request in enumerate(self.rows) if request.leaves)
-                moved = self.rows[gap] = self.rows[last]
-                self.holds[gap] = self.holds[last]
-                self.cache.copy(last, gap, moved.first + moved.launched)
-                for state in (self.token_B, self.at_B, self.made_B, self.uniform_BN):
-                    state[gap] = state[last]
-            self.rows.pop()
+    def close(self, gaps: Sequence[int]) -> None:
+        """Moves the last answers into gaps, so that steps run over no empty slot."""
+        empty = set(gaps)
+        B = len(self.rows) - len(gaps)
+        to = [slot for slot in gaps if slot < B]
+        of = [slot for slot in range(B, len(self.rows)) if slot not in empty]
+        for source, target in zip(of, to, strict=True):
+            self.rows[target] = self.rows[source]
+        for state in (self.state_4B.T, self.table_BM, self.uniform_BN):
+            if to:
+                state[to] = state[of]
+            state[B : len(self.rows)] = 0
+        del self.rows[B:]
 
     # ---- steps ----
 
     def step(self) -> Flight:
         """Starts a step of all rows: a token of each into the cache, the next one drawn."""
         B = len(self.rows)
-        token_B, at_B, made_B = (t[:B] for t in (self.token_B, self.at_B, self.made_B))
-        longest = 1 + max(request.first + request.launched for request in self.rows)
-        logits_BV, chosen = decode(self.model, self.cache, token_B, at_B, longest, self.turns, self.ranks)
-        uniform_B = self.uniform_BN[:B].gather(1, made_B[:, None])[:, 0]
-        drawn = draw(logits_BV, uniform_B, self.sampling, self.barred(made_B))
-        ended_B = torch.isin(drawn.tokens_B, self.ends_I)
-        numbers_4B = torch.stack([t.double() for t in (*drawn, ended_B)])
-        routes_YBK = torch.stack(chosen).to(torch.int16) if self.routes and chosen else None
-
-        token_B.copy_(drawn.tokens_B)
-        at_B += 1
-        made_B += 1
+        rows = self.ranks.rows(B)
+        early = any(request.launched < self.sampling.min_tokens for request in self.rows)
+        if self.graphs is not None:
+            M = self.table_BM.shape[1]
+            size = rounded(B)
+            numbers_4B, routes_YBK = self.graphs.run((size, early), lambda: self.advance(size, M, early, 0))
+        else:
+            longest = 1 + max(request.first + request.launched for request in self.rows)
+            numbers_4B, routes_YBK = self.advance(B, -(-longest // PAGE), early, rows)
         for request in self.rows:
             request.launched += 1
         return take_off(list(self.rows), numbers_4B, routes_YBK)
 
-    def barred(self, made_B: Tensor) -> Tensor | None:
+    def advance(self, B: int, M: int, early: bool, rows: int) -> tuple[Tensor, Tensor | None]:
+        """A step of the first B slots on the device: numbers_4B and routes_YBK of a Flight.
+
+        M: pages that any of them has tokens in, its new one included. early: any has fewer than min_tokens.
+        rows: see feed_forward.
+        """
+        token_B, at_B, made_B, live_B = self.state_4B[:, :B]
+        logits_BV, chosen = decode(
+            self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows
+        )
+        uniform_B = self.uniform_BN[:B].gather(1, made_B[:, None])[:, 0]
+        drawn = draw(logits_BV, uniform_B, self.sampling, self.barred(made_B, early))
+        numbers_4B = torch.stack([t.double() for t in (*drawn, self.ending_V[drawn.tokens_B])])
+        routes_YBK = torch.stack(chosen).to(torch.int16) if self.routes and chosen else None
+        token_B.copy_(drawn.tokens_B)
+        at_B += live_B
+        made_B += live_B
+        return numbers_4B, routes_YBK
+
+    def barred(self, made_B: Tensor, early: bool) -> Tensor | None:
         """Tokens that may not come: those without a text, and before min_tokens those that end an answer."""
-        if all(request.launched >= self.sampling.min_tokens for request in self.rows):
+        if not early:
             return self.unknown_V
         early_BV = (made_B < self.sampling.min_tokens)[:, None] & self.ending_V
         return early_BV if self.unknown_V is None else early_BV | self.unknown_V

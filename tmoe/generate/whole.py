@@ -27,6 +27,9 @@ from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.parallel.collectives import group_of
 
+AT_ONCE = 8192  # tokens of prompts in one pass, at most
+ON_CPU = 1024  # where a mask is [S, S]
+
 
 def require_whole(model: object) -> None:
     """ValueError for what is no Transformer, or a part of one."""
@@ -38,10 +41,10 @@ def require_whole(model: object) -> None:
 
 
 @contextmanager
-def gathered(model: Transformer, most: int) -> Iterator[Ranks]:
+def gathered(model: Transformer, slots: int) -> Iterator[Ranks]:
     """Inside, modules hold their weights whole, in the type of computation, and compute as in evaluation.
 
-    most: tokens of any pass of this rank. A collective of all ranks that the model lies on, in the beginning
+    slots: of this rank. A collective of all ranks that the model lies on, in the beginning
     alone; what it gives are the ranks that must pass the experts together.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -61,7 +64,7 @@ def gathered(model: Transformer, most: int) -> Iterator[Ranks]:
             for module in model.modules():
                 stack.enter_context(getattr(module, "standing_in", nullcontext)())
         ranks = Ranks(model, layers)
-        stack.enter_context(room(layers, ranks.join(most)))
+        stack.enter_context(room(layers, ranks.join(max(slots, ranks.at_once))))
         try:
             model.eval()
             for part in divided:
@@ -82,6 +85,9 @@ class Ranks:
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
         self.pads = self.group is not None and any(moe.router.cfg.pad for moe in layers)
+        # no more than exchanges have room for: they keep what they once had, and copy all of it
+        rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
+        self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])
 
     def join(self, rows: int) -> int:
         """The most rows that any rank has in the next pass, which all must make; below 0: none has one.
@@ -102,18 +108,18 @@ class Ranks:
         return most if self.pads else 0
 
 
+def exchanges(layers: list[MoE]) -> set[SymmDispatcher]:
+    """Those that go through the peers' memory."""
+    dispatchers = {way for moe in layers for way in (moe.dispatcher, *moe.ways.values())}
+    return {way for way in dispatchers if isinstance(way, SymmDispatcher)}
+
+
 @contextmanager
 def room(layers: list[MoE], tokens: int) -> Iterator[None]:
     """Inside, exchanges through the peers' memory have room for so many tokens of any rank."""
-    exchanges = {
-        dispatcher
-        for moe in layers
-        for dispatcher in (moe.dispatcher, *moe.ways.values())
-        if isinstance(dispatcher, SymmDispatcher)
-    }
-    before = {exchange: exchange.tokens for exchange in exchanges}
+    before = {exchange: exchange.tokens for exchange in exchanges(layers)}
     try:
-        for exchange in exchanges:
+        for exchange in before:
             exchange.tokens = max(exchange.tokens, tokens)
         yield
     finally:

@@ -1,0 +1,134 @@
+"""Pages: who shares which, that admission never stops, long prompts in pieces, and that memory goes back.
+
+next: tests/generate/test_sampler.py
+"""
+
+import gc
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts import GPT_OSS, GQA, LATENT
+
+from tmoe.generate import Engine, Sampling, whole
+from tmoe.generate.pages import Pages, Span, alone, most_needed
+from tmoe.model.transformer import Transformer
+
+LONG = {
+    name: replace(cfg, rope=replace(cfg.rope, max_seq=400))
+    for name, cfg in dict(gqa=GQA, gpt_oss=replace(GPT_OSS, window=150), latent=LATENT).items()
+}
+
+
+def test_answers_share_full_pages_and_copy_the_last():
+    spans = [Span(0, 299, 379)] * 3
+    pages = Pages(6, spans)
+    first, second, third = (pages.admit(span) for span in spans)
+    assert first.pages[:2] == second.pages[:2] == third.pages[:2] == first.fresh[:2]
+    assert first.copied == (first.fresh[2], first.pages[2]) and second.copied == (
+        first.fresh[2],
+        second.pages[2],
+    )
+    assert third.copied is None and third.pages[2] == first.fresh[2] and not second.fresh and not third.fresh
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_admission_never_stops_and_no_page_has_two_writers(seed):
+    draw = random.Random(seed)
+    spans = []
+    answers = draw.randint(1, 5)
+    for prompt in range(draw.randint(1, 8)):
+        first = draw.choice([0, 1, 127, 128, 129, 300, 384])
+        spans += [Span(prompt, first, first + draw.randint(1, 400)) for _ in range(answers)]
+    least = 1 + max(alone(span, answers) for span in spans)
+    count = least + draw.choice([0, 1, 5, 50])
+    pages = Pages(count, spans)
+    waiting, running = list(spans), []
+    while waiting or running:
+        while waiting and (seat := pages.admit(waiting[0])) is not None:
+            running.append((waiting.pop(0), seat))
+        assert running, "with nothing running the next one is admitted"
+        written = [page for span, seat in running for page in seat.pages[span.whole :]]
+        written += [page for kept in pages.kept.values() for page in kept]
+        assert len(set(written)) == len(written) and 0 not in written
+        assert not set(written) & set(pages.free) and len(set(pages.free)) == len(pages.free)
+        pages.drop(running.pop(draw.randrange(len(running)))[1].pages)
+    assert sorted(pages.free) == list(range(1, count)), "all are free in the end"
+    roomy = Pages(1 + most_needed(spans, 7), spans)
+    assert all(roomy.admit(span) for span in spans[:7]), "so many neighbours have room at once"
+
+
+def long_model(name: str) -> Transformer:
+    torch.manual_seed(0)
+    net = Transformer(LONG[name]).eval()
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.dim() > 1:
+                p.mul_(6)
+    return net
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_prompts_and_answers_over_several_pages(name, monkeypatch):
+    """Prompts in one chunk and in pieces; full and partial pages; a pool in which answers wait."""
+    net = long_model(name)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(64, (n,), generator=draw).tolist() for n in (129, 230, 257, 3)]
+    how = Sampling(temperature=0.7, max_tokens=30, seed=3)
+    want = Engine(net).generate(prompts, 2, how, routes=True)
+    for prompt, answers in zip(prompts, want, strict=True):
+        for sample in answers:
+            with torch.no_grad():
+                z = net(torch.tensor([[*prompt, *sample.ids.tolist()]]))[0, len(prompt) - 1 : -1] / 0.7
+            expected = z.log_softmax(-1).gather(1, sample.ids[:, None])[:, 0]
+            assert torch.allclose(sample.logprobs, expected, atol=2e-4)
+    monkeypatch.setattr(whole, "ON_CPU", 60)
+    page = 128 * 4 * 4 * (8 + 8) * 2 if name != "latent" else 128 * 4 * 4 * 24
+    few = Engine(net, pool_gib=10 * page / 2**30).generate(prompts, 2, how, routes=True)
+    for a, b in zip([s for x in want for s in x], [s for x in few for s in x], strict=True):
+        assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
+
+
+def test_memory_goes_back():
+    net = Transformer(replace(GQA, layers=2))
+    engine = Engine(net, slots=2)
+
+    def cycle() -> int:
+        engine.generate([[1, 2, 3]], 3, Sampling(max_tokens=2), routes=True)
+        next(engine.stream([[1, 2, 3]], 1, Sampling(max_tokens=2)))
+        gc.collect()
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return sum(t.untyped_storage().nbytes() for t in found)
+
+    cycle()
+    before = cycle()
+    for _ in range(48):
+        engine.generate([[1, 2, 3]], 3, Sampling(max_tokens=2))
+    assert cycle() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_memory_goes_back_on_a_gpu(graphs):
+    net = Transformer(LONG["gqa"]).cuda()
+    engine = Engine(net, pool_gib=0.1, graphs=graphs)
+    held = []
+    for _ in range(50):
+        engine.generate([[1] * 200], 5, Sampling(max_tokens=4))
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[1:])) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONG)
+def test_graphs_change_no_token(name):
+    net = long_model(name).cuda()
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(64, (n,), generator=draw).tolist() for n in (129, 200, 257, 3)]
+    how = Sampling(temperature=0.7, top_p=0.9, max_tokens=70, min_tokens=5, stop_ids=(1, 2), seed=3)
+    plain = Engine(net, slots=70).generate(prompts, 20, how, routes=True)
+    captured = Engine(net, slots=70, graphs=True).generate(prompts, 20, how, routes=True)
+    for a, b in zip([s for x in plain for s in x], [s for x in captured for s in x], strict=True):
+        assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)

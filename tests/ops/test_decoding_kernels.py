@@ -1,0 +1,31 @@
+"""The kernels of decoding in Triton's interpreter: runs their tests again in processes of its own.
+
+next: tests/generate/test_engine.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = ["test_decode_attention.py"]
+
+
+def in_the_interpreter(*which: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-x", *which]
+    command += [f"tests/ops/{name}" for name in FILES]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+def test_a_few():
+    in_the_interpreter("-m", "not slow", "-k", "kernels")
+
+
+@pytest.mark.slow
+def test_all():
+    in_the_interpreter()
