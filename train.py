@@ -115,7 +115,7 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.guard = SkipGuard(cfg.optim.max_skips)
+        self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.graphs = Graphs()
         self.routes = Routes(cfg.log.routes, cfg.out, self.model, run.rank)
         self.unread: Unread | None = None
@@ -165,21 +165,27 @@ class Trainer:
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             saving = self.checkpoints.saving
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout, saving):
-                batch = next(data)
+                batch = self.task.rollout(model, next(data), run, step)
+                if batch is None:  # told to stop in a rollout: a resumed run makes it again
+                    self.leave()
+                    break
                 totals, stop = self.agree(batch)
                 lr = cfg.optim.lr * lr_factor(step, cfg.steps, cfg.optim)
                 set_lr(optimizer, lr)
                 self.routes.begin(step)
-                loss = self.forward_backward(batch, totals)
-                norm = clip_grad_norm_(model.counted(), inf)
-                run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
-                finite = all_finite(loss, norm)
-                optimizer.decide(finite, norm, cfg.optim.clip)  # whether to clip, whether to skip the step
-                optimizer.step()
-                model.update_bias(finite)
-                if self.ema:
-                    self.ema.update(finite)
-                optimizer.zero_grad()
+                for _ in range(self.task.updates):
+                    loss = self.forward_backward(batch, totals)
+                    norm = clip_grad_norm_(model.counted(), inf)
+                    run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
+                    finite = all_finite(loss, norm)
+                    optimizer.decide(
+                        finite, norm, cfg.optim.clip
+                    )  # whether to clip, whether to skip the step
+                    optimizer.step()
+                    model.update_bias(finite)
+                    if self.ema:
+                        self.ema.update(finite)
+                    optimizer.zero_grad()
 
                 self.step = step + 1
                 self.tokens += batch.tokens_ABS.numel() * self.mesh.axes.readers
@@ -233,6 +239,15 @@ class Trainer:
             profile.step()
         self.checkpoints.poll()
 
+    def leave(self) -> None:
+        """Told to stop before the step's batch was there: saves the state of the steps that are done."""
+        if self.unread is not None:
+            self.log(*self.unread)
+            self.unread = None
+        self.run.watch.pause()
+        self.save()
+        self.checkpoints.finish()
+
     def every(self, steps: int) -> bool:
         """Whether what is done once in so many steps (0: never) is due after the step just done."""
         return steps > 0 and self.step % steps == 0
@@ -283,6 +298,11 @@ class Trainer:
         one = torch.ones((), device=device)  # sums are divided at the end
         model.eval()
         with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
+            if self.task.evaluate is not None:
+                found = self.task.evaluate(model, data or self.val_data, self.run)
+                model.train()
+                val_loss, self.val_measured = found or (None, {})
+                return val_loss
             for i in range(cfg.train.eval_batches):
                 if stopped := self.run.sums(self.run.stop)[0] > 0:
                     break

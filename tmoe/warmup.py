@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -90,7 +91,15 @@ def traces(cfg: Config) -> list[tuple]:
         found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
     found.append((adamw.trace, dtype))
     found.append((parts.trace, dtype))
+    if cfg.task == "grpo":
+        found += traces(of_rollout(cfg))
     return found
+
+
+def of_rollout(cfg: Config) -> Config:
+    """A run whose ranks have as many tokens at a time as a rollout's slots."""
+    train = replace(cfg.train, batch=cfg.grpo.slots, seq=1)
+    return replace(cfg, task="pretrain", train=train, parallel=replace(cfg.parallel, tp=1, cp=1))
 
 
 def local_arch() -> str | None:

@@ -82,7 +82,7 @@ def require_same_run(step_dir: Path, cfg: Config, data: dict[str, Any], readers:
     now = json.loads(json.dumps(asdict(cfg), default=str))
     goes_on = not cfg.eval_only and step < cfg.steps
     by_hash = ("data.tokenizer", "data.new_tokenizer")  # compared above
-    names = [f"{group}.{name}" for group in ("data", "optim") for name in now[group]]
+    names = [f"{group}.{name}" for group in ("data", "optim", "grpo") for name in now[group]]
     names = [name for name in names if name not in by_hash]
     names += [*(f"model.{name}" for name in STEPS_READ), "model.moe.selection"]
     names += ["train.seq", "train.dtype", "seed"]

@@ -324,6 +324,83 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True)
+class GrpoConfig:
+    """Learning from rewards of the model's own answers (--task grpo)."""
+
+    rewards: tuple[str, ...] = ()
+    """what answers are rewarded for, each NAME, NAME:WEIGHT, FILE.py:FUNCTION or FILE.py:FUNCTION:WEIGHT:
+    exact, number, boxed, choice, regex, length, code, or a function of your own"""
+    prompts: int = 8
+    """prompts of all ranks in one step, which no layout changes"""
+    group: int = 8
+    """answers to each prompt, whose rewards are compared"""
+    max_tokens: int = 256
+    """most tokens of an answer; a prompt and an answer together fit into --train.seq"""
+    temperature: float = 1.0
+    """of sampling and of the loss"""
+    top_p: float = 1.0
+    """answers are drawn from the most probable tokens that together reach this probability"""
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo", "dppo", "rloo"] = "dapo"
+    """the policy's loss"""
+    clip_low: float | None = None
+    """how far below 1 the ratio of new to old probability counts; None: the loss's own"""
+    clip_high: float | None = None
+    """how far above 1; None: the loss's own"""
+    advantage: Literal["normalised", "mean", "leave-one-out"] | None = None
+    """rewards of a prompt as advantages: less their mean, over their deviation (normalised), or by the mean
+    of the others; None: mean for dr_grpo, leave-one-out for rloo, else normalised"""
+    updates: int = 1
+    """optimizer updates with the answers of a step"""
+    kl: float = 0.0
+    """weight of the divergence from the model that the run began with; 0: no such model is kept"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """where it is counted"""
+    overlong: Literal["train", "drop"] = "train"
+    """answers that max-tokens cuts off: trained like others, or left out of the loss (drop);
+    the reward `length` lowers rewards as answers come near it"""
+    tries: int = 0
+    """how often prompts are drawn anew in place of those whose answers are rewarded alike;
+    0: these stay (and teach nothing)"""
+    mismatch: Literal["truncate", "mask", "off"] | None = None
+    """where the sampler's probability of a token is not the trainer's: the loss is weighed by their ratio,
+    at most mismatch-cap (truncate), or 0 beyond it (mask); None: truncate, for gspo and rloo off"""
+    mismatch_cap: float = 2.0
+    """bound of that ratio, above 1"""
+    slots: int = 64
+    """answers that a rank makes at the same time"""
+    pool_gib: float | None = None
+    """room for their keys and values, taken for a rollout and given back after;
+    None: what they need, at most 80% of what is free"""
+    reward_workers: int = 2
+    """processes of each rank that work out rewards"""
+    reward_timeout: float = 10.0
+    """seconds after which a reward is given up"""
+    code: bool = False
+    """let the reward `code` run what the model writes, without network and within limits"""
+    right: float = 1.0
+    """validation: the reward from which an answer is right, for pass@k"""
+
+    def __post_init__(self) -> None:
+        one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries"
+        check(self, "--grpo.", one=one, zero=zero, positive="temperature clip_high pool_gib reward_timeout")
+        group = f"--grpo.group={self.group}"
+        require(self.group > 1, f"{group}: must be at least 2, for answers are compared with each other")
+        require(0 < self.top_p <= 1, f"--grpo.top-p={self.top_p}: must be above 0 and at most 1")
+        low = self.clip_low
+        require(low is None or 0 < low < 1, f"--grpo.clip-low={low}: must be above 0 and below 1")
+        bounds = f"--grpo.clip-low={low}, --grpo.clip-high={self.clip_high}"
+        none = low is None and self.clip_high is None
+        require(none or self.loss != "cispo", f"{bounds}: --grpo.loss=cispo has neither; leave them out")
+        cap = self.mismatch_cap
+        require(cap > 1, f"--grpo.mismatch-cap={cap}: must be above 1")
+        whole = self.loss in ("gspo", "rloo") and self.mismatch in ("truncate", "mask")
+        name = f"--grpo.mismatch={self.mismatch}"
+        require(
+            not whole, f"{name}: weighs tokens, and --grpo.loss={self.loss} has whole answers; valid: off"
+        )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
@@ -362,9 +439,9 @@ class LogConfig:
 class Config:
     """A whole run."""
 
-    task: Literal["pretrain", "sft", "preference"] = "pretrain"
+    task: Literal["pretrain", "sft", "preference", "grpo"] = "pretrain"
     """what is trained for: text (pretrain), the answers of conversations (sft),
-    the better one of two answers (preference)"""
+    the better one of two answers (preference), rewards of the model's own answers (grpo)"""
     out: str = "runs/default"
     """run folder: config.json, metrics.jsonl, checkpoints/, report.png"""
     steps: int = 1000
@@ -399,6 +476,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -434,6 +512,33 @@ class Config:
                 f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
             )
         require_layout(self)
+        if self.task == "grpo":
+            require_grpo(self)
+
+
+def require_grpo(cfg: Config) -> None:
+    """ConfigError unless the model can make answers and train on them as cfg.grpo says."""
+    g, t, model = cfg.grpo, cfg.train, cfg.model
+    valid = "needs at least one of exact, number, boxed, choice, regex, length, code or FILE.py:FUNCTION"
+    require(len(g.rewards) > 0 and all(g.rewards), f"--grpo.rewards={g.rewards}: {valid}")
+    pp = cfg.parallel.pp
+    require(pp == 1, f"--parallel.pp={pp}: --task grpo needs 1; stages of a pipeline make no answers")
+    given = f"--train.accumulate={t.accumulate}, --train.global-batch={t.global_batch}"
+    follows = "with --task grpo as many micro-batches follow as the answers fill; valid: 1 and 0"
+    require(t.accumulate == 1 and t.global_batch == 0, f"{given}: {follows}")
+    drops = model.dropout or model.moe.jitter
+    flags = "--model.dropout, --model.moe.jitter"
+    require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
+    most = f"--grpo.max-tokens={g.max_tokens}"
+    require(g.max_tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
+    routes = f"--log.routes={cfg.log.routes}"
+    require(
+        not cfg.log.routes, f"{routes}: answers are no samples of the data; leave it out with --task grpo"
+    )
+    cut = cfg.data.overlong
+    require(
+        cut != "truncate", f"--data.overlong={cut}: a prompt is not cut; valid for --task grpo: drop, error"
+    )
 
 
 def require_layout(cfg: Config) -> None:

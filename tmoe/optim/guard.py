@@ -44,8 +44,10 @@ class SkipGuard:
     class TooMany(RuntimeError):
         """max_skips steps in a row were not finite; raised on every rank in the same step."""
 
-    def __init__(self, max_skips: int):
+    def __init__(self, max_skips: int, spikes: bool = True):
+        """spikes: whether to look for them: not where losses lie around 0."""
         self.max_skips = max_skips
+        self.spikes = spikes
         self.in_a_row = 0
         self.total = 0
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
@@ -55,7 +57,8 @@ class SkipGuard:
 
         Every rank passes the same values.
         """
-        spike = len(self.losses) >= self.WARM and loss > self.SPIKE * statistics.median(self.losses)
+        known = self.spikes and len(self.losses) >= self.WARM
+        spike = known and loss > self.SPIKE * statistics.median(self.losses)
         if math.isfinite(loss):  # the window outlives a NaN
             self.losses.append(loss)
         self.in_a_row = 0 if finite else self.in_a_row + 1

@@ -2,12 +2,12 @@
 
 The loop, the Trainer, layouts, checkpoints, faults and the report are the same for all of them.
 
-next: post/sft.py
+next: post/sft.py, then post/grpo.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,13 @@ class Task:
     """this rank's share of what is trained for, a sum; None: cross-entropy"""
     measures: tuple[str, ...] = ()
     """names of what the log says of a step beside its loss: sums, divided as the loss is"""
+    spikes: bool = True
+    """whether a loss far above those before it is worth a word: not where losses lie around 0"""
+    updates: int = 1
+    """of the weights, with one batch"""
+    evaluate: Callable[[Any, Any, Runtime], tuple[float, dict[str, float]] | None] | None = None
+    """of a model, held-out data and the run: the number that a validation reports, and others by name; None
+    once any rank was told to stop. A collective. Where there is none, it is the mean loss"""
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self.cfg = cfg
@@ -56,6 +63,13 @@ class Task:
 
     def prepare(self, model: Transformer | Stages, data: Sequence[Dataset], run: Runtime, step: int) -> None:
         """What must be known before the first step, of the weights after this step. A collective."""
+
+    def rollout(self, model: Transformer | Stages, batch: Batch, run: Runtime, step: int) -> Batch | None:
+        """What the step is trained on, of the data that was read for it. A collective.
+
+        None, on all ranks, once any of them was told to stop.
+        """
+        return batch
 
     def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
         """A batch's micro-batches on the device, with what the objective is given."""

@@ -293,7 +293,7 @@ def loss_bytes(cfg: Config, axes: Axes) -> int:
 
 def by_log_probs(cfg: Config) -> bool:
     """Whether the task's loss is made of log-probs; else it is the fused cross-entropy."""
-    return cfg.task == "preference" or (cfg.task == "sft" and cfg.sft.dft)
+    return cfg.task in ("preference", "grpo") or (cfg.task == "sft" and cfg.sft.dft)
 
 
 def _head_bytes(cfg: Config, axes: Axes, rows: int) -> int:

@@ -54,7 +54,7 @@ with any_backend():
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 WINDOW = 50  # lines whose counts the heat map adds up
-SERIES = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+SERIES = ("loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "reward/mean", "val_reward/mean")
 BLUE, RED, GREY, PALE = "#1f5fa8", "#c8442c", "#666666", "#b9cfe6"
 
 
@@ -149,11 +149,14 @@ def paint(run: Run) -> Figure:
     rows: list[Any] = [["loss", "loss", "norm"], ["speed", "rate", "violation"], ["load"] * 3]
     if not run.counts.size:
         rows = [rows[0], ["speed", "rate", "rate"]]
+    if rewarded(run):
+        rows[0] = ["reward", "loss", "norm"]
     figure = Figure(figsize=(15, 2.9 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title(run), fontsize=13, x=0.012, ha="left", parse_math=False)
     painters = {
         "loss": draw_loss,
+        "reward": draw_reward,
         "norm": draw_norm,
         "speed": draw_speed,
         "rate": draw_rate,
@@ -233,7 +236,7 @@ def draw_loss(axis: Axes, run: Run) -> None:
     loss, val = run.series["loss"], run.series["val_loss"]
     curve(axis, run.steps, loss, label=f"training, smoothed{last_value(loss)}")
     seen = np.isfinite(val)
-    if seen.any():
+    if seen.any() and not rewarded(run):  # of rewards, a validation's number is minus their mean
         label = f"validation{last_value(val)}"
         axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
     entropy = run.config.get("facts", {}).get("unigram_entropy")
@@ -242,6 +245,22 @@ def draw_loss(axis: Axes, run: Run) -> None:
         axis.axhline(entropy, color=GREY, linewidth=1, linestyle="--", label=label)
     axis.set_title("Loss, nats a token", loc="left")
     axis.legend(frameon=False, loc="upper right")
+
+
+def rewarded(run: Run) -> bool:
+    """Whether the run is one of --task grpo."""
+    return bool(np.isfinite(run.series["reward/mean"]).any())
+
+
+def draw_reward(axis: Axes, run: Run) -> None:
+    reward, val = run.series["reward/mean"], run.series["val_reward/mean"]
+    curve(axis, run.steps, reward, label=f"training, smoothed{last_value(reward)}")
+    seen = np.isfinite(val)
+    if seen.any():
+        label = f"validation{last_value(val)}"
+        axis.plot(run.steps[seen], val[seen], "o-", color=RED, markersize=4, linewidth=0.8, label=label)
+    axis.set_title("Mean reward", loc="left")
+    axis.legend(frameon=False, loc="lower right")
 
 
 def last_value(values: np.ndarray) -> str:

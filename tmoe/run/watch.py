@@ -33,7 +33,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -118,6 +118,7 @@ class Watch:
         self.kinds = [
             0
         ] * world  # of each rank: ranks of one kind call the same collectives (pipeline stages)
+        self._aside = False  # whether collectives are left out of the journal
         self._moved: float | None = None  # when anything last moved in this step
         self._saved = False  # whether a save was under way at the last beat
         self._ended = threading.Event()
@@ -159,6 +160,23 @@ class Watch:
             self._moved = None
             self._disarm()
 
+    def moved(self) -> None:
+        """Says that work goes on of which no collective tells."""
+        if self._moved is not None:
+            self._moved = time.monotonic()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, collectives show that work goes on, and are left out of the journal.
+
+        For rollouts: each expert group calls as many as its own answers are long.
+        """
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
     def vote(self) -> None:
         """Raises DivergenceError on all ranks unless those of a kind agree on this step's collectives so far.
 
@@ -193,16 +211,18 @@ class Watch:
         return collective
 
     def _note(self, name: str, args: tuple, frame: Any) -> None:
+        if self._aside:
+            return self.moved()
         tensors = _first_tensors(args)
         options = args[-1] if args else None
         words = f"{name} {_operands(name, tensors, options)}at {_call_site(frame)}"
         self.sites.append(words)
         self.checksum = zlib.crc32(words.encode(), self.checksum)
-        if self._moved is not None:
-            self._moved = time.monotonic()
+        self.moved()
         if not tensors or tensors[0].is_cpu:
             # At once, as gloo may abort this process. Where NCCL hangs, the heartbeat tells later.
             self._tell()
+        return None
 
     def _begin_journal(self) -> None:
         with self._telling:

@@ -1,0 +1,357 @@
+"""--task grpo: the same in every layout, resumed bit for bit, its loss by hand, and what it refuses."""
+
+import json
+import os
+import random
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
+
+import faulty
+import pytest
+import runs
+import torch
+from tiers import slow_but
+
+import train
+from tmoe.config.axes import Axes
+from tmoe.config.check import ConfigError
+from tmoe.config.model import IGNORE, ModelConfig
+from tmoe.config.run import Config, DataConfig, GrpoConfig, LogConfig, ParallelConfig, TrainConfig
+from tmoe.data.prompt_dataset import Prompt, open_prompts
+from tmoe.data.tokenizer import DataError
+from tmoe.post.answers import Answer, pack, rows_of
+from tmoe.post.grpo import Grpo
+from tmoe.post.losses.sums import StepCounts
+from tmoe.run import process as runtime
+from tmoe.run.cli import parse
+from tmoe.run.lines import read_steps
+
+FLAGS = """--task grpo --train.dtype fp32 --optim.lr 1e-3 --resume none --steps 3 --grpo.prompts 4
+    --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress""".split()
+REWARD = '''
+def some(sample):
+    """Anything that differs from answer to answer."""
+    return sum(sample.answer.encode("utf-8", "surrogateescape")) % 7 / 7
+
+
+def raising(sample):
+    if sample.sample == 1:
+        raise KeyError("no such field")
+    return some(sample)
+
+
+def seldom(sample):
+    return some(sample) if sum(map(ord, sample.prompt)) % 2 else 0.0
+'''
+KEPT = ("loss", "grad_norm", "reward/mean", "policy/entropy", "policy/kl", "policy/clipped", "answers/tokens")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Prompts of sums, and rewards."""
+    folder = tmp_path_factory.mktemp("sums")
+    draw = random.Random(0)
+    pairs = [(draw.randrange(1000), draw.randrange(10)) for _ in range(40)]
+    rows = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in pairs]
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def words(data, out, *more, reward="some"):
+    made = [*runs.SMALL, *FLAGS, "--out", str(out), "--data.path", str(data / "sums.jsonl")]
+    return [*made, "--grpo.rewards", f"{data / 'reward.py'}:{reward}", *more]
+
+
+def lines(out, names=KEPT):
+    return [[line[name] for name in names] for _, line in read_steps(out / "metrics.jsonl")]
+
+
+def near(got, want):
+    """The first step to 1e-5. AdamW has made more of its rounding by the next."""
+    bounds = [1e-5] + [1e-4] * (len(want) - 1)
+    pairs = zip(got, want, bounds, strict=True)
+    return all(a == pytest.approx(b, rel=bound, abs=1e-5) for a, b, bound in pairs)
+
+
+def of_test(**given):
+    """Settings of a run on a tiny model, without a command line."""
+    grpo = GrpoConfig(rewards=("exact",), prompts=2, group=2, max_tokens=5, **given)
+    return Config(task="grpo", grpo=grpo, train=TrainConfig(batch=2, seq=16), model=ModelConfig(vocab=256))
+
+
+# ---- data ----
+
+
+def test_prompts_are_functions_of_seed_and_step(data, tmp_path):
+    cfg = Config(
+        task="grpo",
+        grpo=GrpoConfig(rewards=("exact",), prompts=6, max_tokens=8),
+        train=TrainConfig(seq=32),
+        model=ModelConfig(vocab=256),
+        data=DataConfig(path=(str(data / "sums.jsonl"),), val_fraction=0.2),
+    )
+    found, held = (open_prompts(cfg, split) for split in ("train", "val"))
+    texts = [{p.text for p in one.sources[0].prompts} for one in (found, held)]
+    assert len(texts[0]) + len(texts[1]) == 40 and not texts[0] & texts[1]
+    whole = found.batch(7, batch=1).numbers_P.tolist()
+    assert whole == list(range(42, 48))
+    parts = [found.batch(7, batch=1, rank=r, world=4).numbers_P for r in range(4)]
+    assert torch.cat(parts).tolist() == whole
+    once = {found.prompt(n).text for n in range(found.samples)}
+    assert once == texts[0]  # an epoch has each once
+    asked = found.prompt(42)
+    assert bytes(asked.ids).decode() == asked.text and asked.row["answer"] == str(eval(asked.text[:-1]))
+
+
+def test_messages_are_asked_by_the_template_and_long_prompts_left_out(tmp_path):
+    chat = [dict(role="user", content="hello")]
+    rows = [dict(prompt=chat), dict(prompt="a" * 40), dict(prompt="b"), dict(prompt="c")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    def opened(overlong):
+        data = DataConfig(path=(str(path),), overlong=overlong, val_fraction=0.01)
+        grpo = GrpoConfig(rewards=("exact",), max_tokens=4)
+        cfg = Config(
+            task="grpo", grpo=grpo, train=TrainConfig(seq=40), model=ModelConfig(vocab=256), data=data
+        )
+        return [open_prompts(cfg, split) for split in ("train", "val")]
+
+    found = [p.text for one in opened("drop") for p in one.sources[0].prompts]
+    assert len(found) == 3 and any("hello" in text and text != "hello" for text in found)
+    with pytest.raises(DataError, match=r"1 prompts are longer than --train.seq=40 leaves"):
+        opened("error")
+    path.write_text('{"question": "a"}')
+    with pytest.raises(DataError, match=r'needs \{"prompt".*here is question'):
+        opened("drop")
+
+
+# ---- packing, and the loss by hand ----
+
+
+def some_answers(count=7):
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(count):
+        ids = torch.randint(1, 256, (3 + i % 3,), generator=draw).tolist()
+        made = torch.randint(1, 256, (1 + i % 5,), generator=draw).tolist()
+        finish = "length" if len(made) == 5 else "stop"
+        prompt = Prompt(ids, "", {})
+        found.append(Answer(prompt, i // 2, i % 2, made, -torch.rand(len(made), generator=draw), finish, ""))
+    return found
+
+
+def test_answers_are_packed_behind_their_prompts():
+    answers = some_answers()
+    rows = rows_of(answers, 16)
+    assert sorted(i for row in rows for i in row) == list(range(7))
+    packed = pack(answers, rows, (3, 2, 16), [False] * 6 + [True])
+    batch = packed.batch
+    seen = {}
+    for a, micro in enumerate(batch.micros(torch.device("cpu"), True)):
+        numbers = micro.given["numbers"].tolist()
+        for n, number in enumerate(numbers):
+            at = micro.given["sequences"] == n
+            tokens, targets = micro.tokens_BS[at].tolist(), micro.targets_BS[at].tolist()
+            assert micro.positions_BS[at].tolist() == list(range(len(tokens)))
+            answer = answers[number]
+            asked = len(answer.prompt.ids)
+            assert tokens == [*answer.prompt.ids, *answer.ids[:-1]]
+            want = [IGNORE] * len(answer.ids) if number == 6 else answer.ids
+            assert targets == [IGNORE] * (asked - 1) + want
+            if number != 6:
+                assert torch.equal(packed.drawn_ABS[a][at][asked - 1 :], answer.logprobs)
+            seen[number] = True
+        assert bool((micro.padding_BS == (micro.given["sequences"] < 0)).all())
+    assert len(seen) == 7
+    assert pack([], [], (2, 2, 16), []).batch.count() == 0  # a rank without answers
+
+
+def by_hand(cfg, answers, advantages, h, weight, old=None):
+    """The loss of DAPO or GRPO, token by token in fp64; also each answer's log-probs."""
+    g = cfg.grpo
+    losses, found = [], []
+    for i, answer in enumerate(answers):
+        logits = h[i].double() @ weight.double().T / g.temperature
+        logp = logits.log_softmax(-1)[range(len(answer.ids)), answer.ids]
+        found.append(logp.detach())
+        before = logp.detach() if old is None else old[i]
+        w = (before - answer.logprobs.double()).exp().clamp(max=2.0)
+        rho = (logp - before).exp()
+        A = advantages[i].double()
+        high = 0.28 if g.loss == "dapo" else 0.2
+        each = -torch.minimum(rho * A, rho.clamp(0.8, 1 + high) * A) * w
+        losses.append(each)
+    if g.loss == "dapo":
+        return torch.cat(losses).mean(), found
+    return torch.stack([each.mean() for each in losses]).mean(), found
+
+
+def a_task(cfg, answers, advantages, micros):
+    """The task as a rollout leaves it, on one rank."""
+    task = Grpo(cfg, cast(Any, SimpleNamespace(axes=Axes.over(1), place=Axes.over(1).place(0), groups={})))
+    rows = rows_of(answers, cfg.train.seq)
+    task.packed = pack(
+        answers, rows, (micros, -(-len(rows) // micros), cfg.train.seq), [False] * len(answers)
+    )
+    task.begin(advantages, StepCounts(*torch.tensor([sum(len(a.ids) for a in answers), len(answers), 0.0])))
+    task.of_step = torch.zeros(len(task.measures))
+    return task
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo"])
+@pytest.mark.parametrize("micros", [1, 3])
+def test_the_loss_is_that_of_its_formula(loss, micros):
+    cfg = of_test(loss=loss, updates=2, temperature=0.7)
+    answers = some_answers()
+    advantages = torch.linspace(-1, 1, len(answers))
+    task = a_task(cfg, answers, advantages, micros)
+    draw = torch.Generator().manual_seed(2)
+    table = torch.randn(256, 8, generator=draw)  # hidden states are functions of the token that was read
+    weight = torch.randn(256, 8, generator=draw, requires_grad=True)
+    old = None
+    for moved in (0.0, 0.1):
+        states = table + moved
+        mine = [states[[*a.prompt.ids, *a.ids[:-1]]][len(a.prompt.ids) - 1 :] for a in answers]
+        want, before = by_hand(cfg, answers, advantages, mine, weight, old)
+        old = old or before
+        total = torch.zeros(())
+        for micro in task.micros(task.packed.batch, torch.device("cpu")):
+            h_TD = states[micro.tokens_BS.flatten()]
+            given = {name: t.flatten() if t.dim() == 2 else t for name, t in micro.given.items()}
+            total = total + task.objective(h_TD, weight, micro.targets_BS.flatten(), given)
+        loss_of = total / task.counts.tokens
+        assert loss_of.item() == pytest.approx(want.item(), rel=1e-5)
+        (got,) = torch.autograd.grad(loss_of, weight)
+        (expected,) = torch.autograd.grad(want, weight)
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- whole runs ----
+
+LOSSES = "dapo grpo dr_grpo gspo cispo dppo rloo".split()
+CASES = [("dapo", ["--grpo.updates", "2"]), *((loss, []) for loss in LOSSES[1:])]
+CASES += [("dapo", ["--grpo.kl", "0.1"]), ("gspo", ["--grpo.kl", "0.1", "--grpo.updates", "2"])]
+CASES += [("dapo", ["--grpo.kl", "0.1", "--grpo.kl-in", "reward", "--grpo.tries", "2"])]
+CASES += [("grpo", ["--grpo.prompts", "1", "--steps", "1"])]  # of two ranks, one has nothing to answer
+LAYOUTS = [
+    (2, ["--parallel.ep", "2", "--train.batch", "2"]),
+    (2, ["--parallel.dp", "2", "--train.batch", "1"]),
+    (2, ["--parallel.tp", "2", "--train.batch", "4"]),
+    (2, ["--parallel.cp", "2", "--train.batch", "2"]),
+    (4, ["--parallel.ep", "2", "--parallel.dp", "2", "--train.batch", "1"]),
+]
+
+
+@pytest.mark.parametrize(("loss", "more"), slow_but(CASES[:1], CASES), ids=str)
+def test_every_layout_gives_the_same_numbers(data, tmp_path, gloo, loss, more):
+    """One to four micro-batches a rank, on one process and two."""
+    flags = ["--grpo.loss", loss, "--steps", "2", *more]
+    gloo(1, runs.run, words(data, tmp_path / "alone", "--train.batch", "8", *flags))
+    want = lines(tmp_path / "alone")
+    assert want[0][2] > 0 and want[0][1] > 0
+    some = (
+        LAYOUTS if more == ["--grpo.kl", "0.1"] else LAYOUTS[2:4] if loss == "gspo" and more else LAYOUTS[:1]
+    )
+    for i, (world, layout) in enumerate(some):
+        gloo(world, runs.run, words(data, tmp_path / str(i), *layout, *flags))
+        assert near(lines(tmp_path / str(i)), want)
+
+
+def told_to_stop(rank, world, argv, step):
+    """A run whose last rank gets SIGTERM in the rollout of this step. Returns the steps that it had done."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    process = runtime.start(cfg.seed)
+    trainer = train.Trainer(cfg, process)
+    trainer.metrics.draw = lambda: None
+    rollout = trainer.task.rollout
+
+    def stopped(model, batch, run, at):
+        if at == step and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rollout(model, batch, run, at)
+
+    trainer.task.rollout = stopped
+    with trainer.metrics:
+        trainer.train()
+    return trainer.step
+
+
+RESUMED = [(1, ["--grpo.kl", "0.1"]), (2, ["--parallel.ep", "2", "--grpo.updates", "2"])]
+
+
+@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[:1], RESUMED), ids=str)
+def test_a_run_stopped_in_a_rollout_goes_on_bit_for_bit(data, tmp_path, gloo, world, more):
+    want = gloo(world, runs.run, words(data, tmp_path / "whole", *more))[0]
+    flags = words(data, tmp_path / "parts", *more, "--resume", "auto")
+    assert gloo(world, told_to_stop, flags, 1) == [1] * world
+    got = gloo(world, runs.run, flags)[0]
+    runs.assert_equal_state(got, want)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_a_reward_that_raises_is_counted_and_training_goes_on(data, tmp_path, gloo):
+    flags = words(data, tmp_path, "--steps", "1", "--train.eval-batches", "1", reward="raising")
+    gloo(1, runs.run, flags)
+    (line,) = [line for _, line in read_steps(tmp_path / "metrics.jsonl")]
+    assert line["reward/faults"] == pytest.approx(4) and line["reward/mean"] > 0  # one of each group
+    assert line["val_loss"] == pytest.approx(-line["val_reward/mean"])
+    assert line["val_pass@1"] <= line["val_pass@2"] and line["val_pass@4"] is None  # three are known
+
+
+@pytest.mark.slow
+def test_prompts_are_drawn_anew_where_rewards_are_equal(data, tmp_path, gloo):
+    gloo(1, runs.run, words(data, tmp_path / "0", "--steps", "2", reward="seldom"))
+    gloo(1, runs.run, words(data, tmp_path / "3", "--steps", "2", "--grpo.tries", "3", reward="seldom"))
+    stays, anew = (lines(tmp_path / n, ("reward/equal", "reward/mean"))[0] for n in "03")
+    assert 0 < stays[0] < 1 and 0 < anew[0] < 1
+    assert anew[1] > stays[1]  # groups of 0 alone are gone
+
+
+def watched(rank, world, argv):
+    """A run as train.py makes it, whose ranks compare their collectives in each step."""
+    trainer = faulty.start(rank, world, argv)
+    faulty.finish(trainer)
+    return trainer.step
+
+
+@pytest.mark.slow
+def test_expert_groups_may_step_as_often_as_their_own_answers_are_long(data, tmp_path, gloo):
+    """Here one of two has all answers: with rollouts in the journal, ranks would seem to have parted."""
+    flags = ["--parallel.ep", "2", "--parallel.dp", "2", "--train.batch", "1", "--grpo.prompts", "1"]
+    assert gloo(4, watched, words(data, tmp_path, *flags, "--steps", "2")) == [2] * 4
+
+
+@pytest.mark.slow
+def test_a_step_of_cut_answers_alone_trains_nothing(data, tmp_path, gloo):
+    """A model that was never trained hardly ends an answer within three tokens."""
+    flags = words(data, tmp_path, "--grpo.overlong", "drop", "--grpo.max-tokens", "3", "--grpo.prompts", "1")
+    gloo(2, runs.run, [*flags, "--parallel.ep", "2", "--steps", "2"])
+    found = lines(tmp_path, ("loss", "answers/truncated", "policy/entropy", "skipped"))
+    assert [1.0, 0.0, 0.0] in [[cut, loss, entropy] for loss, cut, entropy, _ in found]
+    assert all(skipped == 0 for *_, skipped in found)
+
+
+WRONG = [
+    (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
+    (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
+    (dict(parallel=ParallelConfig(pp=2), train=dict(accumulate=2)), r"--parallel.pp=2: --task grpo needs 1"),
+    (dict(train=dict(accumulate=2)), r"--train.accumulate=2.*valid: 1 and 0"),
+    (dict(model=ModelConfig(dropout=0.1)), r"--model.dropout.*needs 0"),
+    (dict(grpo=dict(max_tokens=32)), r"--grpo.max-tokens=32: must be below --train.seq=32"),
+    (dict(grpo=dict(loss="cispo", clip_high=2.0)), r"--grpo.loss=cispo has neither"),
+    (dict(grpo=dict(loss="gspo", mismatch="mask")), r"--grpo.mismatch=mask.*valid: off"),
+    (dict(grpo=dict(temperature=0.0)), r"--grpo.temperature=0.0: must be positive"),
+    (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
+    (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: a prompt is not cut"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda case: case if isinstance(case, str) else "")
+def test_what_cannot_be_meant_is_one_error(given, said):
+    with pytest.raises(ConfigError, match=said):
+        grpo = GrpoConfig(**dict(rewards=("exact",), max_tokens=6) | given.pop("grpo", {}))
+        train = TrainConfig(**dict(seq=32) | given.pop("train", {}))
+        Config(task="grpo", grpo=grpo, train=train, **given)

@@ -1,0 +1,200 @@
+"""Prompts that a model is to answer, whose order is a pure function of (seed, step): the data of --task grpo.
+
+    {"prompt": "2+3=", "answer": "5"}                                       a text, taken as it is
+    {"prompt": [{"role": "user", "content": "What is 2+3?"}], ...}          messages, by the chat template
+
+Whatever else a row has is for the rewards. Prompt q of draw t of step s is sample
+(s * (tries + 1) + t) * prompts + q of an endless, shuffled sequence: so no layout changes a step's prompts,
+and a step needs none of those before it.
+
+next: post/grpo.py
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tmoe.config.run import Config
+from tmoe.data.chat import Marker, turn_end
+from tmoe.data.chat_rows import parse_messages
+from tmoe.data.chat_template import ChatTemplate, load_template
+from tmoe.data.corpus import HeldOut, Split
+from tmoe.data.dataset import Dataset, _choose_tokenizer, parse_sources, permute
+from tmoe.data.rows import read_rows
+from tmoe.data.sources import NAMED, Skips, Splitter, _hash, survey
+from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+
+ROW = '{"prompt": a text or a list of messages, and what rewards read, as "answer"}'
+
+
+class Prompt(NamedTuple):
+    """What is asked."""
+
+    ids: list[int]
+    text: str
+    """as the model is given it"""
+    row: dict[str, Any]
+
+
+class Asked(NamedTuple):
+    """A rank's part of a step, before it is answered."""
+
+    step: torch.Tensor  # 0-dim
+    numbers_P: torch.Tensor  # of the prompts in the endless sequence
+
+
+class PromptSource:
+    """One split of one source."""
+
+    def __init__(self, name: str, prompts: list[Prompt], cfg: Config, taken: str) -> None:
+        self.name, self.prompts, self.taken = name, prompts, taken
+        self.seq, self.vocab = cfg.train.seq, cfg.model.vocab
+        self.samples = len(prompts)
+        self.tokens = sum(len(prompt.ids) for prompt in prompts)
+
+
+class PromptDataset(Dataset):
+    """An endless, randomly accessible sequence of prompts; made by `open_prompts`."""
+
+    sources: list[PromptSource]
+
+    def __init__(
+        self,
+        cfg: Config,
+        sources: list[PromptSource],
+        weights: list[int],
+        tokenizer: Tokenizer,
+        template: str,
+    ) -> None:
+        eos, fingerprint = tokenizer.eos, tokenizer.fingerprint
+        super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=cfg.data.seed)  # pyrefly: ignore
+        self.tokenizer = tokenizer
+        self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.tries + 1
+        self.template = template
+        self.ends: tuple[int, ...] = ()
+        """tokens at which answers end, beside the tokenizer's own"""
+
+    def prompt(self, number: int) -> Prompt:
+        """One of the endless sequence, from 0."""
+        source, epoch, position = self.place(number)
+        found = self.sources[source]
+        return found.prompts[permute(position, found.samples, f"{self.seed}/{epoch}/{source}")]
+
+    def number(self, step: int, draw: int, place: int) -> int:
+        """That of a step's prompt, of its draw `draw`, from 0."""
+        return (step * self.draws + draw) * self.prompts + place
+
+    def indices(
+        self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1
+    ) -> list[int]:
+        """The numbers of a rank's part of the first draw of a step."""
+        return [self.number(step, 0, q) for q in share(self.prompts, rank, world)]
+
+    def batch(self, step: int, *, batch: int, accumulate: int = 1, rank: int = 0, world: int = 1) -> Asked:
+        numbers = self.indices(step, batch=batch, accumulate=accumulate, rank=rank, world=world)
+        return Asked(torch.tensor(step), torch.tensor(numbers, dtype=torch.int64))
+
+    def go_on(self, step: int, tokens: int, **shape: int) -> None:
+        """Nothing: a step's prompts do not depend on those before it."""
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"template": self.template}
+
+    def extent(self, split: str) -> dict[str, Any]:
+        return super().extent(split) | {"--data.chat-template": self.template}
+
+    def describe(self) -> str:
+        weighted = zip(self.sources, self.weights, strict=True)
+        shares = (f"{source.name} {weight / sum(self.weights):.1%}" for source, weight in weighted)
+        return f"{self.samples:,} prompts of {self.tokens:,} tokens: {', '.join(shares)}"
+
+
+def share(count: int, rank: int, world: int) -> range:
+    """A rank's part of `count` things, which need not divide evenly."""
+    return range(count * rank // world, count * (rank + 1) // world)
+
+
+def open_prompts(cfg: Config, split: Split, carried: Carried | None = None) -> PromptDataset:
+    """Opens the sources of `--data.path` as prompts that leave room for an answer in a row of --train.seq.
+
+    Weights as in `open_data`, in prompts. DataError for anything that cannot be asked, alike on every rank.
+    """
+    names, weights = parse_sources(cfg.data.path)
+    carried = None if cfg.data.new_tokenizer else carried
+    tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
+    if tokenizer.vocab > cfg.model.vocab:
+        vocab = f"--model.vocab={cfg.model.vocab}"
+        raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab} is too small")
+    template = load_template(tokenizer, cfg.data.chat_template)
+    try:
+        sources = [_open(cfg, name, split, tokenizer, template) for name in names]
+    except DataError as error:
+        raise DataError(f"--data.path: {error}") from None
+    weights = weights or [source.samples for source in sources]
+    data = PromptDataset(cfg, sources, weights, tokenizer, template.digest)
+    prompts = (prompt for source in sources for prompt in source.prompts)
+    if any(not isinstance(prompt.row["prompt"], str) for prompt in prompts):
+        data.ends = (turn_end(tokenizer, template),)
+    return data
+
+
+def _open(cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: ChatTemplate) -> PromptSource:
+    """One source's prompts of a split, those left out that are too long."""
+    source = survey(name)
+    if source.form not in ("JSON lines", "JSON", "parquet"):
+        raise DataError(f"{name}: is {source.form}; valid: rows of {ROW}")
+    skips = Skips(cfg.data.skip_malformed)
+    marker = Marker(tokenizer)
+    rows: list[tuple[str, dict[str, Any], str]] = []
+    for path, found in source.files:
+        for where, row, error, _ in read_rows(path, found, ""):
+            try:
+                if error is not None:
+                    raise error
+                rows.append((where, row, _text(row, where, marker, template)))
+            except DataError as wrong:
+                skips.add(where, wrong)
+    if not rows:
+        raise DataError(f"{name}: holds no prompts")
+    hashes = [_hash(text) for *_, text in rows]
+    split_of = Splitter(hashes, HeldOut(*cfg.data.held_out))
+    mine = [row for row, found in zip(rows, hashes, strict=True) if split_of(found) == split]
+    most = cfg.train.seq - cfg.grpo.max_tokens + 1  # an answer's last token is predicted, not read
+    encoded = marker.encode([text for *_, text in mine])
+    prompts, long = [], []
+    for (where, row, text), one in zip(mine, encoded, strict=True):
+        if len(one.ids) > most:
+            long.append(where)
+        else:
+            prompts.append(Prompt(np.asarray(one.ids, np.int64).tolist(), text, row))
+    sizes = f"--train.seq={cfg.train.seq} leaves beside --grpo.max-tokens={cfg.grpo.max_tokens}"
+    shown = ", ".join(long[:NAMED])
+    if long and cfg.data.overlong == "error":
+        raise DataError(f"{name}: {len(long)} prompts are longer than {sizes}: {shown}")
+    if not prompts:
+        raise DataError(
+            f"{name}: no prompt of its {split} split is left, of {len(mine)}, that fits in what {sizes}"
+        )
+    parts = [f"{source.form}, {len(rows):,} prompts, {len(prompts):,} to {split}"]
+    if long:
+        parts.append(f"{len(long):,} longer than {sizes} left out ({shown})")
+    return PromptSource(name, prompts, cfg, ", ".join([*parts, *filter(None, [skips.tell()])]))
+
+
+def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> str:
+    """What the model is given of a row. DataError that names `where` for a row that asks nothing."""
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if isinstance(prompt, str) and prompt:
+        return marker.opening + prompt
+    if isinstance(prompt, list) and prompt:
+        messages = parse_messages(prompt, f"{where}: prompt")
+        try:
+            marker.require_text(messages)
+            return template.render(messages, row.get("tools"), prompt=True)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+    fields = ", ".join(list(map(str, row))[:12]) if isinstance(row, dict) else type(row).__name__
+    raise DataError(f"{where}: needs {ROW}; here is {fields or 'none'}")

@@ -1,0 +1,111 @@
+"""A step's answers: packed behind their prompts into micro-batches, and what all ranks know of them.
+
+next: post/grpo.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tmoe.config.model import IGNORE
+from tmoe.data.chat_dataset import ChatBatch
+from tmoe.data.packing import plan
+from tmoe.data.prompt_dataset import Prompt
+
+
+class Answer(NamedTuple):
+    """One answer to a prompt."""
+
+    prompt: Prompt
+    number: int
+    """of the prompt, in the endless sequence: answers of one number are a group"""
+    sample: int
+    """of the answer, in its group"""
+    ids: list[int]
+    logprobs: Tensor
+    """fp32 [n] on the CPU, of the sampler, over the whole tempered softmax"""
+    finish: Literal["stop", "length"]
+    text: str
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it has no end."""
+        return self.finish == "length"
+
+    @property
+    def rows(self) -> int:
+        """Tokens that it takes in a row: its last one is predicted, and not read."""
+        return len(self.prompt.ids) + len(self.ids) - 1
+
+
+class Packed(NamedTuple):
+    """Answers in micro-batches. `numbers_AN` of the batch says which answer each sequence is."""
+
+    batch: ChatBatch
+    drawn_ABS: Tensor
+    """the sampler's log-prob of each target, 0 where nothing is trained"""
+
+
+def rows_of(answers: Sequence[Answer], seq: int) -> list[list[int]]:
+    """Which answers share a row: best fit, longest first."""
+    if not answers:
+        return []
+    found = plan(np.array([answer.rows for answer in answers]), seq)
+    order, starts = found.order[found.places].tolist(), found.starts.tolist()
+    return [order[starts[r] : starts[r + 1]] for r in range(found.rows)]
+
+
+def pack(
+    answers: Sequence[Answer], rows: list[list[int]], shape: tuple[int, int, int], untrained: Sequence[bool]
+) -> Packed:
+    """Rows of answers as A micro-batches of B rows of S tokens, the last of which may be empty.
+
+    Trained is the answer, and not the prompt. Positions restart with each sequence, and documents keep them
+    apart.
+
+    untrained: answers that are left out of the loss.
+    """
+    A, B, S = shape
+    assert len(rows) <= A * B
+    tokens, documents, positions = (np.zeros((A * B, S), np.int64) for _ in range(3))
+    targets, sequences = np.full((A * B, S), IGNORE), np.full((A * B, S), -1)
+    drawn = np.zeros((A * B, S), np.float32)
+    numbers: list[list[int]] = [[] for _ in range(A)]
+    for r, row in enumerate(rows):
+        mine = numbers[r // B]
+        at = 0
+        for document, i in enumerate(row):
+            answer = answers[i]
+            first, end = at + len(answer.prompt.ids) - 1, at + answer.rows
+            tokens[r, at:end] = [*answer.prompt.ids, *answer.ids[:-1]]
+            if not untrained[i]:
+                targets[r, first:end] = answer.ids
+                drawn[r, first:end] = answer.logprobs.numpy()
+            documents[r, at:end] = document
+            documents[r, end:] = document + 1
+            positions[r, at:end] = np.arange(end - at)
+            sequences[r, at:end] = len(mine)
+            mine.append(i)
+            at = end
+    most = max(map(len, numbers))
+    padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
+    five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))
+    return Packed(
+        ChatBatch(*five, numbers_AN=torch.from_numpy(padded)), torch.from_numpy(drawn).view(A, B, S)
+    )
+
+
+class Outcome(NamedTuple):
+    """What all ranks know of an answer."""
+
+    number: int
+    sample: int
+    reward: float
+    """NaN for none"""
+    tokens: int
+    truncated: bool

@@ -1,0 +1,443 @@
+"""Learning from rewards of the model's own answers: GRPO and its family, in the trainer's process.
+
+A step draws prompts by (seed, step), lets the model answer each `group` times, rewards the answers, compares
+those of a prompt with each other, and trains on them. Answers are functions of the weights, the seed and
+their numbers; so no layout changes them, none are saved, and a resumed run equals one without a break.
+
+Until a first update has moved the weights, the policy that drew an answer is the policy that is trained: the
+old log-probs are those of the first update's own forward, and cost none of their own.
+
+next: post/answers.py, post/losses/__init__.py
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tmoe.config.model import IGNORE
+from tmoe.config.run import Config
+from tmoe.data.chat_dataset import ChatBatch
+from tmoe.data.corpus import Split
+from tmoe.data.dataset import Micro
+from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
+from tmoe.data.tokenizer import Carried
+from tmoe.generate.engine import Engine
+from tmoe.generate.sampler import Sampling
+from tmoe.model.loss import Given
+from tmoe.model.transformer import Transformer
+from tmoe.moe.balance import Totals
+from tmoe.ops import logprobs, token_loss
+from tmoe.parallel.agree import gathered
+from tmoe.parallel.mesh import Mesh
+from tmoe.post.answers import Answer, Outcome, pack, rows_of
+from tmoe.post.estimates import estimates
+from tmoe.post.frozen import Frozen
+from tmoe.post.losses import LOSSES, make_policy
+from tmoe.post.losses.advantages import advantages, telling
+from tmoe.post.losses.clipped import is_clipped, ratio
+from tmoe.post.losses.kl import kl
+from tmoe.post.losses.mismatch import correction
+from tmoe.post.losses.policy import Rollouts
+from tmoe.post.losses.sums import StepCounts, sequence_sums, token_weights, trained_tokens
+from tmoe.post.rewards import Rewards, RewardSample
+from tmoe.post.rollouts import Rollout, RolloutLog, spread
+from tmoe.post.task import Task
+from tmoe.run.process import Runtime
+
+SHOWN = 32  # answers of a step that rollouts.jsonl has
+log = logging.getLogger(__name__)
+HELD_OUT = 1 << 62  # numbers of a validation's prompts begin here: their answers are drawn by other numbers
+BASELINE = {"dr_grpo": "mean", "rloo": "leave-one-out"}
+OF_TOKENS = "policy/entropy", "policy/kl", "policy/clipped"
+OF_STEP = (
+    *("reward/mean", "reward/std", "reward/equal", "reward/faults", "answers/tokens", "answers/truncated"),
+    *("answers/tokens_per_s", "time/rollout", "time/rewards", "time/update"),
+)
+
+
+class Grpo(Task):
+    """A policy loss of sampled answers, whose advantages are their rewards beside those of their group."""
+
+    spikes = False
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        super().__init__(cfg, mesh)
+        g = self.g = cfg.grpo
+        self.evaluate = self._evaluate
+        self.updates = g.updates
+        self.baseline: Any = g.advantage or BASELINE.get(g.loss, "normalised")
+        self.mismatch = g.mismatch or ("truncate" if LOSSES[g.loss].of == "tokens" else "off")
+        self.kl = g.kl if g.kl_in == "loss" else 0.0
+        bounds = {k: v for k, v in dict(low=g.clip_low, high=g.clip_high).items() if v is not None}
+        self.policy = make_policy(g.loss, kl=self.kl, max_tokens=g.max_tokens, **bounds)
+        self.objective = self._by_tokens if LOSSES[g.loss].of == "tokens" else self._by_answers
+        self.measures = (*OF_TOKENS, *OF_STEP)
+        self.reference: list[Tensor] = []  # log-probs of each micro-batch by the model of the run's beginning
+
+    def open(self, split: Split, carried: Carried | None) -> PromptDataset:
+        g = self.g
+        if split == "train":
+            self.rewards = Rewards(
+                g.rewards, workers=g.reward_workers, timeout_s=g.reward_timeout, code=g.code
+            )
+        return open_prompts(self.cfg, split, carried)
+
+    def facts(self, val_data: PromptDataset) -> dict[str, Any]:
+        return dict(prompts=val_data.describe())
+
+    def notes(self, facts: dict[str, Any]) -> list[str]:
+        g = self.g
+        return [f"{g.prompts} prompts a step, {g.group} answers each, rewards {', '.join(g.rewards)}"]
+
+    def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
+        self.data = data[0]
+        self.frozen = Frozen(model, self.cfg, step) if self.g.kl else None
+        self.ended = time.perf_counter()
+        self.parts: dict[tuple[int, int], dict[str, float | None]] = {}
+        self.log = None
+        if run.rank == 0 and not self.cfg.eval_only:
+            self.log = RolloutLog(Path(self.cfg.out), step, SHOWN, log.warning)
+
+    # ---- a rollout ----
+
+    def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> ChatBatch | None:
+        """Answers to the step's prompts, rewarded and packed; drawn anew where those of a group are equal."""
+        g = self.g
+        answers: list[Answer] = []
+        told: list[Outcome] = []
+        missing, drawn, equal = g.prompts, 0, 0
+        self.faults = 0
+        seconds = dict(rollout=0.0, rewards=0.0)
+        generated = 0
+        for draw in range(g.tries + 1):
+            numbers = [self.data.number(step, draw, q) for q in range(missing)]
+            began = time.perf_counter()
+            mine = self.ask(model, self.data, numbers, 0, run)
+            if mine is None:
+                return None
+            answered = time.perf_counter()
+            found = self.reward(mine, step, run)
+            seconds["rollout"] += answered - began
+            seconds["rewards"] += time.perf_counter() - answered
+            generated += sum(outcome.tokens for outcome in found)
+            keeps = telling(*of_groups(found)).tolist()
+            tell = {outcome.number for outcome, keep in zip(found, keeps, strict=True) if keep}
+            drawn += missing
+            equal += missing - len(tell)
+            if g.tries:
+                mine = [answer for answer in mine if answer.number in tell]
+                found = [outcome for outcome in found if outcome.number in tell]
+                missing -= len(tell)
+            answers += mine
+            told += found
+            if not g.tries or not missing:
+                break
+        packed = self.learn(model, answers, told, run, step)
+        self.step_numbers(told, equal / drawn, generated, seconds)
+        return packed
+
+    def ask(
+        self, model: Transformer, data: PromptDataset, numbers: list[int], base: int, run: Runtime
+    ) -> list[Answer] | None:
+        """Answers to this reader's part of the prompts, in order; None once any rank was told to stop.
+
+        A collective. In waves of as many prompts as fill the slots, between which ranks hear of a signal, or
+        of a rank that is gone.
+        """
+        g, place, axes = self.g, self.mesh.place, self.mesh.axes
+        reads = [numbers[i] for i in share(len(numbers), place.reader, axes.readers)]
+        part = place.cp * axes.tp + place.tp  # ranks that share a reader divide its prompts
+        own = [reads[i] for i in share(len(reads), part, axes.parts)]
+        most = math.ceil(math.ceil(len(numbers) / axes.readers) / axes.parts)
+        size = max(1, 2 * g.slots // g.group)
+        waves = [own[i : i + size] for i in range(0, len(own), size)]
+        sampling = Sampling(
+            temperature=g.temperature,
+            top_p=g.top_p,
+            max_tokens=g.max_tokens,
+            stop_ids=data.ends,
+            seed=self.cfg.seed,
+        )
+        engine = Engine(model, data.tokenizer, slots=g.slots, pool_gib=g.pool_gib)
+        answers: list[Answer] = []
+        for w in range(-(-most // size)):
+            wave = waves[w] if w < len(waves) else []
+            prompts = [data.prompt(number) for number in wave]
+            keys = [base + number for number in wave]
+            with run.watch.aside():
+                made = engine.generate([prompt.ids for prompt in prompts], g.group, sampling, numbers=keys)
+            for number, prompt, group in zip(wave, prompts, made, strict=True):
+                for i, s in enumerate(group):
+                    text = s.text or ""
+                    answers.append(Answer(prompt, number, i, s.ids.tolist(), s.logprobs, s.finish, text))
+            run.watch.moved()
+            if run.sums(run.stop)[0]:
+                return None
+        if axes.parts > 1:
+            everyone = gathered((place.reader, answers), run.control)
+            answers = [answer for reader, some in everyone if reader == place.reader for answer in some]
+        return answers
+
+    def reward(self, answers: list[Answer], step: int, run: Runtime) -> list[Outcome]:
+        """What all ranks' answers are worth, in the order of their numbers. A collective."""
+        place = self.mesh.place
+        own: list[Outcome] = []
+        faults = 0
+        if place.cp == place.tp == 0:  # of ranks that share answers, one rewards them
+            asked = [
+                RewardSample(
+                    a.prompt.text, a.text, a.prompt.row, a.finish, len(a.ids), step, a.number, a.sample
+                )
+                for a in answers
+            ]
+            scores = self.rewards.score(asked)
+            for i, a in enumerate(answers):
+                reward = scores.rewards[i]
+                worth = math.nan if reward is None else reward
+                own.append(Outcome(a.number, a.sample, worth, len(a.ids), a.truncated))
+                self.parts[a.number, a.sample] = {name: column[i] for name, column in scores.parts.items()}
+            faults = sum(scores.faults.values())
+            run.watch.moved()
+        everyone = gathered((own, faults), run.control)
+        self.faults += sum(count for _, count in everyone)
+        return [outcome for some, _ in everyone for outcome in some]
+
+    def learn(
+        self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime, step: int
+    ) -> ChatBatch:
+        """Packs this reader's answers, and works out what the objective needs beside them."""
+        g, train = self.g, self.cfg.train
+        rows = rows_of(answers, train.seq)
+        micros = max(1, *gathered(-(-len(rows) // train.batch), run.control))
+        untrained = [g.overlong == "drop" and answer.truncated for answer in answers]
+        self.packed = pack(answers, rows, (micros, train.batch, train.seq), untrained)
+        self.reference = []
+        rewards, numbers = of_groups(told)
+        if self.frozen is not None:
+            self.reference, far = self.of_frozen(model, run)
+            if g.kl_in == "reward":
+                own = {(answers[i].number, answers[i].sample): value for i, value in far.items()}
+                everyone = {key: value for one in gathered(own, run.control) for key, value in one.items()}
+                rewards -= g.kl * torch.tensor([everyone[one.number, one.sample] for one in told])
+        found = advantages(rewards, numbers, self.baseline)
+        places = {(one.number, one.sample): i for i, one in enumerate(told)}
+        mine = [places[answer.number, answer.sample] for answer in answers]
+        trained = [one.tokens for one in told if not (g.overlong == "drop" and one.truncated)]
+        counts = torch.tensor([sum(trained), len(trained), 0], dtype=torch.float32, device=run.device)
+        self.begin(found[torch.tensor(mine, dtype=torch.int64)], StepCounts(*counts))
+        self.show(step, answers, [told[i].reward for i in mine], run)
+        return self.packed.batch
+
+    def show(self, step: int, answers: list[Answer], rewards: list[float], run: Runtime) -> None:
+        """Writes some of a step's answers into rollouts.jsonl. A collective."""
+        shown = [
+            Rollout(
+                *(step, a.number, a.sample, a.prompt.text, a.text, reward),
+                *(self.parts.get((a.number, a.sample), {}), a.finish, len(a.ids), advantage),
+            )
+            for a, reward, advantage in zip(answers, rewards, self.advantages_N.tolist(), strict=True)
+            if (a.number, a.sample) in self.parts  # of ranks that share answers, one rewarded them
+        ]
+        everyone = gathered(spread(shown, SHOWN), run.control)
+        self.parts.clear()
+        if self.log is not None:
+            self.log.write([one for some in everyone for one in some])
+
+    def begin(self, advantages_N: Tensor, counts: StepCounts) -> None:
+        """Before a step's updates: this reader's advantages, and the whole step's counts."""
+        self.advantages_N, self.counts = advantages_N, counts
+        self.old: list[Tensor] = []  # log-probs at the first update, of each micro-batch
+        self.update = 0
+
+    # ---- the loss ----
+
+    def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
+        """With each token's weight and the sampler's log-prob of it, and its answer's advantage."""
+        assert batch is self.packed.batch
+        self.measure(self.of_step.to(device) * self.counts.tokens.clamp(min=1) / self.mesh.axes.world)
+        for self.micro, micro in enumerate(batch.micros(device, True)):
+            given = micro.given or {}
+            numbers_N = given["numbers"].cpu()
+            advantages_N = self.advantages_N[numbers_N] if len(numbers_N) else torch.zeros(1)
+            advantages_N = advantages_N.to(device)
+            segments_BS = given["sequences"].clamp(min=0)
+            trained_BS = micro.targets_BS != IGNORE
+            flat = trained_BS.flatten(), segments_BS.flatten()
+            lengths_N = trained_tokens(*flat, len(advantages_N))
+            weights_T = token_weights(*flat, lengths_N, self.counts, self.policy.per, self.policy.max_tokens)
+            more = dict(
+                segments=segments_BS,
+                weights=weights_T.view_as(segments_BS),
+                advantages=advantages_N[segments_BS],
+                drawn=self.packed.drawn_ABS[self.micro].to(device),
+                of_answers=torch.stack([advantages_N, lengths_N]).flatten(),
+            )
+            yield micro._replace(given=more)
+        self.update += 1
+
+    def _by_tokens(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        """The objective of losses that are sums over tokens."""
+        old = [self.old[self.micro]] if self.update else []
+        reference = [self.reference[self.micro]] if self.reference and self.kl else []
+        inputs = given["weights"], given["advantages"], given["drawn"], *old, *reference
+
+        def losses(logp: Tensor, _: Tensor, weights: Tensor, *more: Tensor) -> Tensor:
+            advantage, drawn, *rest = more
+            before = rest.pop(0) if old else logp.detach()
+            corrected = weights * self.corrected(before, drawn)
+            return self.policy(logp, before, advantage, corrected, *([weights, *rest] if reference else []))
+
+        found = token_loss(
+            h_TD, weight_VD, targets_T, losses, inputs, temperature=self.g.temperature, entropy=True
+        )
+        if not self.update and self.updates > 1:
+            self.old.append(found.logp_T)
+        before = old[0] if old else found.logp_T
+        clipped_T = self.clipped(found.logp_T, before, given["advantages"])
+        assert found.entropy_T is not None
+        self.note(found.logp_T, found.entropy_T, clipped_T, targets_T, given)
+        return found.loss * self.counts.tokens.clamp(min=1)
+
+    def _by_answers(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        """The objective of losses of whole answers, of which tp and cp give a rank some tokens each."""
+        logp_T, entropy_T = logprobs(h_TD, weight_VD, targets_T, self.g.temperature, entropy=True)
+        if not self.update:
+            self.old.append(logp_T.detach())
+        old_T, segments_T = self.old[self.micro], given["segments"]
+        advantages_N, lengths_N = given["of_answers"].view(2, -1)
+        logp_N, old_N = (sequence_sums(t, segments_T, len(lengths_N)) for t in (logp_T, old_T))
+        parts = self.mesh.axes.parts
+        if parts > 1:
+            both = torch.stack([logp_N.detach(), old_N])
+            dist.all_reduce(both, group=self.mesh.groups["parts"])
+            logp_N, old_N = logp_N + (both[0] - logp_N.detach()), both[1]
+        trained_T = targets_T != IGNORE
+        whole = Rollouts(old_T, advantages_N, trained_T, segments_T, lengths_N)
+        loss = self.policy.of_sequences(logp_N, old_N, whole, self.counts)
+        # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
+        loss = loss - loss.detach() * (1 - 1 / parts)
+        if self.reference and self.kl:
+            loss = loss + self.kl * (given["weights"] * kl(logp_T, self.reference[self.micro], "k2")).sum()
+        moved_N = (logp_N - old_N).detach()
+        moved_N = moved_N / lengths_N.clamp(min=1) if self.g.loss == "gspo" else moved_N
+        clipped_N = self.clipped(moved_N, torch.zeros_like(moved_N), advantages_N)
+        self.note(logp_T.detach(), entropy_T.detach(), clipped_N[segments_T], targets_T, given)
+        return loss * self.counts.tokens.clamp(min=1)
+
+    def corrected(self, trainer: Tensor, sampler: Tensor) -> Tensor | float:
+        """Factors for tokens whose sampler was not the trainer to the bit."""
+        if self.mismatch == "off":
+            return 1.0
+        return correction(trainer, sampler, self.g.mismatch_cap, self.mismatch)  # pyrefly: ignore
+
+    def clipped(self, logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        """Where the loss bounds what a token, or an answer, counts."""
+        options = self.policy.options
+        if self.g.loss == "cispo":
+            return ratio(logp, old) > options["cap"]
+        if self.g.loss == "dppo":
+            moved = logp.exp() - old.exp()
+            return ((advantage > 0) & (moved > options["high"])) | (
+                (advantage < 0) & (moved < -options["low"])
+            )
+        return is_clipped(logp, old, advantage, options["low"], options["high"])
+
+    def note(
+        self, logp_T: Tensor, entropy_T: Tensor, clipped_T: Tensor, targets_T: Tensor, given: Given
+    ) -> None:
+        """Adds up what the log says of tokens."""
+        trained_T = targets_T != IGNORE
+        found = entropy_T, kl(logp_T, given["drawn"], "k3"), clipped_T.float()
+        sums = torch.stack([t.where(trained_T, 0.0).sum() for t in found])
+        self.measure(torch.cat([sums, sums.new_zeros(len(OF_STEP))]).float())
+
+    # ---- the reference ----
+
+    def of_frozen(self, model: Transformer, run: Runtime) -> tuple[list[Tensor], dict[int, float]]:
+        """By the model that the run began with: log-probs of this rank's own tokens, of each micro-batch.
+
+        And by how much each answer of this reader diverges from it: the sum of k1 over its tokens.
+        """
+        assert self.frozen is not None
+        found: list[Tensor] = []
+        far: dict[int, float] = {}
+
+        def collect(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+            logp_T = logprobs(h_TD, weight_VD, targets_T, self.g.temperature)
+            found.append(logp_T)
+            numbers = given["numbers"].tolist()
+            k1_T = kl(given["drawn"], logp_T, "k1").where(targets_T != IGNORE, 0.0)
+            sums_N = sequence_sums(k1_T, given["sequences"].clamp(min=0), max(len(numbers), 1))
+            if self.mesh.axes.parts > 1:
+                dist.all_reduce(sums_N, group=self.mesh.groups["parts"])
+            far.update(zip(numbers, sums_N.tolist(), strict=False))
+            return h_TD.new_zeros((), dtype=torch.float32)
+
+        one = torch.ones((), device=run.device)
+        model.eval()
+        with torch.no_grad(), self.frozen.in_place():
+            for a, micro in enumerate(self.packed.batch.micros(run.device, True)):
+                given = (micro.given or {}) | {"drawn": self.packed.drawn_ABS[a].to(run.device)}
+                micro = micro._replace(given=given)
+                model(**micro._asdict(), totals=Totals(one, one, one), objective=collect)
+            model.reshard()
+        model.train()
+        return found, far
+
+    # ---- numbers ----
+
+    def step_numbers(
+        self, told: list[Outcome], equal: float, generated: int, seconds: dict[str, float]
+    ) -> None:
+        """What the log says of a step as a whole; `time/...` are shares of the time since the step before."""
+        rewards, _ = of_groups(told)
+        known = rewards[~rewards.isnan()]
+        count = max(len(told), 1)
+        now = time.perf_counter()
+        passed, self.ended = now - self.ended, now
+        shares = [seconds[name] / passed for name in ("rollout", "rewards")]
+        numbers = [
+            known.mean().item() if len(known) else math.nan,
+            known.std(correction=0).item() if len(known) else math.nan,
+            equal,
+            self.faults,
+            sum(one.tokens for one in told) / count,
+            sum(one.truncated for one in told) / count,
+            generated / max(seconds["rollout"], 1e-9),
+            *shares,
+            1 - sum(shares),
+        ]
+        self.of_step = torch.cat([torch.zeros(len(OF_TOKENS)), torch.tensor(numbers)])
+
+    def _evaluate(
+        self, model: Transformer, data: PromptDataset, run: Runtime
+    ) -> tuple[float, dict[str, float]] | None:
+        """Minus the mean reward of answers to held-out prompts, always the same ones, and pass@k."""
+        numbers = list(range(min(self.cfg.train.eval_batches * self.g.prompts, data.samples)))
+        answers = self.ask(model, data, numbers, HELD_OUT, run)
+        if answers is None:
+            return None
+        self.faults = 0
+        told = self.reward(answers, -1, run)
+        finishes = ["length" if one.truncated else "stop" for one in told]
+        rewards, prompts = [one.reward for one in told], [one.number for one in told]
+        ks = [2**i for i in range(self.g.group.bit_length())]
+        found = estimates(prompts, rewards, finishes, ks, self.g.right)
+        self.parts.clear()
+        mean = found.pop(f"mean@{self.g.group}")
+        return -mean, {"reward/mean": mean, "answers/truncated": found.pop("truncated"), **found}
+
+
+def of_groups(told: Sequence[Outcome]) -> tuple[Tensor, Tensor]:
+    """Rewards of answers, and the numbers of their prompts."""
+    rewards = torch.tensor([one.reward for one in told], dtype=torch.float32)
+    return rewards, torch.tensor([one.number for one in told], dtype=torch.int64)
