@@ -200,9 +200,7 @@ def by_other_names(self, gate_up):
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-@pytest.mark.parametrize(
-    ("gate", "activation"), [(in_fp32, "swiglu"), (by_other_names, "clamped:limit=2.5")], ids=str
-)
+@pytest.mark.parametrize(("gate", "activation"), [(in_fp32, "swiglu"), (by_other_names, "clamped:limit=2.5")])
 def test_a_gate_is_known_by_what_it_computes(gate, activation):
     """Whatever its class and its constants are called."""
     theirs = make("qwen3_moe").model.layers[0].mlp.experts

@@ -184,7 +184,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(("name", "change", "words"), WRONG)
 def test_what_does_not_fit_is_named(name, change, words):
     inputs = dict(zip(("q", "k", "v", "table", "lengths"), pages((150, 0, 1, 64)), strict=True))
     how = {"scale": 1.0, "window": None, "sinks_H": None, "softcap": None}
