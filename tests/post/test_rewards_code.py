@@ -97,6 +97,8 @@ def test_a_program_sees_and_reaches_nothing(tmp_path, monkeypatch):
     "program",
     [
         "raise SystemExit(0)",
+        "import os; os._exit(97)",  # as the sandbox itself where it cannot be made
+        "import os\nfor n in range(3, 20):\n  try: os.write(n, b'f' * 32)\n  except OSError: pass\nos._exit(97)",
         "import os; os._exit(0)",
         "import sys; sys.stdout.close(); sys.exit(0)",
         "import os, signal; os.kill(0, signal.SIGKILL)",
@@ -111,9 +113,9 @@ def test_programs_that_do_not_end_are_no_fault_of_the_reward():
     """They fail within the sample's time, and the worker lives on."""
     with Rewards(["code"], workers=1, code=True, timeout_s=5.0) as rewards:
         worker = rewards.pool.workers[0]
-        scores = rewards.score([of("import time\ntime.sleep(1000)", ["pass", "pass"]), of(ADD, ASSERTS[0])])
+        scores = rewards.score([of("import time\ntime.sleep(1000)", ["pass", "pass"])])
         assert rewards.pool.workers == [worker]
-    assert scores.rewards == [0.0, 1.0] and scores.faults == {}
+    assert scores.rewards == [0.0] and scores.faults == {}
 
 
 BOMB = """
@@ -162,14 +164,23 @@ def none_is_left() -> bool:
     return False
 
 
-def test_is_refused_by_name_where_namespaces_cannot_be_had(tmp_path, monkeypatch):
-    """The same files, but for a call of unshare that the kernel refuses."""
+@pytest.mark.parametrize(
+    ("text", "wrong", "told"),
+    [
+        ('call("unshare", ', 'call("unshare", 1 | ', "[Errno 22] Invalid argument: 'unshare()'"),
+        ('"uid_map"', '"no_map"', "No such file or directory: '/proc/"),
+        ('b"tmpfs", b"/tmp"', 'b"tmpfs", b"/nowhere"', "'mount(tmpfs, /nowhere, tmpfs, size="),
+    ],
+)
+def test_is_refused_by_name_where_namespaces_cannot_be_had(tmp_path, monkeypatch, text, wrong, told):
+    """The same files, but for a call that the kernel refuses."""
     folder = tmp_path / "tmoe/post/rewards"
     shutil.copytree(pool.WORKER.parent, folder)
-    text = (folder / "sandbox.py").read_text()
-    (folder / "sandbox.py").write_text(text.replace('call("unshare", ', 'call("unshare", 1 | '))
+    source = (folder / "sandbox.py").read_text()
+    assert text in source
+    (folder / "sandbox.py").write_text(source.replace(text, wrong))
     monkeypatch.setattr(pool, "WORKER", folder / "worker.py")
     with pytest.raises(ConfigError) as error:
         Rewards(["exact", "code:2"], workers=1, code=True)
-    told = "OSError: a sandbox cannot be made here: [Errno 22] Invalid argument: 'unshare()'"
-    assert str(error.value) == f"--grpo.rewards=code:2: {told}"
+    said = str(error.value)
+    assert said.startswith("--grpo.rewards=code:2: OSError: a sandbox cannot be made here: ") and told in said

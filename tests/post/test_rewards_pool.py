@@ -14,7 +14,7 @@ import forked
 import pytest
 
 from tmoe.config.check import ConfigError
-from tmoe.post.rewards import Rewards, RewardSample
+from tmoe.post.rewards import Rewards, RewardSample, pool
 
 # A call of PyDLL keeps the interpreter's lock, as a loop in C does: no thread and no signal's handler runs.
 HOSTILE = """
@@ -170,6 +170,9 @@ def modules(s):
 def names(s):
     return float(sum(name in os.environ for name in ("RANK", "MASTER_ADDR", "NCCL_DEBUG"))
                  + (os.environ["CUDA_VISIBLE_DEVICES"] != ""))
+def children(s):
+    import subprocess
+    return float(subprocess.run(["sh", "-c", "kill -TERM $$"]).returncode)
 def imports(s):
     from tmoe.post.rewards.sample import RewardSample
     import beside
@@ -185,10 +188,16 @@ def test_workers_have_nothing_of_the_trainer(file, monkeypatch):
     path = file(INSIDE)
     with socket.socket() as ours:
         ours.set_inheritable(True)
-        said = [f"{path}:{name}" for name in ("descriptors", "modules", "names", "imports")]
+        said = [f"{path}:{name}" for name in ("descriptors", "modules", "names", "children", "imports")]
         with Rewards(said, workers=2) as rewards:
             parts = rewards.score(samples(1)).parts
-    assert parts == dict(descriptors=[200.0], modules=[0.0], names=[0.0], imports=[3.0])
+    assert parts == dict(
+        descriptors=[200.0],
+        modules=[0.0],
+        names=[0.0],
+        children=[float(-signal.SIGTERM)],  # what a reward starts can be ended as ever
+        imports=[3.0],
+    )
 
 
 def test_signals_to_the_group_and_edits_of_the_file_change_nothing(file):
@@ -242,7 +251,7 @@ def test_an_end_to_starting_workers_again_and_again(file):
 
 PARENT = """
 import os, signal, sys, threading, time
-from tmoe.post.rewards import Rewards, RewardSample
+from tmoe.post.rewards import Rewards, RewardSample, pool
 file, told = sys.argv[1:]
 rewards = Rewards([f"{file}:hangs"], workers=2, timeout_s=600)
 with open(told, "w") as out:
@@ -282,3 +291,23 @@ def test_closing_ends_all():
     rewards.close()
     rewards.close()
     assert not any(map(runs, workers))
+
+
+ONLY_HANGS = """
+import time
+def hangs(s):
+    time.sleep(1000 if s.number else 0)
+    return 1.0
+"""
+
+
+def test_a_reward_that_only_hangs_is_given_up_for_the_step(file, monkeypatch):
+    """Else a step would take as long as all of its samples take to time out. The next step tries again."""
+    monkeypatch.setattr(pool, "MOST_HUNG", 2)
+    said = ["exact", f"{file(ONLY_HANGS)}:hangs", "regex(1)"]
+    with Rewards(said, workers=1, timeout_s=3.0) as rewards:
+        first = rewards.score(samples(6))
+        again = rewards.score([one._replace(number=0) for one in samples(2)])
+    assert first.faults == {"hangs: hung": 2, "hangs: was not tried": 4}
+    assert first.parts["exact"] == first.parts["regex"] == [1.0] * 6 and first.rewards == [None] * 6
+    assert again.rewards == [3.0] * 2 and again.faults == {}

@@ -33,6 +33,7 @@ from tmoe.post.rewards.words import FLAG, Term
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S = 120.0  # until a worker has imported what its rewards need
+MOST_HUNG = 8  # times in a row, after which a reward is not tried again in this step
 MOST_STARTS = 3  # that fail in a row, after the first
 TICK_S = 0.1  # how often the end of a process is looked for that a child of it hides
 LONGEST_LINE = 2**16
@@ -103,6 +104,7 @@ class Worker:
             os.set_blocking(ours, False)
         self.ready = self.closed = self.over = False
         self.job: int | None = None
+        self.end_of_job = 0  # the first term that is not the job's
         self.to_write = bytearray()
         self.read = bytearray()
         self.give(hello, START_S)
@@ -203,6 +205,7 @@ class Pool:
         self.found: list[list[Outcome]] = []
         self.todo: deque[int] = deque()
         self.left = 0
+        self.hung = [0] * len(self.terms)  # how often in a row
 
     def start(self) -> Worker:
         return self.starter.submit(Worker, self.hello).result()
@@ -233,14 +236,17 @@ class Pool:
     def wait(self) -> None:
         """Gives samples to idle workers, and looks at the others when something has come, or time is over."""
         for i, worker in enumerate(self.workers):
-            if not worker.idle or not self.todo:
-                continue
-            if worker.spoils():
+            if worker.idle and self.todo and worker.spoils():
                 self.replace(i)
-                continue
-            job = worker.job = self.todo.popleft()
-            worker.give(pickle.dumps((job, len(self.found[job]), self.pickled[job])), self.timeout_s)
+            elif worker.idle and (job := self.next_job()) is not None:
+                first, worker.job = len(self.found[job]), job
+                given_up = (term for term in range(first, len(self.terms)) if self.gives_up(term))
+                worker.end_of_job = next(given_up, len(self.terms))
+                frame = job, first, worker.end_of_job, self.pickled[job]
+                worker.give(pickle.dumps(frame), self.timeout_s)
         busy = [(i, worker) for i, worker in enumerate(self.workers) if not worker.idle]
+        if not busy:
+            return
         with selectors.DefaultSelector() as selector:
             for _, worker in busy:
                 selector.register(worker.replies, selectors.EVENT_READ)
@@ -250,6 +256,20 @@ class Pool:
             selector.select(max(0.0, min(TICK_S, first - time.monotonic())))
         for i, worker in busy:
             self.look(i, worker)
+
+    def gives_up(self, term: int) -> bool:
+        """One that only hangs would hold up the step for as long as all of its samples take to time out."""
+        return self.hung[term] >= MOST_HUNG
+
+    def next_job(self) -> int | None:
+        """A sample that has terms to be tried; those that are given up are counted on the way."""
+        while self.todo:
+            job = self.todo.popleft()
+            while (term := len(self.found[job])) < len(self.terms) and self.gives_up(term):
+                self.know(job, Fault("was not tried", f"it had hung {MOST_HUNG} times in a row"))
+            if term < len(self.terms):
+                return job
+        return None
 
     def look(self, i: int, worker: Worker) -> None:
         """What a worker has come to: replies, its own end, or that of its time."""
@@ -293,9 +313,12 @@ class Pool:
             self.know(job, value)
         else:
             raise Spoiled
+        self.hung[line["term"]] = 0
         worker.wait_for(self.timeout_s)
-        if len(self.found[job]) == len(self.terms):
+        if len(self.found[job]) == worker.end_of_job:
             worker.job = None
+            if worker.end_of_job < len(self.terms):
+                self.todo.appendleft(job)
 
     def know(self, job: int, outcome: Outcome) -> None:
         self.found[job].append(outcome)
@@ -311,6 +334,7 @@ class Pool:
             if self.failed == MOST_STARTS:
                 raise RuntimeError(f"rewards: {why}, {MOST_STARTS} times in a row")
         elif (job := worker.job) is not None:
+            self.hung[len(self.found[job])] += fault.kind == "hung"
             self.know(job, fault)
             if len(self.found[job]) < len(self.terms):
                 self.todo.appendleft(job)

@@ -41,7 +41,7 @@ LIMITS = {
     resource.RLIMIT_NOFILE: FILES,
     resource.RLIMIT_CORE: 0,
 }
-COULD_NOT = 97  # exit code where the sandbox, not the program, has failed
+COULD_NOT = 97  # exit code where no program was run
 
 # What runs inside. The job is read and its file closed before the program begins.
 RUNNER = """
@@ -76,23 +76,15 @@ def run(program: str, test: str | None, given: str, seconds: float) -> Done:
 
     Raises OSError, which says what failed, where there can be no sandbox.
     """
-    mark = os.urandom(16).hex()
+    mark, failed = os.urandom(16).hex(), os.urandom(16).hex()  # neither can be guessed by a program
     job = json.dumps(dict(program=program, test=test, mark=mark))
     with contextlib.ExitStack() as files:
         job_file, stdin, stdout, told = (files.enter_context(_memory()) for _ in range(4))
         for file, text in ((job_file, job), (stdin, given)):
             file.write(text.encode(errors="replace"))
             file.seek(0)
-        words = [
-            sys.executable,
-            "-I",
-            "-S",
-            __file__,
-            str(job_file.fileno()),
-            str(told.fileno()),
-            f"{seconds:.0f}",
-        ]
-        words += [str(os.getpid()), *_folders_of_python()]
+        numbers = job_file.fileno(), told.fileno(), round(seconds), os.getpid()
+        words = [sys.executable, "-I", "-S", __file__, *map(str, numbers), failed, *_folders_of_python()]
         process = subprocess.Popen(
             words,
             stdin=stdin,
@@ -103,7 +95,7 @@ def run(program: str, test: str | None, given: str, seconds: float) -> Done:
             env={},
         )
         try:
-            code = process.wait(seconds)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             return Done(False, "")
         finally:
@@ -111,8 +103,8 @@ def run(program: str, test: str | None, given: str, seconds: float) -> Done:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answer = _read(told)
-        if code == COULD_NOT:
-            raise OSError(answer or "the sandbox could not be made")
+        if answer.startswith(failed):
+            raise OSError(answer.removeprefix(failed))
         return Done(answer == mark, _read(stdout))
 
 
@@ -172,19 +164,21 @@ def end_with(parent: int) -> None:
 def main() -> None:
     """Makes the namespaces and waits for the program. A parent may name users in them, so there are two."""
     job, told, seconds, parent = (int(word) for word in sys.argv[1:5])
+    failed, *folders = sys.argv[5:]
     end_with(parent)
     asked, answered = os.pipe(), os.pipe()
     outer = os.getpid()
     child = os.fork()
     if child == 0:
-        with reporting(told):
+        os.close(answered[1])
+        with reporting(told, failed):
             call("unshare", CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
             end_with(outer)
             os.write(asked[1], b"1")
             if os.read(answered[0], 1) == b"1":
-                inside(job, told, seconds, sys.argv[5:])
+                inside(job, told, seconds, folders, failed)
         os._exit(COULD_NOT)
-    with reporting(told):
+    with reporting(told, failed):
         os.close(asked[1])
         if os.read(asked[0], 1) == b"1":
             name_users(child)
@@ -194,12 +188,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def reporting(told: int) -> Any:
-    """What is raised inside is written where the worker reads it."""
+def reporting(told: int, failed: str) -> Any:
+    """What is raised inside is written where the worker reads it, marked as no words of a program."""
     try:
         yield
     except OSError as error:
-        os.write(told, str(error).encode())
+        os.write(told, f"{failed}{error}".encode())
 
 
 def name_users(child: int) -> None:
@@ -215,14 +209,14 @@ def name_users(child: int) -> None:
     (place / "gid_map").write_text(f"1 {group} 1")
 
 
-def inside(job: int, told: int, seconds: int, folders: list[str]) -> None:
+def inside(job: int, told: int, seconds: int, folders: list[str], failed: str) -> None:
     """In the new namespaces, but for that of processes, which begins with a child."""
     is_root = os.getuid() == 0
     alive, held = os.pipe()
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    with reporting(told):
+    with reporting(told, failed):
         make_root(folders)
         if is_root:
             os.setgroups([])

@@ -5,8 +5,8 @@
 It is started by its path and imports neither tmoe nor torch, so that one that was killed is replaced in 0.1 s
 and not in 3 s with 360 MB. A frame is four bytes of length and a pickle from the trainer; an answer is a line
 of JSON, for what a worker says is trusted no further. First frame: {path, timeout_s, terms}, answered by
-{"ready": true} or {"refused": [term, why]}. Others: (job, first term, pickled sample), a line for each term
-from the first on.
+{"ready": true} or {"refused": [term, why]}. Others: (job, first term, end, pickled sample), a line for each
+term from the first on.
 
 next: post/rewards/builtin.py
 """
@@ -36,7 +36,7 @@ MEMORY_GIB = 4  # of its own data, of one worker; behind it a MemoryError is rai
 LENGTH = struct.Struct(">I")
 HERE = Path(__file__).parent
 PR_SET_PDEATHSIG = 1
-IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGPIPE"
+IGNORED = "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"
 WORDS_OF_ERROR = 2000  # characters of a traceback that are told
 
 
@@ -56,8 +56,8 @@ def main() -> None:
     reply(replies, dict(ready=True))
     make_sample = names["sample"].RewardSample
     while True:
-        job, first, sample = pickle.loads(read_frame(jobs))
-        for i in range(first, len(functions)):
+        job, first, end, sample = pickle.loads(read_frame(jobs))
+        for i in range(first, end):
             # each has a sample of its own, so that none sees what another has done to its row
             reply(replies, dict(job=job, term=i) | outcome(functions[i], make_sample, sample))
 
@@ -74,7 +74,8 @@ def settle(jobs: int, replies: int, parent: int) -> None:
     if os.getppid() != parent:
         os._exit(0)
     for name in IGNORED:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+        # not SIG_IGN, which programs that a reward starts would inherit
+        signal.signal(getattr(signal, name), lambda *_: None)
     for descriptor in (jobs, replies):
         os.set_inheritable(descriptor, False)
     with contextlib.suppress(OSError, ValueError):  # a lower limit holds already
