@@ -11,9 +11,12 @@ import pytest
 import torch
 from layouts import GPT_OSS, GQA, LATENT
 
-from tmoe.generate import Engine, Sampling, whole
+from tmoe.generate import Engine, Sampling, slots, whole
+from tmoe.generate.forward import attend_pages
 from tmoe.generate.pages import Pages, Span, alone, most_needed
+from tmoe.generate.prompt_chunks import chunks
 from tmoe.model.transformer import Transformer
+from tmoe.ops.decode_attention import decode_attention
 
 LONG = {
     name: replace(cfg, rope=replace(cfg.rope, max_seq=400))
@@ -59,6 +62,18 @@ def test_admission_never_stops_and_no_page_has_two_writers(seed):
     assert all(roomy.admit(span) for span in spans[:7]), "so many neighbours have room at once"
 
 
+@pytest.mark.parametrize("window", [None, 3, 200])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_over_pages_is_the_kernels(window, sinks):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(s, generator=draw) for s in ((4, 6, 8), (9, 128, 2, 8), (9, 128, 2, 8)))
+    table = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0], [8, 7, 1]], dtype=torch.int32)
+    lengths = torch.tensor([384, 1, 129, 300])
+    how = dict(scale=0.3, window=window, sinks_H=torch.randn(6, generator=draw) if sinks else None)
+    want = decode_attention(q, k, v, table, lengths, **how)
+    assert torch.allclose(attend_pages(q, k, v, table, lengths, **how), want, atol=1e-5)
+
+
 def long_model(name: str) -> Transformer:
     torch.manual_seed(0)
     net = Transformer(LONG[name]).eval()
@@ -87,6 +102,30 @@ def test_prompts_and_answers_over_several_pages(name, monkeypatch):
     page = 128 * 4 * 4 * (8 + 8) * 2 if name != "latent" else 128 * 4 * 4 * 24
     few = Engine(net, pool_gib=10 * page / 2**30).generate(prompts, 2, how, routes=True)
     for a, b in zip([s for x in want for s in x], [s for x in few for s in x], strict=True):
+        assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("most", [1024, 128])
+def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
+    """What a GPU is given: prompts on blocks of 128, gaps behind them, keys of later pieces padded."""
+    net = long_model(name)
+    prompts = [list(range(5)), [3] * 130, [1, 2] * 70, [7, 8, 9]]
+    how = Sampling(temperature=0.7, max_tokens=4, seed=3)
+    want = Engine(net).generate(prompts, 2, how, routes=True)
+    seen = []
+
+    def in_blocks(*args, blocks):
+        for chunk in chunks(*args, blocks=True):
+            seen.append(chunk)
+            yield chunk
+
+    monkeypatch.setattr(slots, "chunks", in_blocks)
+    monkeypatch.setattr(whole, "ON_CPU", most)
+    got = Engine(net).generate(prompts, 2, how, routes=True)
+    assert [len(chunk.tokens_1S[0]) for chunk in seen] == ([1024] if most == 1024 else [128] * 6)
+    for a, b in zip([s for x in want for s in x], [s for x in got for s in x], strict=True):
         assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
 

@@ -50,8 +50,7 @@ class Cache:
         self.layers: list[Layer] = []
         for _ in range(cfg.layers):
             k = torch.zeros(pages, PAGE, heads, width, device=device, dtype=dtype)
-            v = k.flatten(0, 1)[..., :values].unflatten(0, (pages, PAGE)) if self.shared else None
-            self.layers.append(Layer(k, torch.zeros_like(k) if v is None else v))
+            self.layers.append(Layer(k, k[..., :values] if self.shared else torch.zeros_like(k)))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Writes what is in the first page of each pair into the second."""

@@ -24,6 +24,7 @@ from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
+from tmoe.ops.decode_attention import decode_attention
 
 
 class Turns(NamedTuple):
@@ -41,7 +42,7 @@ class Chunk(NamedTuple):
 
     tokens_1S: Tensor
     at_1S: Tensor  # positions in their prompts
-    documents_1S: Tensor | None  # None: one prompt without gaps
+    documents_1S: Tensor | None  # None: one prompt
     padding_1S: Tensor | None  # True in gaps
     rows_N: Tensor | None  # which of the S are tokens; None: all
     places_N: Tensor  # where their keys go in the cache
@@ -124,7 +125,9 @@ def decode(
         layer.put(places_B, k[:, 0], None if v is None else v[:, 0])
         scale, sinks_H = softmax_of(attention)
         how = dict(scale=scale, window=block.window or None, sinks_H=sinks_H)
-        y_BHC = decode_attention(q[:, 0], *layer, table_BM, at_B + 1, **how)
+        # the kernel's twin goes through sequences one by one
+        attend_one = decode_attention if q.is_cuda else attend_pages
+        y_BHC = attend_one(q[:, 0].contiguous(), *layer, table_BM, at_B + 1, **how)
         x = x + block.branch(output(attention, y_BHC)[:, None])
         x, routing = feed_forward(block, x, None, rows)
         if routing is not None:
@@ -243,7 +246,7 @@ def softmax_of(attention: Attention | LatentAttention) -> tuple[float, Tensor | 
     return scale, attention.sinks
 
 
-def decode_attention(
+def attend_pages(
     q_BHC: Tensor,
     k_PTGC: Tensor,
     v_PTGC: Tensor,
@@ -254,10 +257,9 @@ def decode_attention(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`attend` for the last token of each sequence, whose keys lie in pages: [B, H, C of v].
+    """ops/decode_attention.py's op for all sequences at once, over copies of their pages: for a CPU.
 
-    lengths_B: tokens of each, its own among them; at most those of its M pages. The heads that share a key
-    are rows of one product, so keys are read once.
+    lengths_B: at least 1. The heads that share a key are rows of one product, so keys are read once.
     """
     B, H, _ = q_BHC.shape
     G = k_PTGC.shape[2]

@@ -28,63 +28,72 @@ class Piece(NamedTuple):
 
 
 def chunks(
-    prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device
+    prompts: Sequence[tuple[list[int], list[int]]], most: int, device: torch.device, blocks: bool
 ) -> Iterator[Chunk]:
-    """Chunks of at most `most` tokens that hold these prompts, each a pair of ids and pages, in order."""
-    gpu = device.type == "cuda"
-    align = PAGE if gpu else 1  # a document that begins on a block has the bits of one that begins a row
+    """Chunks of at most `most` tokens that hold these prompts, each a pair of ids and pages, in order.
+
+    blocks: for flex attention. Prompts begin on its blocks: then they have the bits of one that begins a row.
+    """
     some: list[Piece] = []
     length = 0
     for ids, pages in prompts:
-        more = -(-len(ids) // align) * align
+        more = aligned(len(ids), blocks)
         if some and length + more > most:
-            yield row(some, align, gpu, most, device)
+            yield row(some, most, device, blocks)
             some, length = [], 0
         if len(ids) > most:
             for at in range(0, len(ids), most):
-                yield row([Piece(ids[at : at + most], pages, at)], align, gpu, most, device)
+                yield row([Piece(ids[at : at + most], pages, at)], most, device, blocks)
         else:
             some.append(Piece(ids, pages, 0))
             length += more
     if some:
-        yield row(some, align, gpu, most, device)
+        yield row(some, most, device, blocks)
 
 
-def row(pieces: Sequence[Piece], align: int, gpu: bool, most: int, device: torch.device) -> Chunk:
-    """Pieces one behind the other, each beginning at a multiple of `align`."""
-    begins = [0]
-    for piece in pieces:
-        begins.append(begins[-1] + -(-len(piece.ids) // align) * align)
-    S = begins[-1]
-    if gpu:
-        S = next((n for n in LENGTHS if S <= n <= most), S)
-    tokens, at, documents = [0] * S, [0] * S, [-1] * S
-    rows: list[int] = []
+def aligned(length: int, blocks: bool) -> int:
+    """Places in a row that so many tokens take."""
+    return -(-length // PAGE) * PAGE if blocks else length
+
+
+def row(pieces: Sequence[Piece], most: int, device: torch.device, blocks: bool) -> Chunk:
+    """Pieces one behind the other; a gap behind a piece is of its document, and no token sees it."""
+    tokens: list[int] = []
+    at: list[int] = []
+    documents: list[int] = []
     places: list[int] = []
-    for number, (begin, (ids, pages, start)) in enumerate(zip(begins, pieces, strict=False)):
-        n = len(ids)
-        tokens[begin : begin + n] = ids
-        at[begin : begin + n] = range(start, start + n)
-        documents[begin : begin + n] = [number] * n
-        rows += range(begin, begin + n)
-        places += places_of(pages, start, start + n)
-    gaps = len(rows) < S
+    rows: list[int] = []
+    for number, (ids, pages, start) in enumerate(pieces):
+        end = start + len(ids)
+        gap = aligned(len(ids), blocks) - len(ids)
+        rows += range(len(tokens), len(tokens) + len(ids))
+        places += places_of(pages, start, end)
+        tokens += ids + [0] * gap
+        at += [*range(start, end), *[end - 1] * gap]
+        documents += [number] * (len(ids) + gap)
     last = pieces[-1]
     end = last.start + len(last.ids)
+    S = len(tokens)
+    rest = next((min(n, most) for n in LENGTHS if n >= S), S) - S if blocks else 0
+    tokens += [0] * rest
+    at += [end - 1] * rest
+    documents += [len(pieces)] * rest
     seen = places_of(last.pages, 0, end) if last.start else []
-    if seen and gpu:
-        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # behind all queries: seen by none
-    t = lambda values: torch.tensor(values, device=device)  # noqa: E731
-    documents_1S: Tensor | None = t([documents]) if gaps or len(pieces) > 1 else None
-    return Chunk(
-        t([tokens]),
-        t([at]),
-        documents_1S,
-        documents_1S < 0 if gaps and documents_1S is not None else None,
-        t(rows) if gaps else None,
-        t(places),
-        t(seen) if seen else None,
-    )
+    if blocks and seen:
+        seen += [NOWHERE * PAGE] * (-end % LENGTHS[2])  # behind all queries: none sees them
+
+    def put(values: list) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    gaps = len(rows) < len(tokens)
+    padding_1S = rows_N = None
+    if gaps:
+        rows_N = put(rows)
+        padding_1S = torch.ones(1, len(tokens), dtype=torch.bool, device=device)
+        padding_1S[0, rows_N] = False
+    documents_1S = put([documents]) if documents[-1] and not seen else None
+    keys = put(places), put(seen) if seen else None
+    return Chunk(put([tokens]), put([at]), documents_1S, padding_1S, rows_N, *keys)
 
 
 def places_of(pages: Sequence[int], start: int, end: int) -> list[int]:

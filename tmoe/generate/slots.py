@@ -170,7 +170,9 @@ class Slots:
         ids = {prompt: self.prompts[prompt][:-1] for prompt in fresh}
         last = self.routes or self.ranks.group is not None  # no other block reads what its experts give
         found = []
-        for chunk in chunks([(ids[p], fresh[p]) for p in fresh], self.ranks.at_once, self.state_4B.device):
+        device = self.state_4B.device
+        prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
+        for chunk in chunks(prompts, self.ranks.at_once, device, blocks=device.type == "cuda"):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
             routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
             if self.routes and routes:
