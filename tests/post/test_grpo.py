@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from tmoe.post.losses.sums import StepCounts
 from tmoe.run import process as runtime
 from tmoe.run.cli import parse
 from tmoe.run.lines import read_steps
+from tmoe.warmup import traces
 
 FLAGS = """--task grpo --train.dtype fp32 --optim.lr 1e-3 --resume none --steps 3 --grpo.prompts 4
     --grpo.group 4 --grpo.max-tokens 6 --data.val-fraction 0.2 --log.no-progress""".split()
@@ -355,3 +357,10 @@ def test_what_cannot_be_meant_is_one_error(given, said):
         grpo = GrpoConfig(**dict(rewards=("exact",), max_tokens=6) | given.pop("grpo", {}))
         train = TrainConfig(**dict(seq=32) | given.pop("train", {}))
         Config(task="grpo", grpo=grpo, train=train, **given)
+
+
+def test_the_warm_up_knows_a_rollout_s_kernels():
+    """Experts and routers launch otherwise for the tokens of all slots than for a micro-batch."""
+    cfg = of_test(slots=48)
+    more = dict.fromkeys(t for t in traces(cfg) if t not in traces(replace(cfg, task="sft")))
+    assert more and any(48 in t for t in more)
