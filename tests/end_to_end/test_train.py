@@ -111,6 +111,20 @@ def test_resume_on_other_layouts(gloo, tmp_path):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_experts_without_a_gate_resume_on_another_layout(gloo, tmp_path):
+    """Saved by 2 processes at ep=2, loaded by one: experts of one matrix fewer, bit for bit."""
+    flags = [*SMALL, "--model.moe.activation", "relu2", "--model.moe.bias", "--checkpoint.every", "2"]
+    flags += ["--steps", "4"]
+    two = [*flags, "--parallel.ep", "2", "--train.batch", "2"]
+    gloo(2, run, [*two, "--out", str(tmp_path / "a")])
+    step = ["--resume", str(tmp_path / "a/checkpoints/step-2"), "--out", str(tmp_path / "b")]
+    saved, one = gloo(2, load, [*two, *step]), gloo(1, load, [*flags, *step, "--train.batch", "4"])
+    assert_equal_state(one[0], saved[0])
+    shapes = {tuple(t.shape) for name, t in one[0].items() if name.endswith("experts.gate_up")}
+    assert (4, 32, 32) in shapes
+
+
 def next_samples(rank: int, world: int, argv: list[str]) -> list[list[int]]:
     """Global samples that this rank reads in the two steps after the resume."""
     cfg = parse(argv, "", rank=rank, world=world)

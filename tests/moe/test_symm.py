@@ -12,6 +12,8 @@ import pytest
 import torch
 from symm_ranks import Ranks, fork, routes, run
 
+from tmoe.activations import activation as named
+
 
 @pytest.mark.slow
 def test_in_the_interpreter():
@@ -213,7 +215,7 @@ def check_meeting():
     assert not failed.any(), failed
 
 
-def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
+def check_experts(tokens, kind, pairs, activation="swiglu", K=2, L=2, D=64, F=32):
     """The whole layer, forward and backward, against one process that holds all experts.
 
     `pairs` may take several rounds. In the backward rows are moved by kernels, and by copies.
@@ -230,12 +232,12 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
     xs, dys = ([torch.randn(n, D, generator=draw) for n in tokens] for _ in range(2))
     ws = [torch.rand(n, K, generator=draw) for n in tokens]
     ids = [routes(kind, n, world * L, K, draw) for n in tokens]
-    gate_up = torch.randn(world * L, 2 * F, D, generator=draw) / 8
+    gate_up = torch.randn(world * L, named(activation).halves * F, D, generator=draw) / 8
     down = torch.randn(world * L, D, F, generator=draw) / 6
 
     def experts(p):
         own = slice(p * L, (p + 1) * L)
-        return symm.Experts(ex[p], gate_up[own], down[own], None, "swiglu", K, torch.float32, pairs)
+        return symm.Experts(ex[p], gate_up[own], down[own], None, activation, K, torch.float32, pairs)
 
     def push(name, rows, weights):
         for p in range(world):
@@ -265,7 +267,7 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
         return torch.cat(ys)
 
     push("x", xs, ws)
-    hs = [torch.full((pairs, 2 * F), float("nan")) for _ in tokens]
+    hs = [torch.full((pairs, gate_up.shape[1]), float("nan")) for _ in tokens]
     for p in range(world):
         experts(p).forward(hs[p])
     y = pull(None)
@@ -294,7 +296,9 @@ def check_experts(tokens, kind, pairs, K=2, L=2, D=64, F=32):
     leaves = [torch.cat(t).double().requires_grad_() for t in (xs, ws)] + [
         t.double().requires_grad_() for t in (gate_up, down)
     ]
-    want = reference.moe_mlp(leaves[0], leaves[2], leaves[3], leaves[1], torch.cat(ids))
+    want = reference.moe_mlp(
+        leaves[0], leaves[2], leaves[3], leaves[1], torch.cat(ids), activation=activation
+    )
     want.backward(torch.cat(dys).double())
     for name, g, t in zip(
         ("y", "dx", "dw", "gate_up", "down"), got[1], (want, *(t.grad for t in leaves)), strict=True
@@ -315,7 +319,7 @@ def in_the_interpreter():
     poison()
     symm._all = lambda t: 2  # programs; no GPU to ask
     check_experts([21, 30], "random", 128)
-    check_experts([80, 50], "first rank", 128)
+    check_experts([80, 50], "first rank", 128, "relu2")
     check_experts([0, 3, 1], "holes", 128)
     check_exchange("random", [13, 13], 72, 3, 4, torch.bfloat16)
     check_exchange("holes", [9, 0, 21], 40, 4, 3, torch.float32)
