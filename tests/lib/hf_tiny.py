@@ -292,9 +292,9 @@ MODELS |= {
     "minimax_m2, all channels, tied": lambda: MiniMaxM2Config(
         **SIZES | dict(tie_word_embeddings=True), **LOCAL_MOE, head_dim=6
     ),
-    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, **ERNIE),
-    "ernie4_5_moe, every second, dense end, no shared, llama3": lambda: Ernie4_5_MoeConfig(
-        **SIZES | dict(num_hidden_layers=6, tie_word_embeddings=False),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, **ERNIE, tie_word_embeddings=False),
+    "ernie4_5_moe, every second, dense end, no shared, tied, llama3": lambda: Ernie4_5_MoeConfig(
+        **SIZES | dict(num_hidden_layers=6, tie_word_embeddings=True),
         **ERNIE,
         moe_layer_start_index=1,
         moe_layer_end_index=4,

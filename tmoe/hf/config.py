@@ -59,6 +59,16 @@ def architecture(hf: HF) -> Architecture:
     return found[0]
 
 
+def text_settings(arch: Architecture, hf: HF) -> HF:
+    """The settings of the text's model. Whether the head is tied is said outside, as in transformers."""
+    if not arch.nested:
+        return hf
+    inner = hf.get(arch.nested)
+    if not isinstance(inner, dict):
+        raise ConfigError(f"config.json of a {arch.model_type}: {arch.nested}={inner!r}: must be an object")
+    return inner | {key: hf[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf}
+
+
 def read_config(hf: HF) -> ModelConfig:
     """ModelConfig of a config.json.
 
@@ -67,6 +77,7 @@ def read_config(hf: HF) -> ModelConfig:
     which is seldom the same.
     """
     arch = architecture(hf)
+    hf = text_settings(arch, hf)
     by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
     kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
     mistyped = [
@@ -205,7 +216,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     An entry fits if its config.json reads back as the same mathematics.
     """
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
-    for arch in ARCHITECTURES:
+    for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
         # The defaults of the classes are tokens of other models.
@@ -248,7 +259,7 @@ def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """`read_rope` where rope_parameters has an object for each kind of block that there is."""
     stated = hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
-    problems = ["rope_scaling: only rope_parameters is read"] if hf.get("rope_scaling") else []
+    problems = ["rope_scaling: only rope_parameters is read"] if "rope_scaling" in hf else []
     there = {bool(slides) for slides in found.get("windowed", ())} if found.get("window") else {False}
     ropes = []
     for kind in (
