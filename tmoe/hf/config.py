@@ -5,6 +5,7 @@ next: hf/plan.py
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -314,7 +315,35 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
         if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
     found |= {f"rope.{name}": value for name, value in read.items()}
-    return problems
+    return problems + (_read_bases(arch.rope_bases, hf, found) if hf.get(arch.rope_bases) is not None else [])
+
+
+def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
+    """Put what a list of RoPE's bases says of blocks with and without a window into `found`."""
+    bases, layers = hf[key], found.get("layers") or 0
+    if len(bases) != layers or not all(base == 0 or 1 < base < math.inf for base in bases):
+        return [f"{key}={bases!r}: must be 0 (no positions) or above 1 for each of {layers} layers"]
+    period = shortest(bases := [float(base) for base in bases])
+    found["rotary"] = tuple(int(base > 0) for base in bases[:period]) or (1,)
+    windowed = found.get("windowed", (0,)) if found.get("window") else (0,)
+    far, near = (
+        {base for i, base in enumerate(bases) if base and windowed[i % len(windowed)] == slides}
+        for slides in (0, 1)
+    )
+    if len(far) > 1 or len(near) > 1:
+        return [f"{key}={bases!r}: one base for blocks with a window and one for the others is computed"]
+    if near and near != far and found["rope.scaling"] != "none":
+        return [f"{key}={bases!r}: with a scaling of RoPE only one base for all is computed"]
+    found["rope.theta"] = next(iter(far or near), found["rope.theta"])
+    if near and far and near != far:
+        found["rope.window_theta"] = next(iter(near))
+    return []
+
+
+def shortest(values: list) -> int:
+    """The length of the shortest pattern that values repeat."""
+    n = len(values)
+    return next((p for p in range(1, n) if values == (values[:p] * n)[:n]), n)
 
 
 def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
@@ -381,7 +410,7 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     elif any(slides) and width is None and not (off or windows.null):
         return [_null("sliding_window")]
 
-    period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
+    period = shortest(slides)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0
     if windows.rotary:

@@ -185,6 +185,8 @@ class Architecture:
     """whether rope_type dynamic with an alpha raises the base once for all lengths (NTK)"""
     rope_by_kind: bool = False
     """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
+    rope_bases: str = ""
+    """the key that may list each block's base of RoPE, 0 for none; "": no such key"""
     partial: Callable[[HF], float] | None = None
     """share of a head's channels that turn where config.json names none; None: always all of them"""
     windows: Windows | None = None
