@@ -76,7 +76,7 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(cp=2), "kinds", {}),
     (2, dict(cp=2), "kinds", dict(parallel=dict(cp_by="heads"))),
     (2, dict(pp=2), "kinds", dict(micros=4, parallel=dict(schedule="v"))),
-    (2, dict(ep=2), "kinds", dict(compile=True, parallel=dict(checkpoint="attention"))),
+    (2, dict(ep=2), "kinds", dict(parallel=dict(checkpoint="attention"))),
 ]
 
 

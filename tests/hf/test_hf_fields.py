@@ -91,7 +91,8 @@ EVERYWHERE = {
 TOKENS = torch.arange(40).view(2, 20) * 7 % 31
 WIDE_ROPE = MLA | dict(qk_rope_head_dim=6)  # no width is another's by chance
 # Kimi K2 has no class of its own in transformers: it is read as deepseek_v3 is.
-BASES = {a.model_type: MODELS[a.model_type] for a in ARCHITECTURES if a.model_type != "kimi_k2"} | {
+OWN_CLASS = [a.model_type for a in ARCHITECTURES if not a.nested and a.model_type != "kimi_k2"]
+BASES = {model_type: MODELS[model_type] for model_type in OWN_CLASS} | {
     "deepseek_v2": lambda: DeepseekV2Config(
         **SIZES | WIDE_ROPE, n_routed_experts=6, n_shared_experts=2, topk_method="group_limited_greedy"
     ),

@@ -27,7 +27,7 @@ from tmoe.model.transformer import Transformer
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-NAMES = [a.model_type for a in ARCHITECTURES]
+NAMES = [a.model_type for a in ARCHITECTURES if not a.nested]
 NORM = "model.layers.1.post_attention_layernorm.weight"
 QUERY = "model.layers.1.self_attn.{}_proj"
 

@@ -27,6 +27,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
     HunYuanMoEV1Config,
     HYV3Config,
     LlamaConfig,
@@ -292,9 +293,9 @@ MODELS |= {
     "minimax_m2, all channels, tied": lambda: MiniMaxM2Config(
         **SIZES | dict(tie_word_embeddings=True), **LOCAL_MOE, head_dim=6
     ),
-    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, **ERNIE),
-    "ernie4_5_moe, every second, dense end, no shared, llama3": lambda: Ernie4_5_MoeConfig(
-        **SIZES | dict(num_hidden_layers=6, tie_word_embeddings=False),
+    "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**SIZES, **ERNIE, tie_word_embeddings=False),
+    "ernie4_5_moe, every second, dense end, no shared, tied, llama3": lambda: Ernie4_5_MoeConfig(
+        **SIZES | dict(num_hidden_layers=6, tie_word_embeddings=True),
         **ERNIE,
         moe_layer_start_index=1,
         moe_layer_end_index=4,
@@ -347,6 +348,18 @@ MODELS |= {
         **AFMOE
         | dict(num_shared_experts=3, num_dense_layers=2, route_scale=2.8, layer_types=TYPED[1:] + TYPED[:1]),
     ),
+    "granitemoe_swa": lambda: GraniteMoeSWAConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        **LOCAL_MOE,
+        **GRANITE,
+        sliding_window=5,
+        shared_intermediate_size=14,
+    ),
+    "granitemoe_swa, bases, types of layers, no shared": lambda: GraniteMoeSWAConfig(
+        **SIZES | dict(num_hidden_layers=4, tie_word_embeddings=True),
+        **LOCAL_MOE | GRANITE | dict(sliding_window=6, layer_types=["full_attention", *TYPED]),
+        layer_rope_theta=[5e4, 300.0, 0.0, 300],
+    ),
     "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, num_experts=6, moe_topk=2, head_dim=8),
     "hunyuan_v1_moe, all heads, biases, tied, alpha": lambda: HunYuanMoEV1Config(
         **SIZES | dict(num_key_value_heads=None, tie_word_embeddings=True),
@@ -357,7 +370,7 @@ MODELS |= {
 # Families made of parts that others test: in some tests they are left to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
-COMPOSED += ("hunyuan_v1_moe",)
+COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa")
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

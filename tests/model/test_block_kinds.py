@@ -149,3 +149,27 @@ def test_norms_stand_where_they_are_said_to(norms):
     held = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
     before, behind = {"attention_norm", "ffn_norm"}, {"attention_post_norm", "ffn_post_norm"}
     assert held == dict(pre=before, post=behind, sandwich=before | behind)[norms]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [0, 1])
+def test_compiled_blocks_of_each_kind_are_eager_ones(layer):
+    """Values and every gradient, in one graph, with positions and a window and without either."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    rope = RopeConfig(dim=4, interleave=True, window_theta=300.0)
+    cfg = ModelConfig(
+        dim=16, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, dense_layers=2, layers=2, rope=rope
+    )
+    cfg = replace(cfg, window=3, windowed=(1, 0), rotary=(1, 0), norms="sandwich", attention_gate=True)
+    block = Block(replace(cfg, qk_norm="head" if layer else "rotated"), layer)
+    for name, p in block.named_parameters():
+        p.data.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    context = (*turns_of(cfg, 6, CPU)[block.rope], None, None)
+    found = []
+    for run in (block.compute, torch.compile(block.compute, fullgraph=True, dynamic=False)):
+        y = run(x, *context)[0]
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+    for eager, compiled in zip(*found, strict=True):
+        assert (compiled - eager).norm() <= 1e-5 * eager.norm()

@@ -5,6 +5,7 @@ next: hf/plan.py
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -59,6 +60,16 @@ def architecture(hf: HF) -> Architecture:
     return found[0]
 
 
+def text_settings(arch: Architecture, hf: HF) -> HF:
+    """The settings of the text's model. Whether the head is tied is said outside, as in transformers."""
+    if not arch.nested:
+        return hf
+    inner = hf.get(arch.nested)
+    if not isinstance(inner, dict):
+        raise ConfigError(f"config.json of a {arch.model_type}: {arch.nested}={inner!r}: must be an object")
+    return inner | {key: hf[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf}
+
+
 def read_config(hf: HF) -> ModelConfig:
     """ModelConfig of a config.json.
 
@@ -67,6 +78,7 @@ def read_config(hf: HF) -> ModelConfig:
     which is seldom the same.
     """
     arch = architecture(hf)
+    hf = text_settings(arch, hf)
     by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
     kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
     mistyped = [
@@ -205,7 +217,7 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     An entry fits if its config.json reads back as the same mathematics.
     """
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
-    for arch in ARCHITECTURES:
+    for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
         hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
         # The defaults of the classes are tokens of other models.
@@ -248,7 +260,7 @@ def _read_ropes(arch: Architecture, hf: HF, found: dict[str, Any]) -> list[str]:
     """`read_rope` where rope_parameters has an object for each kind of block that there is."""
     stated = hf.get("rope_parameters")
     stated = arch.rope if stated is None else stated
-    problems = ["rope_scaling: only rope_parameters is read"] if hf.get("rope_scaling") else []
+    problems = ["rope_scaling: only rope_parameters is read"] if "rope_scaling" in hf else []
     there = {bool(slides) for slides in found.get("windowed", ())} if found.get("window") else {False}
     ropes = []
     for kind in (
@@ -303,7 +315,35 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
         if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
     found |= {f"rope.{name}": value for name, value in read.items()}
-    return problems
+    return problems + (_read_bases(arch.rope_bases, hf, found) if hf.get(arch.rope_bases) is not None else [])
+
+
+def _read_bases(key: str, hf: HF, found: dict[str, Any]) -> list[str]:
+    """Put what a list of RoPE's bases says of blocks with and without a window into `found`."""
+    bases, layers = hf[key], found.get("layers") or 0
+    if len(bases) != layers or not all(base == 0 or 1 < base < math.inf for base in bases):
+        return [f"{key}={bases!r}: must be 0 (no positions) or above 1 for each of {layers} layers"]
+    period = shortest(bases := [float(base) for base in bases])
+    found["rotary"] = tuple(int(base > 0) for base in bases[:period]) or (1,)
+    windowed = found.get("windowed", (0,)) if found.get("window") else (0,)
+    far, near = (
+        {base for i, base in enumerate(bases) if base and windowed[i % len(windowed)] == slides}
+        for slides in (0, 1)
+    )
+    if len(far) > 1 or len(near) > 1:
+        return [f"{key}={bases!r}: one base for blocks with a window and one for the others is computed"]
+    if near and near != far and found["rope.scaling"] != "none":
+        return [f"{key}={bases!r}: with a scaling of RoPE only one base for all is computed"]
+    found["rope.theta"] = next(iter(far or near), found["rope.theta"])
+    if near and far and near != far:
+        found["rope.window_theta"] = next(iter(near))
+    return []
+
+
+def shortest(values: list) -> int:
+    """The length of the shortest pattern that values repeat."""
+    n = len(values)
+    return next((p for p in range(1, n) if values == (values[:p] * n)[:n]), n)
 
 
 def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
@@ -370,7 +410,7 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
     elif any(slides) and width is None and not (off or windows.null):
         return [_null("sliding_window")]
 
-    period = next((p for p in range(1, layers) if slides == (slides[:p] * layers)[:layers]), layers)
+    period = shortest(slides)
     found["windowed"] = tuple(map(int, slides[:period])) or (1,)
     found["window"] = width if any(slides) and width else 0
     if windows.rotary:

@@ -228,7 +228,13 @@ def _with_dtype(origin: Origin, dtype: str | None) -> Origin:
         file: {name: new(name, kind) for name, kind in names.items()} for file, names in origin.layout.items()
     }
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
-    config = origin.config | {key: str(DTYPES[SHORT[dtype]]).removeprefix("torch.")}
+    said = str(DTYPES[SHORT[dtype]]).removeprefix("torch.")
+    parts = {
+        name: part | dict.fromkeys({"dtype", "torch_dtype"} & {*part}, said)
+        for name, part in origin.config.items()
+        if isinstance(part, dict)
+    }
+    config = origin.config | parts | {key: said}
     return _with_files(origin._replace(config=config, layout=layout))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tmoe.config.model import ModelConfig
-from tmoe.hf.config import architecture, read_config
+from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import DTYPES, Folder
 from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes
 
@@ -73,5 +73,5 @@ def plan_layout(config: HF, types: dict[str, str]) -> Reading:
 def _plan(config: HF, present: dict) -> Reading:
     arch = architecture(config)
     cfg = read_config(config)
-    found, extra = divide(arch, cfg, present, ahead(config))
+    found, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)))
     return Reading(arch, cfg, found, copies(cfg, present), extra, [])

@@ -176,10 +176,17 @@ class Architecture:
     """RoPE base where config.json names none"""
     rope: HF = field(default_factory=dict)
     """scaling of RoPE where config.json names none"""
+    nested: str = ""
+    """the key of config.json under which the settings of the text's model lie; "": they are config.json's own
+
+    Such a model is trained as its text part alone, and an export needs an original.
+    """
     rope_alpha: bool = False
     """whether rope_type dynamic with an alpha raises the base once for all lengths (NTK)"""
     rope_by_kind: bool = False
     """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
+    rope_bases: str = ""
+    """the key that may list each block's base of RoPE, 0 for none; "": no such key"""
     partial: Callable[[HF], float] | None = None
     """share of a head's channels that turn where config.json names none; None: always all of them"""
     windows: Windows | None = None
@@ -229,6 +236,18 @@ class Piece(NamedTuple):
         """Something given for each of our axes (sizes, slices), in their order of axes."""
         axes = tuple(axes[1:]) if self.stacked else tuple(axes)
         return (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
+
+
+def under(rules: Iterable[Rule], old: str, new: str) -> tuple[Rule, ...]:
+    """The same rules where their names that begin with `old` begin with `new`."""
+
+    def moved(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(
+            part._replace(name=new + part.name.removeprefix(old) if part.name.startswith(old) else part.name)
+            for part in parts
+        )
+
+    return tuple(rule._replace(parts=moved(rule.parts), held=moved(rule.held)) for rule in rules)
 
 
 # ---- boxes ----

@@ -23,6 +23,7 @@ from tmoe.hf.architectures import (
     mixtral,
     olmoe,
     qwen,
+    qwen3_vl,
     solar,
 )
 
@@ -52,6 +53,9 @@ ARCHITECTURES = (
     flex_olmo.FLEX_OLMO,
     afmoe.AFMOE,
     hunyuan.HUNYUAN_V1_MOE,
+    qwen3_vl.QWEN3_VL_MOE,
+    glm45.GLM4V_MOE,
+    granite.GRANITEMOE_SWA,
 )
 # For swap_experts, by model_type.
 SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}

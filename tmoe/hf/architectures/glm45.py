@@ -1,9 +1,11 @@
-"""GLM's entry for GLM-4.5, 4.6 and 4.7: half of a head's channels turn, and an MoE as DeepSeek-V3's.
+"""GLM's entries for GLM-4.5 to 4.7 and 4.5V: half of a head's channels turn, and an MoE as DeepSeek-V3's.
 
 next: hf/architectures/common.py
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures.common import (
@@ -29,7 +31,7 @@ from tmoe.hf.architectures.common import (
     swiglu,
 )
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS, SHARED_EXPERTS, shared_width
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, under
 
 USE_QK_NORM = Key("use_qk_norm", bool, null=False)
 SHARED = swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_experts")
@@ -73,4 +75,20 @@ GLM4_MOE = Architecture(
     write=write_keys,
     partial=lambda hf: 0.5,
     fp32=(CHOICE_BIAS,),
+)
+
+GLM4V_MOE = replace(  # the text part of GLM-4.5V, without norms on queries and keys
+    GLM4_MOE,
+    model_type="glm4v_moe",
+    class_name="Glm4vMoeForConditionalGeneration",
+    rules=under(GLM4_MOE.rules, "model.", "model.language_model."),
+    fields=(
+        *(field for field in GLM4_MOE.fields if field.ours != "qk_norm"),
+        BIASES[0]._replace(default=True),
+        AUXILIARY._replace(keys=(), default=0.0001),
+    ),
+    theirs=GLM4_MOE.theirs | dict(tie_word_embeddings=False),
+    keys=(SHARED_EXPERTS,),
+    extra=(r"model\.visual\..*",),
+    nested="text_config",
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tmoe.config.model import ModelConfig
 from tmoe.hf.architectures.common import (
     ALL_MOE,
     AUXILIARY,
@@ -23,7 +24,7 @@ from tmoe.hf.architectures.common import (
     also,
     one,
 )
-from tmoe.hf.rules import Architecture, Field, Swap
+from tmoe.hf.rules import HF, Architecture, Field, Key, Swap, Windows
 
 SPARSE = f"{LAYER}.block_sparse_moe"
 MOE = (
@@ -66,4 +67,28 @@ GRANITEMOESHARED = replace(
         one(f"{BLOCK}.moe.shared.down.weight", f"{SHARED}.output_linear.weight"),
     ),
     fields=(*GRANITEMOE.fields, Field("moe.shared_dim", ("shared_intermediate_size",), 0)),
+)
+
+BASES = Key("layer_rope_theta", tuple[float, ...])
+
+
+def write_bases(cfg: ModelConfig) -> HF:
+    ropes = [cfg.rope_of(i) for i in range(cfg.layers)]
+    return {BASES.name: [rope.theta if rope else 0.0 for rope in ropes]}
+
+
+GRANITEMOE_SWA = replace(  # sinks, windows in three blocks of four, and a RoPE base for each block
+    GRANITEMOESHARED,
+    model_type="granitemoe_swa",
+    class_name="GraniteMoeSWAForCausalLM",
+    rules=(  # published as transformers 5 holds them
+        *(rule._replace(parts=rule.held or rule.parts, held=()) for rule in GRANITEMOESHARED.rules),
+        one(f"{BLOCK}.attention.sinks", f"{LAYER}.self_attn.sinks"),
+    ),
+    ours=GRANITEMOESHARED.ours | dict(sinks=True),
+    keys=(BASES,),
+    write=write_bases,
+    windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 4 != 0, 128, null=False),
+    rope_bases=BASES.name,
+    swap=None,
 )

@@ -85,15 +85,16 @@ V1 = (
     *experts(f"{MLP}.experts"),
     *SHARED[0],
 )
-MOE_TOPK = Key("moe_topk", int | tuple[int, ...], null=False)
+MOE_TOPK_NAMES = ("moe_topk", "num_experts_per_tok")
+MOE_TOPK, PER_TOKEN = (Key(name, int | tuple[int, ...], null=False) for name in MOE_TOPK_NAMES)
 
 
 def one_for_all(hf: HF) -> int:
     """Experts a token, which config.json may list for each block."""
-    said = hf.get(MOE_TOPK.name, hf.get("num_experts_per_tok", 1))
-    values = {said} if isinstance(said, int) else {*said}
+    said = [hf[name] for name in MOE_TOPK_NAMES if name in hf] or [1]
+    values = {number for one in said for number in ([one] if isinstance(one, int) else one)}
     if len(values) != 1:
-        raise ConfigError(f"{MOE_TOPK.name}={said}: only one number for all blocks is computed")
+        raise ConfigError(f"{MOE_TOPK.name}={said[0]}: only one number for all blocks is computed")
     return values.pop()
 
 
@@ -115,7 +116,7 @@ HUNYUAN_V1_MOE = Architecture(
     # what the published code can do and transformers' does not ask for
     theirs=PLAIN | dict(use_qk_norm=True, use_mixed_mlp_moe=True, use_cla=(False, None), mlp_bias=False),
     layers=ALL_MOE,
-    keys=(MOE_TOPK,),
+    keys=(MOE_TOPK, PER_TOKEN),
     write=lambda cfg: {MOE_TOPK.name: cfg.moe.top_k},
     fp32=("mlp.gate.wg.weight",),
     rope_alpha=True,
