@@ -13,6 +13,7 @@ next: tmoe/data/dataset.py, tmoe/model/transformer.py
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tmoe.checkpoint import resume
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.check import require
 from tmoe.config.run import Config
-from tmoe.data.dataset import Batch, Dataset, Loader
+from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
@@ -32,6 +33,7 @@ from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
+from tmoe.onlookers import say
 from tmoe.optim.adamw import build_optimizer, init_state, optimizer_tensors
 from tmoe.optim.ema import Ema
 from tmoe.optim.guard import SkipGuard, require_finite
@@ -41,7 +43,7 @@ from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
-from tmoe.run.memory import require_room
+from tmoe.run.fitting import require_room
 from tmoe.run.metrics import Metrics
 from tmoe.run.process import OnItsWay, Runtime, all_finite
 from tmoe.run.profile import Graphs, Profiler, collecting, profiler
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> None:
         with trainer.metrics:
             trainer.train()
     run.close()
+    trainer.say_end()
 
 
 class Trainer:
@@ -94,6 +97,7 @@ class Trainer:
         self.task = task_of(cfg, self.mesh)
         opened = run.together(lambda: [self.task.open(split, self.carried) for split in ("train", "val")])
         self.data, self.val_data = opened
+        run.together(lambda: require_alike(self.data, self.val_data))
         run.alike(self.data.extent("training") | self.val_data.extent("validation"))
         self.test_data: Dataset | None = None
         if cfg.data.held_out[1]:
@@ -114,6 +118,7 @@ class Trainer:
         # Where the run stands, and what it has met.
         self.step = 0
         self.tokens = 0
+        self.began = ""  # where weights came from, if from --init
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
         self.graphs = Graphs()
@@ -238,6 +243,8 @@ class Trainer:
             run.watch.pause()  # writing a trace takes its time
             profile.step()
         self.checkpoints.poll()
+        for path in self.checkpoints.take_published():
+            self.metrics.note(f"saved {path}")
 
     def leave(self) -> None:
         """Told to stop before the step's batch was there: saves the state of the steps that are done."""
@@ -338,7 +345,7 @@ class Trainer:
         loss, norm, finite, mean, router, measured = numbers.read()
         if self.guard.strange(bool(finite), loss.item()):
             samples = self.data.indices(step, **self.shape())
-            self.run.blame(step, loss.item(), norm.item(), mean.item(), samples)
+            self.run.blame(step + 1, loss.item(), norm.item(), mean.item(), samples)
         self.metrics.log(
             step,
             loss=loss,
@@ -351,7 +358,7 @@ class Trainer:
             ended=numbers.ended,
             measured=dict(zip(self.task.measures, measured, strict=True)),
         )
-        self.guard.give_up(step)
+        self.guard.give_up(step + 1)
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on.
@@ -376,7 +383,10 @@ class Trainer:
             if path := self.checkpoints.find(cfg.resume):
                 self.go_on_from(path)
             elif cfg.init:
-                load_weights(Path(cfg.init), self.checkpoints, self.model.state_dict(), cfg.model)
+                tensors = self.model.state_dict()
+                load_weights(Path(cfg.init), self.checkpoints, tensors, cfg.model)
+                self.began = f"weights of {cfg.init}, {len(tensors)} tensors"
+                self.began += " on rank 0" if cfg.parallel.pp > 1 else ""
                 if self.ema:
                     self.ema.restart()
             elif cfg.eval_only:
@@ -421,9 +431,14 @@ class Trainer:
         counts = count_parameters(cfg.model)
         note(f"{counts.total:,} parameters, {counts.active:,} active; mesh {self.mesh.axes}")
         note(f"training data: {self.data.describe()}; tokenizer {self.data.fingerprint}")
-        for source, held in zip(self.data.sources, self.val_data.sources, strict=True):
-            tokens = f"{source.tokens:,} tokens to train on, {held.tokens:,} to validate with"
-            note(f"{source.name}: {source.taken}; {tokens}")
+        own = bool(cfg.data.val_path)
+        for source, held in zip_longest(self.data.sources, () if own else self.val_data.sources):
+            rest = f", {held.tokens:,} to validate with" if held else ""
+            note(f"{source.name}: {source.taken}; {source.tokens:,} tokens to train on{rest}")
+        for held in self.val_data.sources if own else ():
+            note(f"{held.name}: {held.taken}; {held.tokens:,} tokens to validate with")
+        if self.began:
+            note(self.began)
         if cfg.init and not self.carried:
             unknown = "its tokenizer is not known, so nothing tells whether the data are of it"
             note(f"--init={cfg.init}: {unknown}")
@@ -431,6 +446,16 @@ class Trainer:
             note(line)
         if self.step:
             note("; ".join([f"resumed after step {self.step}", *self.changes]))
+
+    def say_end(self) -> None:
+        """Says last, on stderr of rank 0, where a run that was told to stop has its state."""
+        cfg, run = self.cfg, self.run
+        if run.rank or cfg.eval_only or self.step >= cfg.steps:
+            return
+        path = self.checkpoints.newest
+        where = f"its state is in {path}, and the same command goes on" if path else "nothing of it was saved"
+        off = " (--checkpoint.mode off)" if cfg.checkpoint.mode == "off" else ""
+        say(f"stopped{run.told and f' by {run.told}'} after step {self.step}: {where}{off}", sys.stderr)
 
     def shape(self) -> dict[str, int]:
         """What the data needs to know to cut this rank's part out of a step."""

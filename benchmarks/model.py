@@ -2,7 +2,7 @@
 
     python -m benchmarks.model --tokens 1e12 -- olmoe-1b-7b           8 to 4096 GPUs: every dp x ep, then the
                                                                       ten best of all axes
-    python -m benchmarks.model --gpus 64 --batch-tokens 4e6 olmoe-1b-7b
+    python -m benchmarks.model --gpu h100 --gpus 64 --batch-tokens 4e6 olmoe-1b-7b
     python -m benchmarks.model --gpus 4 --parts -- olmoe-1b-7b --parallel.ep 4
                                                                       where the time of one layout goes
     python -m benchmarks.model --check                                against shipped steps; code 1 beyond 10%
@@ -34,13 +34,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.cost.compare import check, fit, ratio, unheld
-from benchmarks.cost.constants import CONSTANTS, check_constant, values
+from benchmarks.cost.constants import CONSTANTS, check_constant, of_gpu, title, values
 from benchmarks.cost.page import best_table, page, parts_table, refused
 from benchmarks.cost.points import fitted_layouts, held, read_points, summary
 from benchmarks.cost.search import Search
 from benchmarks.cost.step_time import predict
 from tmoe.config.axes import Axes
 from tmoe.config.check import MOST
+from tmoe.config.gpus import GPUS
 from tmoe.config.presets import presets
 from tmoe.run.cli import parse
 
@@ -49,14 +50,14 @@ AXES = {
     *("--parallel.replicate", "--parallel.etp", "--parallel.cp-by", "--parallel.schedule"),
     "--parallel.chunks",
 }
-GPUS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
+    parser.add_argument("--gpus", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--tokens", type=float, default=1e12, help="to train on, for days and GPU-hours")
     parser.add_argument(
         "--batch-tokens", type=float, default=2**24, help="of a step at most, for the best of all axes"
@@ -74,7 +75,18 @@ def main() -> None:
     parser.add_argument(
         "--fit", nargs="+", default=[], metavar="CONSTANT", help="print what fits the checked points best"
     )
-    parser.add_argument("--constants", type=Path, default=CONSTANTS)
+    parser.add_argument(
+        "--gpu",
+        choices=list(GPUS),
+        default="h200",
+        help="h200 was measured; the others are scaled from it by data sheets (tmoe/config/gpus.py)",
+    )
+    parser.add_argument(
+        "--constants",
+        type=Path,
+        default=CONSTANTS,
+        help="a file as benchmarks/cost/h200.json, of your own GPU",
+    )
     parser.add_argument("train", nargs=argparse.REMAINDER, help="-- PRESET --section.field value ...")
     args = parser.parse_args(marked(sys.argv[1:]))
     try:
@@ -107,8 +119,11 @@ def main() -> None:
     words = [w for w in args.train if w != "--"]
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
-        parser.error(f"{taken[0]}: the page compares every layout; --parts takes one")
-    m = values(constants)
+        parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")
+    own = args.constants != CONSTANTS
+    if own and args.gpu != "h200":
+        parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
+    m = values(of_gpu(constants, args.gpu))
     # Before `parse`, which would complain of the number as a world.
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
@@ -123,7 +138,7 @@ def main() -> None:
     if not 1 <= args.batch_tokens < 2**62:
         parser.error(f"--batch-tokens {args.batch_tokens}: must be 1 or more and finite")
     cfg = parse(words, "")
-    console.print(page(cfg, args.gpus, args.tokens, m))
+    console.print(page(cfg, args.gpus, args.tokens, m, title(args.gpu, m, own)))
     search = Search(cfg, m, int(args.batch_tokens))
     for world in args.gpus:
         console.print(best_table(search.best(world), world, search.batch_tokens))

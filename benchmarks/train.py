@@ -75,7 +75,7 @@ def main() -> None:
 
         # Two steps are traced, of which the second is read: it begins with the host ahead, as others do. The
         # tracer starts in the step before them, and delays the one before that; the last step validates.
-        traced = args.steps + 2
+        traced = args.steps + 3
         steps = args.steps + 4 * args.trace
         words += ["--profile", str(traced - 1), str(traced)] if args.trace else []
         figures = measure(args.gpus, steps, words, Path(out, "run"), args.timeout, env)
@@ -187,7 +187,7 @@ def measure(
     """Trains as `launch` does. Returns the figures that are printed and written to the JSON file."""
     start_s = launch(gpus, steps, words, out, timeout, env)
     lines = [line for _, line in read_steps(out / "metrics.jsonl")]
-    steady = [line for line in lines if line["step"] >= WARMUP and line["tokens_per_s"]]
+    steady = [line for line in lines if line["step"] > WARMUP and line["tokens_per_s"]]
     if not steady:
         raise SystemExit(
             f"--steps {steps}: too few; {WARMUP} steps warm up and are not timed (and log.every must be 1)"

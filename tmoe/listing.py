@@ -33,6 +33,11 @@ def listed(head: str, items: Iterable[str], indent: str = "  ") -> str:
     return f"\n{indent}".join([head, *shown] if head else shown)
 
 
+def counted(number: int, what: str) -> str:
+    """So many of them: `1 file`, `2 files`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def _counted(kind: str, alike: list[str]) -> str:
     """The line of a kind: its only item, or how many there are and the numbers of one."""
     if len(alike) == 1:

@@ -1,15 +1,24 @@
 """The constants of the cost model: what one GPU and its links need for what a step does.
 
-h200.json says of each whether it was measured, fitted (and on which points) or assumed.
+h200.json, of one GPU, says of each whether it was measured, fitted (and on which points) or assumed.
+
+Those of another GPU are made of them by `of_gpu`: times are as much longer as data sheets have less. How
+well kernels reach a sheet's numbers there was not measured.
 
 next: step_time.py
 """
 
+import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tmoe.config.gpus import DRIVER, GPUS
+
+GIB = 2**30
+FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # in proportion to these
+LINKS = ("collective", "exchange")
 CONSTANTS = Path(__file__).with_name("h200.json")
 
 
@@ -29,6 +38,39 @@ def check_constant(name: str, value: Any, like: Any) -> None:
             raise ValueError(f"{name}: {value} must be finite and {range_}")
     if isinstance(value, list) and not (len(value) > 1 and all(len(p) == 2 and min(p) >= 0 for p in value)):
         raise ValueError(f"{name}: {value} must be two points or more, of two numbers not below 0 each")
+
+
+def of_gpu(constants: dict[str, dict], name: str) -> dict[str, dict]:
+    """The constants of this GPU, by data sheets, from those of the H200."""
+    if name == "h200":
+        return constants
+    gpu, measured = GPUS[name], GPUS["h200"]
+    made = copy.deepcopy(constants)
+    ratios = {one: gpu.flops / measured.flops for one in FLOPS}
+    ratios |= {"memory_rate": gpu.bandwidth / measured.bandwidth}
+    for one, ratio in ratios.items():
+        value = made[one]["value"]
+        curve = [[x, y * ratio] for x, y in value] if isinstance(value, list) else value * ratio
+        made[one] |= {"value": curve, "how": "scaled", "source": f"the H200's x {ratio:.3g}, by data sheets"}
+    slower = measured.links / gpu.links
+    for one in LINKS:
+        made[one] |= {"how": "scaled", "source": f"the H200's times x {slower:.3g}, by data sheets"}
+    made["collective"]["value"] = [[x, y * slower] for x, y in made["collective"]["value"]]
+    for how in made["exchange"]["value"].values():
+        if isinstance(how, dict):
+            how["curve"] = [[x, y * slower] for x, y in how["curve"]]
+    made["memory"] |= {"value": gpu.memory - DRIVER, "source": "less 3 GiB for CUDA and NCCL"}
+    return made
+
+
+def title(name: str, m: SimpleNamespace, own: bool) -> str:
+    """Which GPU a page is of, and what its numbers stand on. own: the user's file of constants."""
+    gib = f"{m.memory / GIB:.0f} GiB"
+    if own:
+        return f"{gib} a GPU, by the constants given"
+    if name == "h200":
+        return f"H200 ({gib} each): measured on one to four GPUs; ~: network between nodes assumed"
+    return f"{GPUS[name].title} ({gib} each): the H200's, scaled by data sheets; ~: network assumed as well"
 
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:

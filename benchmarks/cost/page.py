@@ -14,6 +14,8 @@ from benchmarks.cost.step_time import Prediction, predict
 from tmoe.config.axes import Axes
 from tmoe.config.check import divisors
 from tmoe.config.run import Config
+from tmoe.run.fitting import smallest_change
+from tmoe.run.memory import memory_per_rank, peak_bytes
 
 
 def layouts(cfg: Config, gpus: int, node: int) -> list[Axes]:
@@ -56,11 +58,17 @@ def refused(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, par
     return ""
 
 
-def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Table:
-    """A line for every layout; the fastest that fits is bold, those that do not fit are dim."""
+def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace, of: str = "") -> Table:
+    """A line for every layout; the fastest that fits is bold, those that do not fit are dim.
+
+    Where none of some GPUs fits, a line below says what would. ~: beyond a node, where the network's figures
+    are assumed. of: which GPU, in words.
+    """
     train = cfg.train
     sizes = f"{train.accumulate} x {train.batch} x {train.seq}"
-    table = Table(title=f"{sizes} tokens a GPU, recomputed: {cfg.parallel.checkpoint}")
+    head = f"{of}\n" if of else ""
+    table = Table(title=f"{head}{sizes} tokens a GPU, recomputed: {cfg.parallel.checkpoint}")
+    would: list[str] = []
     heads = ["GPUs", "dp x ep", "M tokens a step", "ms", "tokens/s/GPU", "MFU", "exposed", "GiB"]
     for name in [*heads, f"days for {tokens:.3g} tokens", "GPU-hours"]:
         table.add_column(name, justify="right")
@@ -68,6 +76,12 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
         found = {axes: predict(cfg, axes, m) for axes in layouts(cfg, world, m.node)}
         fit = [axes for axes, p in found.items() if p.peak_bytes <= m.memory]
         best = max(fit, key=lambda axes: found[axes].tokens_per_s_gpu, default=None)
+        if found and not fit:
+            change = smallest_change(cfg, found, lambda c, axes: held(c, axes, m) <= m.memory)
+            would.append(
+                f"{world} GPUs: no layout fits; the smallest change that does: {change or 'not found'}"
+            )
+        about = "~" if world > m.node else ""
         for axes, p in found.items():
             gib = f"{p.peak_bytes / 2**30:.0f}" + ("" if axes in fit else " too much")
             hours = tokens / p.tokens_per_s_gpu / 3600
@@ -76,9 +90,9 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
                 str(world),
                 f"{axes.dp} x {axes.ep}{across}",
                 f"{p.tokens / 1e6:.2f}",
-                f"{p.seconds * 1e3:.0f}",
-                f"{p.tokens_per_s_gpu:,.0f}",
-                "" if p.mfu is None else f"{p.mfu:.1%}",
+                f"{about}{p.seconds * 1e3:.0f}",
+                f"{about}{p.tokens_per_s_gpu:,.0f}",
+                "" if p.mfu is None else f"{about}{p.mfu:.1%}",
                 f"{p.exposed:.0%}",
                 gib,
                 f"{hours / world / 24:,.1f}",
@@ -86,7 +100,14 @@ def page(cfg: Config, gpus: list[int], tokens: float, m: SimpleNamespace) -> Tab
                 style="bold" if axes == best else "" if axes in fit else "dim",
             )
         table.add_section()
+    table.caption = "\n".join(would)
+    table.caption_justify = "left"
     return table
+
+
+def held(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
+    """Bytes that a rank takes at most, as `predict` counts them."""
+    return m.memory_factor * peak_bytes(memory_per_rank(cfg, axes))
 
 
 def parts_table(p: Prediction) -> Table:

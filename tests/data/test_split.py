@@ -1,5 +1,8 @@
 """--data.split: training, validation and test data, of every kind of source, apart from each other."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import runs
@@ -8,7 +11,8 @@ from tmoe.config.check import ConfigError
 from tmoe.config.run import DataConfig
 from tmoe.data.convert import convert
 from tmoe.data.corpus import HeldOut, Run, cut
-from tmoe.data.dataset import open_data
+from tmoe.data.dataset import open_data, require_alike
+from tmoe.data.tokenizer import DataError
 from tmoe.run.lines import read_steps
 
 WORDS = [f"document number {i} of a small set, " * 3 for i in range(400)]
@@ -59,6 +63,39 @@ def test_cut_without_a_test_is_as_before():
     train, val = (cut(run, HeldOut(0.25), split, 0).tokens for split in ("train", "val"))
     assert len(train) == 81  # 75, then to the end of the document
     assert len(val) == 19
+
+
+def test_validation_data_of_their_own(folder, tmp_path):
+    """All of --data.path is trained on, and all of --data.val-path validated with, rows as well as shards."""
+    rows = tmp_path / "val.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {i} to validate with"}) + "\n" for i in range(9)))
+    convert((str(folder),), out=tmp_path / "shards")
+    for path in (folder, tmp_path / "shards"):
+        cfg = DataConfig(path=(str(path),), val_path=(str(rows),))
+        train, val = (open_data(cfg, 8, 256, split) for split in ("train", "val"))
+        require_alike(train, val)
+        texts = [
+            b"".join(np.asarray(run.tokens).astype(np.uint8).tobytes() for run in data.sources[0].runs)
+            for data in (train, val)
+        ]
+        assert {d for d in texts[0].split(b"\0") if d} == {words.encode() for words in WORDS}
+        assert texts[1].count(b"to validate with") == 9
+    with pytest.raises(DataError, match=r"--data\.val-path: .*nowhere"):
+        open_data(dataclasses.replace(cfg, val_path=("nowhere",)), 8, 256, "val")
+    val.fingerprint = "sha256:other"
+    with pytest.raises(DataError, match=r"--data\.val-path: of tokenizer sha256:other, eos 0; --data"):
+        require_alike(train, val)
+    with pytest.raises(ConfigError, match=r"--data.val-path=\('a',\): not with --data.split"):
+        DataConfig(val_path=("a",), split=(8, 1, 1))
+
+
+def test_one_file_of_rows_is_divided_by_rows(tmp_path):
+    """However many files hold them: the share is of the rows."""
+    rows = [f"row {i}" for i in range(200)]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    cfg = DataConfig(path=(str(tmp_path / "one.jsonl"),), val_fraction=0.2)
+    train, val = (open_data(cfg, 4, 256, split).sources[0].tokens for split in ("train", "val"))
+    assert train + val == sum(len(row) + 1 for row in rows) and 0.1 < val / (train + val) < 0.3
 
 
 @pytest.mark.parametrize("split", [(1.0,), (1.0, 0.0, 0.0), (1.0, -1.0, 0.0), (0.0, 1.0, 0.0), (1, 2, 3, 4)])

@@ -45,14 +45,14 @@ def test_run_folder(gloo, tmp_path):
     ]
     gloo(2, run, [*SMALL, *flags], None, True)
     log = lines(tmp_path)
-    assert [r["step"] for r in log] == list(range(8))
+    assert [r["step"] for r in log] == list(range(1, 9))
     keys = (
         "step loss grad_norm lr tokens_per_s tflops mfu peak_gib expert_counts max_violation entropy dropped"
     )
     assert set(keys.split()) <= log[0].keys()
     routed = 2 * 2 * 32 * 2  # ranks * batch * seq * K
     assert all(sum(counts) == routed for r in log for counts in r["expert_counts"])
-    assert [r["step"] for r in log if r.get("val_loss")] == [7] and log[-1]["loss"] < log[0]["loss"]
+    assert [r["step"] for r in log if r.get("val_loss")] == [8] and log[-1]["loss"] < log[0]["loss"]
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-4", "step-8"}
     assert json.loads((tmp_path / "config.json").read_text())["config"]["parallel"]["ep"] == 2
     assert (tmp_path / "report.png").stat().st_size > 10_000
@@ -158,8 +158,8 @@ def test_sigterm_on_one_rank_saves_and_resumes(gloo, tmp_path):
     straight = gloo(2, run, [*flags, "--out", str(tmp_path / "a")])
     gloo(2, run, [*flags, "--out", str(tmp_path / "b")], 3)
     stopped = max(r["step"] for r in lines(tmp_path / "b"))
-    assert stopped in (3, 4)
-    assert (tmp_path / f"b/checkpoints/step-{stopped + 1}").is_dir()
+    assert stopped in (4, 5)
+    assert (tmp_path / f"b/checkpoints/step-{stopped}").is_dir()
     resumed = gloo(2, run, [*flags, "--out", str(tmp_path / "b")])
     assert_equal_state(straight[0], resumed[0])
     assert numbers(tmp_path / "b", 0) == numbers(tmp_path / "a", 0)
@@ -179,7 +179,7 @@ def stopped_in_validation(rank: int, world: int, argv: list[str], last_step: int
 
     def batch_then_stop(i, **shape):
         there.append((Path(cfg.out) / f"checkpoints/step-{last_step}/manifest.json").exists())
-        told.append(lines(Path(cfg.out))[-1]["step"] == trainer.step - 1)
+        told.append(lines(Path(cfg.out))[-1]["step"] == trainer.step)
         read.append(i)
         if i == 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -206,7 +206,7 @@ def test_a_long_validation_holds_up_neither_a_stop_nor_the_last_checkpoint(
     for read, there, told in gloo(2, stopped_in_validation, flags, last):
         assert read <= 3 and there == (saved == f"step-{last}") and told
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [saved]
-    assert [r["step"] for r in lines(tmp_path)] == [0, 1, 2]
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3]
     assert not any("val_loss" in r for r in lines(tmp_path))
 
 
@@ -341,8 +341,8 @@ def test_validation_does_not_depend_on_the_layout(gloo, tmp_path):
         ("tiny --out /dev/null/run", r"--out=/dev/null/run: /dev/null must be a folder that can be written"),
         ("tiny --profile -1", r"--profile=\(-1,\): must be numbers of steps"),
         (
-            "tiny --steps 5 --profile 3 5",
-            r"--profile=\(3, 5\): must be numbers of steps, from 0 to --steps=5 - 1",
+            "tiny --steps 5 --profile 3 6",
+            r"--profile=\(3, 6\): must be numbers of steps, from 1 to --steps=5",
         ),
         ("tiny --eval-only --profile 3", r"--profile=\(3,\): a run without steps has none"),
         ("tiny --model.rope.factor 8", r"--model\.rope\.factor=8\.0: needs --model\.rope\.scaling"),

@@ -73,4 +73,4 @@ def test_29_to_34_a_rank_fails_in_an_exchange(tmp_path, flags, failing, where, h
     other = ends[1 - failing]
     assert other.code == 1 and other.at - failed_at < timeout + shared(4), other.said
     assert f"rank {failing} is silent for" in other.said, other.said
-    assert "ended in step 3" in other.said, other.said
+    assert "ended in step 4" in other.said, other.said

@@ -52,7 +52,7 @@ def test_the_others_end(tmp_path, how, layers):
     took = ended - float(re.findall(r"step 6: (\S+)", said)[0])
     assert took < (TIMEOUT + TORCHRUN if how == "stops" else 0) + 15, said
     if how == "raises":
-        assert "the first to fail was rank 2 in step 6: RuntimeError: a guard of rank 2" in said, said
+        assert "the first to fail was rank 2 in step 7: RuntimeError: a guard of rank 2" in said, said
     elif layers == 4:
         assert "s (--train.timeout)" in said and "rank 2 is silent for" in said, said
     else:

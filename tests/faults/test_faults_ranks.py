@@ -77,8 +77,8 @@ def test_25_stopped_rank_is_named(tmp_path, world, stopped, where):
         if rank != stopped:
             assert end.code == 1 and end.at - stopped_at < timeout + shared(2), end.said
             assert f"rank {stopped} is silent for" in end.said, end.said
-            assert re.search("last heard of in step [34], in or after all_", end.said), end.said
-            assert re.search(rf"rank {rank} ended in step [34], in or after all_", end.said), end.said
+            assert re.search("last heard of in step [45], in or after all_", end.said), end.said
+            assert re.search(rf"rank {rank} ended in step [45], in or after all_", end.said), end.said
     assert not list(tmp_path.glob("checkpoints/step-4"))
 
 
@@ -100,12 +100,12 @@ def test_25_a_killed_rank_is_named_first_and_alone(tmp_path, world):
     losers = ", ".join(str(rank) for rank in range(world) if rank != 1)
     for rank in {*range(world)} - {1}:
         note = ends[rank].said[ends[rank].said.index("rank 1 is silent for") :].strip().splitlines()
-        assert note[1].startswith(f"rank {rank} ended in step 3, "), note
-        assert note[-1].startswith("in short: rank 1 was killed or stopped in step 3"), note
+        assert note[1].startswith(f"rank {rank} ended in step 4, "), note
+        assert note[-1].startswith("in short: rank 1 was killed or stopped in step 4"), note
         assert world > 2 or note[-1].endswith(f"; rank {losers} lost it"), note
         assert "part at number" not in ends[rank].said and "failed" not in "".join(note), note
     assert json.loads(told.read_text())["message"]["message"].startswith(
-        "in short: rank 1 was killed or stopped in step 3"
+        "in short: rank 1 was killed or stopped in step 4"
     )
 
 
@@ -264,7 +264,7 @@ def test_25_a_step_that_stands_still_ends(tmp_path, how):
     ends = launch(2, stands, flags, how, timeout=shared(60), waits=1 if how == "stopped" else 2, limit=LIMIT)
     assert max(end.at for end in ends) - began < shared(25)
     assert ends[0].code == 1 and ends[1].code == (None if how == "stopped" else 1), ends
-    assert "ended in step 3, in or after all_" in ends[0].said, ends
+    assert "ended in step 4, in or after all_" in ends[0].said, ends
     assert how == "asleep" or "rank 1 is silent for" in ends[0].said, ends
     if how != "locked":  # that rank may be gone before the other has waited as long
         moved = re.search(r"error: nothing has moved for (\d+\.\d) s \(--train.timeout\)", ends[0].said)
@@ -280,7 +280,7 @@ def test_25_who_waits_has_not_failed(tmp_path):
     ends = launch(3, stands, flags, "stopped", timeout=shared(60), waits=2, limit=LIMIT)
     for end in ends[:2]:
         assert "rank 2 is silent for" in end.said and "the first to fail" not in end.said, end.said
-    assert any(f"rank {1 - rank} stood still, in step 3" in ends[rank].said for rank in (0, 1)), ends
+    assert any(f"rank {1 - rank} stood still, in step 4" in ends[rank].said for rank in (0, 1)), ends
 
 
 @pytest.mark.slow
@@ -426,7 +426,7 @@ def test_26_one_rank_raises(tmp_path, where):
     assert max(end.at for end in ends) - raised_at < shared(5)
     for end in ends:
         assert (
-            f"the first to fail was rank 0 in step {3 if where == 'step' else 0}: RuntimeError: a guard"
+            f"the first to fail was rank 0 in step {4 if where == 'step' else 0}: RuntimeError: a guard"
             in end.said
         )
 

@@ -43,6 +43,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tmoe.config.check import ConfigError
+
 # Importing these starts no thread (counted in /proc/self/task), so forking afterwards is safe.
 PRELOAD = (
     "torch",
@@ -235,6 +237,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 def _prepare_process() -> None:
     os.setsid()
+    ConfigError.shows_flags = True  # as conftest.py has it
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -96,11 +96,11 @@ def lines(out: Path) -> list[dict]:
 
 
 def numbers(out: Path, first: int) -> list[tuple]:
-    """What two equal runs must have logged alike, for each step from `first` on."""
+    """What two equal runs must have logged alike, for each step behind the first `first`."""
     return [
         (r["step"], r["loss"], r["grad_norm"], r["lr"], r["expert_counts"])
         for r in lines(out)
-        if r["step"] >= first
+        if r["step"] > first
     ]
 
 

@@ -5,6 +5,7 @@ And against the tensors that autograd keeps.
 
 import dataclasses
 import functools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,7 @@ from tmoe.run.block_memory import (
     window_bytes,
 )
 from tmoe.run.cli import parse
+from tmoe.run.fitting import require_room, smallest_change, verdict
 from tmoe.run.memory import (
     defers,
     kept_whole,
@@ -52,7 +54,6 @@ from tmoe.run.memory import (
     padding,
     peak_bytes,
     plan,
-    require_room,
 )
 
 PILOT = ModelConfig(
@@ -448,12 +449,72 @@ def test_what_no_rank_can_hold_is_refused():
     require_room(cfg, Axes(ep=8), state)
     require_room(cfg, Axes(ep=4), max(state, peak_bytes(parts) // 2))
     large = dataclasses.replace(cfg, train=TrainConfig(batch=4096, seq=4096))
-    with pytest.raises(ConfigError, match=r"for half of a step; use more ranks"):
+    with pytest.raises(
+        ConfigError, match=r"for half of a step; this would fit: --train.batch \d+ --train.accumulate \d+ \("
+    ):
         require_room(large, Axes(ep=8), 141 * GiB)
     reading = dataclasses.replace(large, eval_only=True)
     require_room(reading, Axes(ep=8), parts["parameters"])
-    with pytest.raises(ConfigError, match=r"for parameters; use more ranks"):
+    with pytest.raises(
+        ConfigError, match=r"for parameters; this would fit: \d+ ranks \(--parallel.dp \d+\) \("
+    ):
         require_room(reading, Axes(ep=8), parts["parameters"] // 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "qwen3-30b-a3b --parallel.ep 8 --world 64 --gpu h200",
+            ["verdict: fits. ", "H200 SXM 141 GB has 130.9 GiB for tensors (data sheet, "],
+        ),
+        (
+            "qwen3-30b-a3b --parallel.ep 8 --world 64 --gpu h100",
+            ["verdict: does not fit. ", "the smallest change that fits: --"],
+        ),
+        (
+            "deepseek-v3 --parallel.ep 8 --world 64 --gpu h100",
+            ["verdict: does not fit. ", "the smallest change that fits: ", " ranks (--parallel.dp "],
+        ),
+        ("tiny --world 2", ["fits: h100, h200, a100, a100-40gb, b200; does not fit: none (--gpu NAME)"]),
+    ],
+)
+def test_the_verdict_of_a_dry_run(words, says):
+    """What it proposes does fit."""
+    cfg = parse([*words.split(), "--dry-run"], "")
+    axes = Axes.of(cfg.parallel, cfg.world)
+    said = "\n".join(verdict(cfg, axes, cfg.gpu))
+    assert all(what in said for what in says), said
+    for line in said.splitlines():
+        _, found, flags = line.partition("the smallest change that fits: ")
+        if found:
+            ranks = re.match(r"(\d+) ranks \((--parallel.dp \d+)\)(?: with )?", flags)
+            world = ["--world", ranks[1], *ranks[2].split()] if ranks else []
+            more = [*world, *(flags[ranks.end() :] if ranks else flags).split()]
+            again = parse([*words.split(), "--dry-run", *more], "")
+            assert verdict(again, Axes.of(again.parallel, again.world), again.gpu)[0].startswith(
+                "verdict: fits"
+            )
+
+
+def test_what_does_not_help_is_not_proposed():
+    """Where parameters, gradients and moments are too large, no batch and no recomputing is named."""
+    cfg = Config(model=QWEN3, train=TrainConfig(batch=4, seq=4096))
+    parts = memory_per_rank(cfg, Axes(ep=8))
+    state = sum(parts[name] for name in ("parameters", "gradients"))
+    room = state + parts["moments"] // 2
+
+    def fits(c, axes):
+        found = memory_per_rank(c, axes)
+        return sum(found[name] for name in ("parameters", "gradients", "moments")) <= room
+
+    assert smallest_change(cfg, [Axes(ep=8)], fits) == "--optim.offload"
+    offloaded = dataclasses.replace(cfg, optim=OptimConfig(offload=True))
+    room = state // 3
+    assert smallest_change(offloaded, [Axes(ep=8)], fits).startswith(
+        ("16 ranks (--parallel.dp 2)", "32 ranks (--parallel.dp 4)")
+    )
+    assert smallest_change(offloaded, [Axes(ep=8)], lambda c, axes: False) == ""
 
 
 @pytest.mark.parametrize(

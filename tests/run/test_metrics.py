@@ -56,9 +56,10 @@ def lines(path) -> list[dict]:
     def refuse(word):
         raise AssertionError(f"{word} is not strict JSON")
 
-    return [
-        json.loads(text, parse_constant=refuse) for text in (path / "metrics.jsonl").read_text().splitlines()
-    ]
+    texts = (path / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(text, parse_constant=refuse) for text in texts]
+    assert all(line.pop("from") == 1 for line in found)  # the mark of steps that are counted from 1
+    return found
 
 
 def steps(path):
@@ -70,7 +71,7 @@ def test_a_line_holds_every_key_and_the_given_values(tmp_path):
     with start(config(tmp_path), peak=1e12) as log:
         step(log, 0, val_loss=2.5, skipped=3, recompiles=2)
     line, validated = lines(tmp_path)
-    assert validated == {"step": 0, "val_loss": 2.5}
+    assert validated == {"step": 1, "val_loss": 2.5}
     assert set(line) == KEYS
     want = routers(0)
     assert line["expert_counts"] == want.counts_LE.int().tolist()
@@ -184,10 +185,10 @@ def test_lines_for_the_first_every_nth_the_last_and_validated_steps(tmp_path, mo
     with start(cfg, start_step=2) as log:
         for number in range(2, 12):
             step(log, number, val_loss=1.0 if number == 6 else None)
-    assert [line["step"] for line in steps(tmp_path)] == [2, 4, 6, 8, 11]
+    assert [line["step"] for line in steps(tmp_path)] == [3, 4, 7, 8, 12]
     assert len(copies) == 5  # no tensor is read for the others
     other = start(cfg, rank=1, start_step=2)
-    assert [number for number in range(2, 12) if other.due(number)] == [2, 4, 6, 8, 11]
+    assert [number for number in range(2, 12) if other.due(number)] == [2, 3, 6, 7, 11]
 
 
 def test_a_validations_loss_is_a_line_of_its_own(tmp_path):
@@ -196,9 +197,9 @@ def test_a_validations_loss_is_a_line_of_its_own(tmp_path):
         step(log, 1)
         before = lines(tmp_path)
         log.validated(-1.2345678901234567e-123)
-        assert lines(tmp_path) == [*before, {"step": 1, "val_loss": -1.2345678901234567e-123}]
+        assert lines(tmp_path) == [*before, {"step": 2, "val_loss": -1.2345678901234567e-123}]
         step(log, 2, val_loss=float("nan"))
-        assert lines(tmp_path)[-1] == {"step": 2, "val_loss": None}
+        assert lines(tmp_path)[-1] == {"step": 3, "val_loss": None}
     joined = steps(tmp_path)
     assert joined[:2] == [before[0], before[1] | {"val_loss": -1.2345678901234567e-123}]
     assert joined[2].keys() == KEYS | {"val_loss"} and len(joined) == 3
@@ -208,7 +209,7 @@ def test_a_validations_loss_is_a_line_of_its_own(tmp_path):
 def test_a_validations_loss_harms_no_line(tmp_path, capsys, harm):
     """Whatever became of its step's line, and of the file."""
     path = tmp_path / "metrics.jsonl"
-    val_line = b'{"step":1,"val_loss":2.5}\n'
+    val_line = b'{"step":2,"val_loss":2.5,"from":1}\n'
     with start(config(tmp_path)) as log:
         step(log, 0)
         with room_for(path, 100) if harm == "line failed" else contextlib.nullcontext():
@@ -216,14 +217,14 @@ def test_a_validations_loss_harms_no_line(tmp_path, capsys, harm):
         if harm == "cut":  # by logrotate, say
             os.truncate(path, 0)
         elif harm == "replaced":
-            path.write_bytes(path.read_bytes().replace(b'"step":1', b'"step": 1'))
+            path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step": 2'))
         before = path.read_bytes()
         with room_for(path, 10) if harm == "full" else contextlib.nullcontext():
             log.validated(2.5)
         assert path.read_bytes() == before + (b"" if harm == "full" else val_line)
     told = "metrics.jsonl: could not be written, training goes on without it: "
     assert capsys.readouterr().out.count(told) == (harm in ("full", "line failed"))
-    assert [line["step"] for line in steps(tmp_path)] == ([1] if harm == "cut" else [0, 1])
+    assert [line["step"] for line in steps(tmp_path)] == ([2] if harm == "cut" else [1, 2])
 
 
 def test_a_kill_in_the_line_of_a_validation_costs_that_number_alone(tmp_path, capsys):
@@ -232,13 +233,13 @@ def test_a_kill_in_the_line_of_a_validation_costs_that_number_alone(tmp_path, ca
         step(log, 1)
     whole = steps(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step":1,"val_lo')
+        file.write('{"step":2,"val_lo')
     assert steps(tmp_path) == whole
     with start(config(tmp_path), start_step=2) as log:
         assert steps(tmp_path) == whole and "dropped 1 lines" in capsys.readouterr().out
         step(log, 2, val_loss=1.0)
     found = [(line["step"], line.get("val_loss")) for line in steps(tmp_path)]
-    assert found == [(0, 3.0), (1, None), (2, 1.0)]
+    assert found == [(1, 3.0), (2, None), (3, 1.0)]
 
 
 def test_going_back_drops_the_validations_of_later_steps_too(tmp_path):
@@ -246,7 +247,7 @@ def test_going_back_drops_the_validations_of_later_steps_too(tmp_path):
         for number in range(4):
             step(log, number, val_loss=float(number))
     with start(config(tmp_path), start_step=2) as log:
-        want = [("loss", 0), ("val_loss", 0), ("loss", 1), ("val_loss", 1)]
+        want = [("loss", 1), ("val_loss", 1), ("loss", 2), ("val_loss", 2)]
         got = [("val_loss" if "val_loss" in line else "loss", line["step"]) for line in lines(tmp_path)]
         assert got == want
         step(log, 2, val_loss=20.0)
@@ -254,7 +255,10 @@ def test_going_back_drops_the_validations_of_later_steps_too(tmp_path):
 
 
 def test_steps_of_every_kind_of_file(tmp_path):
-    """An older run has val_loss in the step's line, and a blank behind one that was never known."""
+    """An older run has val_loss in the step's line, and a blank behind one that was never known.
+
+    It counts steps from 0; a line that says so counts them from 1.
+    """
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step":0,"loss":3.0,"val_loss":null                    }\n'
@@ -265,15 +269,22 @@ def test_steps_of_every_kind_of_file(tmp_path):
         '{"step":3,"val_loss":1.4}\n'  # its step's line was lost
         '{"step":4,"loss":0.5}\n'
         '{"step":4,"loss":0.6}\n'  # never written by a run, and not hidden
+        '{"step":6,"loss":0.4,"from":1}\n'  # of the run that went on from it
+        '{"step":6,"val_loss":1.3,"from":1}\n'
     )
     assert list(lines_module.read_steps(path)) == [
-        (1, {"step": 0, "loss": 3.0, "val_loss": None}),
-        (2, {"step": 1, "loss": 2.0, "val_loss": 2.5}),
-        (4, {"step": 2, "loss": 1.0, "val_loss": 1.5}),
-        (6, {"step": 3, "val_loss": 1.4}),
-        (7, {"step": 4, "loss": 0.5}),
-        (8, {"step": 4, "loss": 0.6}),
+        (1, {"step": 1, "loss": 3.0, "val_loss": None}),
+        (2, {"step": 2, "loss": 2.0, "val_loss": 2.5}),
+        (4, {"step": 3, "loss": 1.0, "val_loss": 1.5}),
+        (6, {"step": 4, "val_loss": 1.4}),
+        (7, {"step": 5, "loss": 0.5}),
+        (8, {"step": 5, "loss": 0.6}),
+        (9, {"step": 6, "loss": 0.4, "val_loss": 1.3}),
     ]
+    before = list(lines_module.read_lines(path))
+    assert lines_module.rewind(path, 5) == (0.0, 3)  # renewed: nothing counts from 0 any more
+    assert list(lines_module.read_lines(path)) == [line for line in before[:-2] if line]
+    assert path.read_text().count('"from":1') == 7
     assert list(lines_module.read_steps(tmp_path / "none")) == []
 
 
@@ -283,15 +294,15 @@ def test_resume_leaves_each_step_once_and_goes_on(tmp_path, clock, capsys):
             clock.time += 5
             step(log, number)
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step":6,"loss":1.')  # the kill came in the middle of a line
+        file.write('{"step":7,"loss":1.')  # the kill came in the middle of a line
     clock.time += 10_000  # the time between does not count
     with start(config(tmp_path), start_step=4) as log:
-        assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]  # before anything is written
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]  # before anything is written
         for number in range(4, 8):
             clock.time += 5
             step(log, number, lr=2e-3)
     written = lines(tmp_path)
-    assert [line["step"] for line in written] == list(range(8))
+    assert [line["step"] for line in written] == list(range(1, 9))
     assert [line["lr"] for line in written] == [1e-3] * 4 + [2e-3] * 4
     assert [line["seconds"] for line in written] == [5.0 * number for number in range(1, 9)]
     assert written[4]["tokens_per_s"] is None  # a new process compiles anew
@@ -312,9 +323,9 @@ def test_lines_of_a_run_that_is_asked_to_go_back_are_kept_aside(tmp_path, capsys
             step(log, log.start_step)
     kept = [len((tmp_path / f"metrics.before-{n}.jsonl").read_text().splitlines()) for n in (1, 2, 3)]
     assert kept == [4, 3, 1]
-    assert [
-        json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()
-    ] == before
+    assert [json.loads(text) for text in (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()] == [
+        line | {"from": 1} for line in before
+    ]
     with start(dataclasses.replace(config(tmp_path), resume="elsewhere/step-9"), start_step=9):
         assert "metrics.before" not in capsys.readouterr().out
     assert [len(list(tmp_path.glob(f"{name}.before-*"))) for name in ("metrics", "routing")] == [3, 3]
@@ -358,7 +369,7 @@ def test_a_full_disk_costs_lines_and_no_training(tmp_path, capsys):
                 step(log, first)
                 step(log, first + 1)
             step(log, first + 2)
-    assert [line["step"] for line in lines(tmp_path)] == [0, 3, 13]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4, 14]
     told = (
         f"{tmp_path}/metrics.jsonl: could not be written, training goes on without it: "
         f"{os.strerror(errno.EFBIG)}"
@@ -463,8 +474,8 @@ def test_tensorboard_gets_the_scalars(tmp_path):
         step(log, 0)
         step(log, 1, val_loss=0.5, loss=torch.tensor(float("nan")))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 10.0)]
-    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(1, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 10.0)]
+    assert [(e.step, e.value) for e in events.Scalars("val_loss")] == [(2, 0.5)]
     worst = max(lines(tmp_path)[1]["max_violation"])
     assert events.Scalars("router/max_violation_max")[1].value == pytest.approx(worst)
 
@@ -493,25 +504,30 @@ def test_wandb_goes_on_under_the_same_id_when_resumed(tmp_path, monkeypatch):
     opened = [call for call in calls if isinstance(call, dict) and "project" in call]
     assert opened[0]["project"] == "mine" and opened[0]["config"]["steps"] == 10
     assert opened[0]["id"] == opened[1]["id"] != opened[2]["id"]
-    assert calls[1]["step"] == 0 and calls[1]["loss"] == 10.0 and calls[2] == "end"
+    assert calls[1]["step"] == 1 and calls[1]["loss"] == 10.0 and calls[2] == "end"
 
 
 def test_without_a_terminal_lines_come_now_and_then(tmp_path, clock, capsys):
-    with start(config(tmp_path, steps=1000, progress=True)) as log:
+    cfg = dataclasses.replace(config(tmp_path, steps=1000, progress=True), compile=True)
+    with start(cfg) as log:
         for number in range(100):
             clock.time += 0.5
             step(log, number, val_loss=1.25 if number == 29 else None)
-    out = capsys.readouterr().out.splitlines()
+    first, *out = capsys.readouterr().out.splitlines()
+    assert first == "first step: compiling"
     assert [int(re.match(r"step (\d+)/1000  loss ", line)[1]) for line in out] == [1, 21, 30, 50, 70, 90]
     assert "val 1.2500" in out[2]
     assert out[1].endswith("200 tokens/s  left 0:08:10")  # 979 steps of 0.5 s
 
 
-def test_progress_off_prints_notes_alone(tmp_path, capsys):
-    with start(config(tmp_path)) as log:
-        step(log, 0)
-        log.note("[saved] checkpoint")
-    assert capsys.readouterr().out == "[saved] checkpoint\n"
+def test_progress_off_keeps_the_lines(tmp_path, monkeypatch):
+    """On a terminal it takes the bar away, nothing else."""
+    monkeypatch.setattr(progress.Console, "is_terminal", True)
+    for asked, shown in ((True, progress.Bar), (False, progress.Lines)):
+        cfg = config(tmp_path, progress=asked)
+        assert isinstance(progress.Display(cfg, 0).choose(), shown)
+    only = dataclasses.replace(config(tmp_path), eval_only=True)
+    assert isinstance(progress.Display(only, 0).choose(), progress.Silent)
 
 
 def read_all(terminal: int) -> bytes:

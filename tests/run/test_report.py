@@ -30,7 +30,7 @@ def test_load_gathers_series_and_the_last_window(tmp_path):
         for number in range(70):
             step(log, number, val_loss=0.1 if number == 69 else None, lr=number / 100)
     run = report.load(tmp_path)
-    assert run.steps.tolist() == list(range(70))
+    assert run.steps.tolist() == list(range(1, 71))
     assert run.series["lr"].tolist() == [number / 100 for number in range(70)]
     assert np.isfinite(run.series["val_loss"]).sum() == 1
     want = sum(routers(number).counts_LE for number in range(20, 70))
@@ -44,10 +44,10 @@ def test_a_step_whose_line_was_lost_is_not_called_infinite(tmp_path):
         for number in range(3):
             step(log, number, val_loss=2.0 + number, grad_norm=float("nan") if number == 0 else 1.0)
     file = tmp_path / "metrics.jsonl"
-    kept = [text for text in file.read_text().splitlines(True) if not text.startswith('{"step":1,"tokens"')]
+    kept = [text for text in file.read_text().splitlines(True) if not text.startswith('{"step":2,"tokens"')]
     file.write_text("".join(kept))
     run = report.load(tmp_path)
-    assert run.steps.tolist() == [0, 1, 2] and run.series["val_loss"].tolist() == [2.0, 3.0, 4.0]
+    assert run.steps.tolist() == [1, 2, 3] and run.series["val_loss"].tolist() == [2.0, 3.0, 4.0]
     titles = [axis.get_title(loc="left") for axis in report.paint(run).axes]
     assert "Gradient norm, 1 not finite" in titles
 

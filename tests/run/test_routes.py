@@ -16,7 +16,7 @@ from tmoe.moe.trace import keeping, layers_of, replaying
 from tmoe.run.cli import parse
 from tmoe.run.routes import read_routes
 
-TRACED = "--steps 2 --train.batch 2 --train.accumulate 2 --log.routes 0 --checkpoint.mode off --out".split()
+TRACED = "--steps 2 --train.batch 2 --train.accumulate 2 --log.routes 1 --checkpoint.mode off --out".split()
 
 
 def model_and_tokens(seed: int, **changes) -> tuple[tmoe.Transformer, torch.Tensor]:
@@ -118,12 +118,12 @@ def test_wrong_replays_are_refused():
 
 
 def test_settings():
-    assert parse("tiny --dry-run --log.routes 0 3".split(), "").log.routes == (0, 3)
-    with pytest.raises(ConfigError, match=r"--log.routes=\(1000,\): must be numbers of steps, from 0 to"):
-        Config(log=LogConfig(routes=(1000,)))
+    assert parse("tiny --dry-run --log.routes 1 4".split(), "").log.routes == (1, 4)
+    with pytest.raises(ConfigError, match=r"--log.routes=\(0,\): must be numbers of steps, from 1 to"):
+        Config(log=LogConfig(routes=(0,)))
     dense = replace(MODEL, dense_layers=3)
-    with pytest.raises(ConfigError, match=r"--log.routes=\(0,\): a model without MoE layers"):
-        Config(model=dense, train=TrainConfig(seq=16), log=LogConfig(routes=(0,)))
+    with pytest.raises(ConfigError, match=r"--log.routes=\(1,\): a model without MoE layers"):
+        Config(model=dense, train=TrainConfig(seq=16), log=LogConfig(routes=(1,)))
 
 
 LAYOUTS = [
@@ -144,24 +144,24 @@ def test_a_run_writes_what_it_dispatched_in_every_layout(tmp_path, gloo, world, 
     common = [*SMALL, *model.split(), *TRACED]
     gloo(world, run, [*common, str(tmp_path / "a"), *f"--parallel.{axes}".split()])
     gloo(1, run, [*common, str(tmp_path / "b"), "--train.batch", str(size)])
-    found, want = (read_routes(tmp_path / name / "routes", 0) for name in "ab")
+    found, want = (read_routes(tmp_path / name / "routes", 1) for name in "ab")
     assert found.keys() == want.keys() == ({1} if model else {0, 1})
     assert all(ids.shape == (2 * size, 32, 2) for ids in want.values())
     for block, ids in want.items():
         same = (found[block].sort(-1).values == ids.sort(-1).values).float().mean()
         assert same > 0.99, block  # all but choices between equals to the last bit
-    with pytest.raises(ValueError, match="has no step-1; valid: step-0"):
-        read_routes(tmp_path / "a/routes", 1)
+    with pytest.raises(ValueError, match="has no step-2; valid: step-1"):
+        read_routes(tmp_path / "a/routes", 2)
 
 
 def test_a_missing_or_torn_file_is_named(tmp_path, gloo):
     gloo(2, run, [*SMALL, *TRACED, str(tmp_path), "--steps", "1"])
     folder = tmp_path / "routes"
-    one = folder / "step-0.rank-1.safetensors"
+    one = folder / "step-1.rank-1.safetensors"
     data = one.read_bytes()
     one.unlink()
-    with pytest.raises(ValueError, match="step-0 lacks a rank's file: block 0, sequence 2"):
-        read_routes(folder, 0)
+    with pytest.raises(ValueError, match="step-1 lacks a rank's file: block 0, sequence 2"):
+        read_routes(folder, 1)
     one.write_bytes(data[:100])
     with pytest.raises(ValueError, match=r"rank-1\.safetensors: no routes of a run"):
-        read_routes(folder, 0)
+        read_routes(folder, 1)

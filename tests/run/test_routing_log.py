@@ -67,6 +67,16 @@ def test_not_a_number_comes_back():
     np.testing.assert_array_equal(found.entropy_L, one.entropy_L)
 
 
+def test_a_record_of_an_older_run_counted_from_0(tmp_path, monkeypatch):
+    path = tmp_path / "routing.bin"
+    with monkeypatch.context() as older:
+        older.setattr(routing_log, "COUNTED", {})
+        old = pack(record(4))
+    path.write_bytes(old + pack(record(6)))
+    assert [one.step for one in read_records(path)] == [5, 6]
+    assert rewind(path, 5) > 0 and path.read_bytes() == old
+
+
 def test_a_torn_end_costs_the_last_record_alone(tmp_path):
     """Wherever a kill or a full disk has cut it."""
     path = tmp_path / "routing.bin"
@@ -123,9 +133,9 @@ def test_a_line_has_a_record_and_resume_goes_on(tmp_path):
         for number in range(3, 7):
             step(log, number)
     found = list(read_records(tmp_path / "routing.bin"))
-    assert [one.step for one in found] == list(range(7)) and not list(tmp_path.glob("*before*"))
+    assert [one.step for one in found] == list(range(1, 8)) and not list(tmp_path.glob("*before*"))
     for one in found:
-        want = routers(one.step)
+        want = routers(one.step - 1)
         assert one.losses == ("sequence", "z")
         np.testing.assert_array_equal(one.counts_LE, want.counts_LE)
         np.testing.assert_array_equal(one.dropped_LE.sum(1), want.dropped_L)
@@ -159,7 +169,7 @@ def test_a_full_disk_costs_a_record_and_no_training(tmp_path, capsys, monkeypatc
         step(log, 1)
         log.records = records
         step(log, 2)
-    assert [one.step for one in read_records(tmp_path / "routing.bin")] == [0, 2]
+    assert [one.step for one in read_records(tmp_path / "routing.bin")] == [1, 3]
     assert capsys.readouterr().out.count("routing.bin: could not be written, training goes on") == 1
 
 
@@ -187,9 +197,9 @@ def test_a_run_of_two_ranks_equals_a_recount(tmp_path, gloo):
     words += " --model.moe.balance sequence:0.01 gshard:0.02 --out"
     counts = sum(gloo(2, recounted, [*SMALL, *words.split(), str(tmp_path / "a")]))
     records = list(read_records(tmp_path / "a/routing.bin"))
-    assert [one.step for one in records] == [0, 3, 6, 7]
+    assert [one.step for one in records] == [1, 3, 6, 8]
     assert all(one.losses == ("sequence", "gshard", "z") for one in records)
-    for first, last, one in zip((0, 1, 4, 7), (0, 3, 6, 7), records, strict=True):
+    for first, last, one in zip((0, 1, 3, 6), (0, 2, 5, 7), records, strict=True):
         np.testing.assert_array_equal(one.counts_LE, counts[first : last + 1].sum(0))
         assert (one.dropped_LE == 0).all() and (one.losses_LX > 0.5).all() and (one.entropy_L > 0).all()
     bias = np.zeros((2, 4), np.float32)

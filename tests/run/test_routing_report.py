@@ -20,7 +20,7 @@ def no_report(monkeypatch):
     monkeypatch.setattr(Metrics, "draw", lambda _: None)
 
 
-def written(run, counts: list[list[list[int]]], losses=("sequence", "z"), first: int = 0) -> None:
+def written(run, counts: list[list[list[int]]], losses=("sequence", "z"), first: int = 1) -> None:
     """A run folder with a record of each entry of counts, [layers][E]."""
     run.mkdir(exist_ok=True)
     with open(run / "routing.bin", "ab") as file:
@@ -47,9 +47,9 @@ def test_numbers_by_hand(tmp_path):
     np.testing.assert_allclose(one.bias[:, 0], [0, 0.25, 0.5])
     np.testing.assert_allclose(one.of_losses[:, 1, 0], [1, 2, 3])
     np.testing.assert_allclose(one.shares()[1, 0], [2, 2, 0, 0])
-    assert one.edges.tolist() == [0, 1, 2, 3] and one.blocks == [0, 1] and one.pairs == 64
+    assert one.edges.tolist() == [1, 2, 3, 4] and one.blocks == [0, 1] and one.pairs == 64
     text = describe(one)
-    assert "a: 3 records of steps 0 to 2, 2 MoE blocks of 4 experts, 64 routed pairs" in text
+    assert "a: 3 records of steps 1 to 3, 2 MoE blocks of 4 experts, 64 routed pairs" in text
     first, second = text.splitlines()[2:4]
     assert first.split()[:4] == ["0", "3.00", ">", "nan"] and second.split()[:4] == ["1", "0.00", ">", "1.00"]
     assert "0 (2.00)" in second and "1 (0.00)" in second and second.split()[-3:] == ["1", "3.0000", "3.0000"]
@@ -57,7 +57,7 @@ def test_numbers_by_hand(tmp_path):
 
 def test_a_long_run_is_held_in_few_bins_and_loses_no_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(history_module, "MOST_BINS", 8)
-    written(tmp_path / "a", [[[i, 1]] for i in range(50)])
+    written(tmp_path / "a", [[[i, 1]] for i in range(50)], first=0)
     one = read_history(tmp_path / "a")
     assert len(one.load) <= 8 and one.pairs == sum(range(50)) + 50 and len(one.steps) == 50
     assert one.edges[0] == 0 and one.edges[-1] == 50 and (np.diff(one.edges) > 0).all()
@@ -97,7 +97,7 @@ def test_the_command_draws_and_tells(tmp_path, capsys, monkeypatch):
 
 def test_a_resumed_run_may_change_its_losses(tmp_path):
     written(tmp_path, [[[1, 3]]] * 2)
-    written(tmp_path, [[[2, 2]]] * 2, losses=("global", "z"), first=2)
+    written(tmp_path, [[[2, 2]]] * 2, losses=("global", "z"), first=3)
     one = read_history(tmp_path)
     assert one.losses == ("sequence", "z", "global")
     np.testing.assert_allclose(one.of_losses[:, 0, 0], [1, 2, np.nan, np.nan])
@@ -125,7 +125,7 @@ def test_nothing_to_draw_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"has no routing\.bin with a record; name a run"):
         command.main((tmp_path,))
     written(tmp_path, [[[1, 3]], [[1, 2, 3]]])
-    with pytest.raises(ValueError, match="step 1 is of another model"):
+    with pytest.raises(ValueError, match="step 2 is of another model"):
         command.main((tmp_path,))
     with pytest.raises(ValueError, match="RUN: name one run folder"):
         command.main(())
@@ -133,5 +133,5 @@ def test_nothing_to_draw_is_one_line(tmp_path):
         command.main((tmp_path,), "x")
     (tmp_path / "routing.bin").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step":3,"expert_counts":[[1],[1,2]]}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: step 3: no line of a run"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: step 4: no line of a run"):
         command.main((tmp_path,))

@@ -88,6 +88,7 @@ def test_a_file_that_is_not_there(tmp_path, capsys):
     assert "--config: needs a file" in refusal(["--config"], capsys)
 
 
+@pytest.mark.slow
 def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     """Wherever it was moved, and without what its last start did once."""
     out = tmp_path / "a"

@@ -83,7 +83,7 @@ def again(rank: int, world: int) -> str:
 def test_a_run_after_another_is_guarded_and_what_follows_lives():
     ends = launch(2, again, timeout=60, limit=LIMIT)
     assert [end.code for end in ends] == [0, 0], ends
-    assert all("in step 3: ValueError: of rank" in end.result for end in ends), ends
+    assert all("in step 4: ValueError: of rank" in end.result for end in ends), ends
 
 
 def second_stands(rank: int, world: int) -> None:
@@ -134,7 +134,7 @@ def test_a_trainer_in_a_thread_is_watched(tmp_path, how):
         assert "weights changed in step 2" in end.said and "weights changed in step 3" not in end.said, (
             end.said
         )
-        assert how == "stands" or "DivergenceError: step 3: the ranks' collectives part" in end.said, end.said
+        assert how == "stands" or "DivergenceError: step 4: the ranks' collectives part" in end.said, end.said
     if how == "stands":
         assert [end.code for end in ends] == [1, 1] and "time.sleep(60)" in ends[1].said, ends
 

@@ -88,6 +88,8 @@ class Checkpoints:
         self._pending: Future | None = None
         self._staging: dict[str, Tensor] = {}
         self._whole: dict[Path, tuple] = {}  # steps found whole -> their stamp then
+        self._published: list[Path] = []  # by this process, in order
+        self._told = 0  # of these, by take_published
 
     # ---- saving ----
 
@@ -147,6 +149,17 @@ class Checkpoints:
         if pending:
             pending.result()
 
+    @property
+    def newest(self) -> Path | None:
+        """The step that this process published last."""
+        return self._published[-1] if self._published else None
+
+    def take_published(self) -> list[Path]:
+        """The steps that are whole on the disk since the last call. Not collective."""
+        new = self._published[self._told :]
+        self._told += len(new)
+        return new
+
     @torch.no_grad()
     def _stage(self, tensors: dict[str, Tensor | DTensor]) -> dict[str, Tensor]:
         """This rank's part of every tensor.
@@ -186,6 +199,7 @@ class Checkpoints:
             raise
         if stamp := files.stamp(final):
             self._whole[final] = stamp
+        self._published.append(final)
         self._retain()
 
     def _make_temporary(self, final: Path) -> str:

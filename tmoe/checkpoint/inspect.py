@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -243,8 +243,9 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
     """
     tensors = read_manifest(path).tensors
     if (entry := tensors.get(name)) is None:
-        near = difflib.get_close_matches(name, tensors, n=5, cutoff=0.5)
-        raise CheckpointError(f"{path}: no tensor {name!r}; nearest: {', '.join(near) or 'none'}")
+        near = nearest(name, tensors)
+        hint = f"nearest: {', '.join(near)}" if near else "without --tensor all are listed"
+        raise CheckpointError(f"{path}: no tensor {name!r}; {hint}")
     per_expert = len(entry.shape) > 1 and 0 not in entry.shape and EXPERTS.fullmatch(name)
     parts = [Statistics() for _ in range(entry.shape[0])] if per_expert else [Statistics()]
     for chunk in entry.chunks:
@@ -258,6 +259,21 @@ def statistics(path: Path, name: str) -> tuple[TensorEntry, list[Statistics]]:
     for part in parts:
         whole.merge(part)
     return entry, [whole, *(parts if per_expert else ())]
+
+
+def nearest(name: str, names: Iterable[str], count: int = 5) -> list[str]:
+    """The names that hold this one, whole or as parts in its order, or that look like it."""
+    names, wanted = list(names), [part for part in name.lower().split(".") if part]
+    dotted = [one for one in names if f".{name}." in f".{one}."]
+    held = [one for one in names if wanted and _in_order(wanted, one.lower().split("."))]
+    alike = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    return list(dict.fromkeys([*dotted, *held, *alike]))[:count]
+
+
+def _in_order(wanted: list[str], parts: list[str]) -> bool:
+    """Whether each of these is in a part, in this order."""
+    left = iter(parts)
+    return all(any(word in part for part in left) for word in wanted)
 
 
 def show_statistics(name: str, entry: TensorEntry, found: list[Statistics], console: Console) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,11 +53,12 @@ from tmoe.checkpoint.rewrite import (
 )
 from tmoe.config.axes import Axes
 from tmoe.config.model import STEPS_READ
-from tmoe.listing import listed
+from tmoe.listing import counted, listed
 from tmoe.parallel.layout import BUFFERS, Box, Layout, axes_of_flags, lay_out
 
 DTYPES = dict(bf16=torch.bfloat16, fp32=torch.float32)
 WIDTH = 200  # of lines that go into a file or a pipe
+HASHED = 1 << 30  # bytes of a step that `inspect` hashes on its way; of a larger one it looks at sizes alone
 CAST = ("model.", "ema.")  # what --dtype casts; moments and step counts keep their type
 
 
@@ -74,6 +76,10 @@ def inspect(
         json: print JSON
     """
     path = folders.resolve(path)
+    if problems := files.verify(path, share=(0, 1) if _size(path) <= HASHED else None):
+        print(
+            listed("warning: this step is not whole, and a run would not use it:", problems), file=sys.stderr
+        )
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -87,6 +93,10 @@ def inspect(
     _print_json(dict(name=tensor, shape=entry.shape, dtype=entry.dtype) | whole | dict(experts=experts))
 
 
+def _size(path: Path) -> int:
+    return sum(size for _, size, *_ in files.stamp(path) or ())
+
+
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
@@ -96,9 +106,10 @@ def verify(path: Path, /) -> None:
     damaged.
 
     Args:
-        path: a step folder, or a folder of steps
+        path: a step folder, a folder of steps, or a run folder
     """
-    steps = folders.entries(path, published=True) or [folders.resolve(path)]
+    found = [folders.entries(folder, published=True) for folder in (path, path / "checkpoints")]
+    steps = found[0] or found[1] or [folders.resolve(path)]
     damaged = 0
     with bar("verifying", sum(size for step in steps for _, size, *_ in files.stamp(step) or ())) as advance:
         for step in steps:
@@ -387,8 +398,8 @@ def carry_out(plan: Plan, sources: Sequence[Path], dst: Path, dry_run: bool) -> 
     }
     size = sum(output.nbytes for output in plan.outputs)
     what = (
-        f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {len(ranks)} files of "
-        f"{plan.manifest.world} ranks"
+        f"{dst}: {len(plan.outputs)} tensors, {decimal(size)} in {counted(len(ranks), 'file')} of "
+        f"{counted(plan.manifest.world, 'rank')}"
     )
     if dry_run:
         return print(f"{what}; at most {decimal(needed)} to write, {decimal(free)} free; nothing written")

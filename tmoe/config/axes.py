@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
+from tmoe.config.check import ConfigError
+
 if TYPE_CHECKING:
     from tmoe.config.run import ParallelConfig
 
@@ -62,7 +64,7 @@ class Axes:
         parts = self.cp * self.tp
         if self.shard % parts:
             valid = [n for n in range(1, self.shard + 1) if self.shard % n == 0]
-            raise ValueError(
+            raise ConfigError(
                 f"--parallel.cp={self.cp} x --parallel.tp={self.tp} = {parts}: "
                 f"must divide dp x ep x etp = {self.shard}; valid: {valid}"
             )
@@ -114,15 +116,20 @@ class Axes:
         return " x ".join(f"{name} {getattr(self, name)}" for name in names)
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world: int) -> Axes:
-        """Those of the settings in a world of so many ranks. Raises ValueError as `over` does."""
+    def of(cls, parallel: ParallelConfig, world: int, experts: int = 0) -> Axes:
+        """Those of the settings in a world of so many ranks. Raises ConfigError as `over` does.
+
+        experts: of the model, which ep divides as well; 0: not known.
+        """
         p = parallel
-        return cls.over(world, dp=p.dp, ep=p.ep, tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
+        more = dict(tp=p.tp, cp=p.cp, pp=p.pp, replicate=p.replicate, etp=p.etp)
+        return cls.over(world, dp=p.dp, experts=experts, ep=p.ep, **more)
 
     @classmethod
-    def over(cls, world: int, *, dp: int | None = None, **others: int) -> Axes:
+    def over(cls, world: int, *, dp: int | None = None, experts: int = 0, **others: int) -> Axes:
         """Those of a world of so many ranks; dp None takes what the other axes leave of it.
 
+        experts: of the model, so that only degrees of ep that divide them are called valid; 0: not known.
         others: degrees by the names of the fields; 1 where they are left out.
         Raises ValueError, which names the flags and the valid values, where a degree is no whole number from
         1 on, where the axes do not multiply to the world, or where tp and cp do not fit into a stage.
@@ -136,8 +143,10 @@ class Axes:
         if dp is None:
             if world % product:
                 valid = [d for d in range(1, world + 1) if world % d == 0]
+                if len(used) == 1 and experts:
+                    valid = [d for d in valid if experts % d == 0]
                 equals = "" if len(used) == 1 else f" = {product}"
-                raise ValueError(
+                raise ConfigError(
                     f"{flags}{equals}: must divide the world of {world} processes; valid: {valid}"
                 )
             dp = world // product
@@ -145,7 +154,7 @@ class Axes:
             hint = f"torchrun with {dp * product} processes"
             if world % product == 0:
                 hint = f"--parallel.dp {world // product}"
-            raise ValueError(
+            raise ConfigError(
                 f"--parallel.dp={dp} x {flags} = {dp * product} is not the world of {world} processes; "
                 f"use {hint}"
             )
@@ -154,7 +163,7 @@ class Axes:
 
 def _require_degree(name: str, size: object) -> None:
     if type(size) is not int or size < 1:
-        raise ValueError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
+        raise ConfigError(f"--parallel.{name}={size!r}: must be a whole number from 1 on")
 
 
 ALONE = Axes()  # one rank

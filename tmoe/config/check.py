@@ -5,12 +5,49 @@ next: model.py"""
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+FLAG = re.compile(r"--([a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_-]*)*)")
+TOP: set[str] = set()  # settings outside of any section; run.py fills it
+
 
 class ConfigError(ValueError):
-    """A setting that cannot work, with the flag to change and what would be valid."""
+    """A setting that cannot work, and what would be valid.
+
+    Messages are written with flags, the paths of settings. A command line shows them so; to who called from
+    Python they are names: `--model.moe.top-k=9: must be 1 to --model.moe.experts=8` reads
+    `top_k=9: must be 1 to experts=8`.
+    """
+
+    shows_flags = False
+    """whether this process is a command line's; run/cli.py says so"""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.shows_flags else as_names(text)
+
+
+def as_names(text: str) -> str:
+    """A message with the names of settings in place of flags, without the sections that all of them share."""
+    ours = [path for path in FLAG.findall(text) if "." in path or path.replace("-", "_") in TOP]
+    sections: list[str] = []  # that all of them share
+    for parts in zip(*(path.split(".")[:-1] for path in ours), strict=False):
+        if len(set(parts)) > 1:
+            break
+        sections.append(parts[0])
+
+    def named(match: re.Match[str]) -> str:
+        path = match[1]
+        if path not in ours:
+            return match[0]
+        *head, last = path.split(".")[len(sections) :]
+        off = last.startswith("no-")
+        name = ".".join([*head, last.removeprefix("no-")]).replace("-", "_")
+        return f"{name}=False" if off else name
+
+    return FLAG.sub(named, text)
 
 
 def require(ok: bool, message: str) -> None:

@@ -11,10 +11,11 @@ next: train.py
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from tmoe.config.check import FLOATS, MOST, check, divisors, require
+from tmoe.config.check import FLOATS, MOST, TOP, check, divisors, require
+from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, too_few_devices
 
 MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
@@ -265,7 +266,10 @@ class DataConfig:
     seed: int = 0
     """seed of the sample order"""
     val_fraction: float = 0.05
-    """share of the files (text, jsonl) or of the samples (shards) held out for validation"""
+    """share held out for validation: of the documents (files of text, rows of JSON lines, however many files
+    hold them), of one long text or of shards their end"""
+    val_path: tuple[str, ...] = ()
+    """instead of val-fraction: sources of their own for validation, all of --data.path being trained on"""
     split: tuple[float, ...] = ()
     """instead of val-fraction: shares of training, validation and test data, as 949 50 1;
     the test data's loss is measured once, after the last step"""
@@ -275,6 +279,8 @@ class DataConfig:
         sources = len(self.path) > 0 and all(self.path)
         require(sources, f"--data.path={self.path}: needs at least one source, and no empty one")
         require(0 < self.val_fraction < 1, f"--data.val-fraction={self.val_fraction}: above 0 and below 1")
+        require(not (self.val_path and self.split), f"--data.val-path={self.val_path}: not with --data.split")
+        require(all(self.val_path), f"--data.val-path={self.val_path}: must name no empty source")
         valid = "three shares, as 949 50 1: those of training and validation above 0, that of test 0 or more"
         ok = not self.split or (len(self.split) == 3 and all(0 <= s < 1e12 for s in self.split))
         require(ok and all(self.split[:2]), f"--data.split={self.split}: must be {valid}")
@@ -282,6 +288,8 @@ class DataConfig:
     @property
     def held_out(self) -> tuple[float, float]:
         """Shares of the documents that are held out: for validation, and for the test."""
+        if self.val_path:
+            return 0.0, 0.0
         if not self.split:
             return self.val_fraction, 0.0
         return self.split[1] / sum(self.split), self.split[2] / sum(self.split)
@@ -423,13 +431,13 @@ class LogConfig:
     every: int = 1
     """steps between lines of metrics.jsonl"""
     progress: bool = True
-    """show a progress bar"""
+    """on a terminal show a bar; without it lines of the loss, as elsewhere"""
     tensorboard: bool = False
     """write TensorBoard files into the run folder"""
     wandb: str | None = None
     """name of a Weights & Biases project (needs the wandb extra)"""
     routes: tuple[int, ...] = ()
-    """steps whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
+    """steps, from 1, whose routed expert ids every rank writes into the run folder's routes/, for a replay"""
 
     def __post_init__(self) -> None:
         check(self, "--log.", one="every")
@@ -467,8 +475,10 @@ class Config:
     """print parameters, placements and the bytes a rank will hold for --world ranks, and exit"""
     world: int | None = None
     """dry run: number of ranks to plan for; None: the product of the axes"""
+    gpu: GpuName | None = None
+    """dry run: the GPU to judge by, by its data sheet; None: all that are known"""
     profile: tuple[int, ...] = ()
-    """steps to trace with torch.profiler into the run folder"""
+    """steps, from 1, to trace with torch.profiler into the run folder"""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -484,12 +494,12 @@ class Config:
         check(self, "--", one="world", zero="steps seed")
         steps = 0 if self.eval_only else self.steps
         valid = (
-            f"must be numbers of steps, from 0 to --steps={steps} - 1"
+            f"must be numbers of steps, from 1 to --steps={steps}"
             if steps
             else "a run without steps has none"
         )
         for flag, named in (("profile", self.profile), ("log.routes", self.log.routes)):
-            require(all(0 <= step < steps for step in named), f"--{flag}={named}: {valid}")
+            require(all(1 <= step <= steps for step in named), f"--{flag}={named}: {valid}")
 
         seq, longest = self.train.seq, self.model.rope.max_seq
         require(
@@ -539,6 +549,9 @@ def require_grpo(cfg: Config) -> None:
     require(
         cut != "truncate", f"--data.overlong={cut}: a prompt is not cut; valid for --task grpo: drop, error"
     )
+
+
+TOP |= {one.name for one in fields(Config)}
 
 
 def require_layout(cfg: Config) -> None:

@@ -38,7 +38,7 @@ from tmoe.data.chat import Encoder, Tokens
 from tmoe.data.chat_rows import KINDS, Kind, Row, kind_of, parse_row
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, parse_sources
+from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, sources_of
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
@@ -317,7 +317,8 @@ def open_chat(
     "preference" preferences. Weights as in `open_data`, in packed rows. carried: as there.
     DataError for anything that cannot be trained on, the same on every rank.
     """
-    names, weights = parse_sources(cfg.path)
+    part: Split = "train" if cfg.val_path else split  # of sources, where validation has its own
+    flag, names, weights = sources_of(cfg, split)
     carried = None if cfg.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
     if tokenizer.vocab > vocab:
@@ -328,9 +329,9 @@ def open_chat(
         carried.require("--data.tokenizer", tokenizer.fingerprint)
     template = load_template(tokenizer, cfg.chat_template)
     try:
-        sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, split) for name in names]
+        sources = [_Rows(survey(name), task, tokenizer, template, cfg).open(seq, part) for name in names]
     except DataError as error:
-        raise DataError(f"--data.path: {error}") from None
+        raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]
     return ChatDataset(sources, weights, tokenizer, vocab, cfg.seed, template)
 

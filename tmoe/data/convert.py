@@ -89,7 +89,7 @@ def convert(
         print(f"{source.name}: {source.tell(Facts(count.documents, count.first))}; {count.tokens:,} tokens")
     if skips.found:
         print(skips.tell())
-    print(f"{out}: {tokens:,} tokens in {len(list(out.iterdir()))} shards")
+    print(f"{out}: {tokens:,} tokens in {len(list(out.glob('*.bin')))} shards")
 
 
 class Counts:

@@ -274,19 +274,20 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
         tokenizer is refused, except with cfg.new_tokenizer.
     DataError for anything that cannot be trained on, the same on every rank.
     """
-    names, weights = parse_sources(cfg.path)
+    part: Split = "train" if cfg.val_path else split  # of sources, where validation has its own
+    flag, names, weights = sources_of(cfg, split)
     if cfg.new_tokenizer:
         carried = None
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
     shares = HeldOut(*cfg.held_out)
     try:
         corpora = [
-            open_corpus(name, tokenizer, vocab, shares, split, cfg.text_field, cfg.skip_malformed, carried)
+            open_corpus(name, tokenizer, vocab, shares, part, cfg.text_field, cfg.skip_malformed, carried)
             for name in names
         ]
         sources = [Source(corpus, seq, vocab, split) for corpus in corpora]
     except DataError as error:
-        raise DataError(f"--data.path: {error}") from None
+        raise DataError(f"{flag}: {error}") from None
     first = corpora[0] if cfg.tokenizer == "auto" else tokenizer
     for corpus in corpora:
         if (corpus.fingerprint, corpus.eos) != (first.fingerprint, first.eos):
@@ -299,6 +300,22 @@ def open_data(cfg: DataConfig, seq: int, vocab: int, split: Split, carried: Carr
     return Dataset(sources, weights, eos=first.eos, fingerprint=first.fingerprint, seed=cfg.seed)
 
 
+def sources_of(cfg: DataConfig, split: Split) -> tuple[str, list[str], list[int]]:
+    """The flag that names a split's sources, their names and weights."""
+    own = bool(cfg.val_path) and split == "val"
+    flag = "--data.val-path" if own else "--data.path"
+    return flag, *parse_sources(cfg.val_path if own else cfg.path, flag)
+
+
+def require_alike(data: Dataset, val_data: Dataset) -> None:
+    """DataError where validation data of their own are of another tokenizer than the training data."""
+    if (data.fingerprint, data.eos) != (val_data.fingerprint, val_data.eos):
+        raise DataError(
+            f"--data.val-path: of tokenizer {val_data.fingerprint}, eos {val_data.eos}; --data.path is of "
+            f"{data.fingerprint}, eos {data.eos}: valid is one tokenizer for both"
+        )
+
+
 def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
     """The one of `--data.tokenizer`; for 'auto' the one that the start carries, else bytes."""
     if spec != "auto":
@@ -309,22 +326,22 @@ def _choose_tokenizer(spec: str, carried: Carried | None) -> Tokenizer:
     return carried.load() if carried and carried.files else ByteTokenizer(named=False)
 
 
-def parse_sources(specs: Iterable[str]) -> tuple[list[str], list[int]]:
+def parse_sources(specs: Iterable[str], flag: str = "--data.path") -> tuple[list[str], list[int]]:
     """Names and weights of PATH or PATH:WEIGHT.
 
     Weights are whole numbers of the same proportion, [] if there are none.
     """
-    parsed = [_parse_source(spec) for spec in specs]
+    parsed = [_parse_source(spec, flag) for spec in specs]
     names = [name for name, _ in parsed]
     weights = [weight for _, weight in parsed if weight is not None]
     if weights and len(weights) < len(names):
         bare = next(name for name, weight in parsed if weight is None)
-        raise DataError(f"--data.path {bare}: has no weight; give every source one, PATH:WEIGHT, or none")
+        raise DataError(f"{flag} {bare}: has no weight; give every source one, PATH:WEIGHT, or none")
     scale = math.lcm(*(weight.denominator for weight in weights))
     return names, [int(weight * scale) for weight in weights]
 
 
-def _parse_source(spec: str) -> tuple[str, Fraction | None]:
+def _parse_source(spec: str, flag: str) -> tuple[str, Fraction | None]:
     """Name and weight of one PATH or PATH:WEIGHT; None for no weight."""
     name, colon, weight = spec.rpartition(":")
     if not colon or Path(spec).exists():
@@ -336,7 +353,7 @@ def _parse_source(spec: str) -> tuple[str, Fraction | None]:
         value = Fraction(0)
     if not name or value <= 0:
         raise DataError(
-            f"--data.path {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, "
+            f"{flag} {spec}: no such path, and {weight!r} is no weight; valid: PATH or PATH:WEIGHT, "
             "weight > 0 of at most 40 digits, as 3, 0.3, 1/3 or 3e-1"
         )
     return name, value

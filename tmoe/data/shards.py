@@ -21,7 +21,7 @@ import numpy as np
 
 from tmoe.config.check import fits
 from tmoe.data.corpus import Run
-from tmoe.data.tokenizer import DataError, Tokenizer
+from tmoe.data.tokenizer import DataError, Tokenizer, own_files
 from tmoe.disk import naming
 
 HEADER_BYTES = 1024
@@ -108,13 +108,15 @@ def write_shards(out: Path, documents: Iterable[np.ndarray], tokenizer: Tokenize
     """Writes documents (ids that end with eos) as shards into the new folder `out`; returns their tokens.
 
     A shard holds whole documents, at most `shard_tokens` tokens unless one document alone is longer. The
-    folder appears
-    whole or not at all: it is written and synced under another name, then renamed.
+    folder appears whole or not at all: it is written and synced under another name, then renamed. The files
+    of the tokenizer lie beside them: an export of what is trained on them takes these along.
     """
     total = 0
     with _publish(out) as folder:
         for number, group in itertools.groupby(_number(documents, shard_tokens), key=operator.itemgetter(0)):
             total += _write_shard(folder / f"{number:05}.bin", (ids for _, ids in group), tokenizer)
+        for name, content in own_files(tokenizer).items():
+            (folder / name).write_bytes(content)
         if total == 0:
             raise DataError("the sources hold no text: nothing to write")
     return total

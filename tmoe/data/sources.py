@@ -48,7 +48,7 @@ from tmoe.data.corpus import Corpus, HeldOut, Run, Split, cut
 from tmoe.data.indexed import eos_of, is_indexed, open_indexed
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
-from tmoe.data.tokenizer import Carried, DataError, Tokenizer
+from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer
 
 IN_MEMORY = 16_000_000  # bytes of a source's files
 SHOWN = 60  # characters of a source's first document
@@ -270,7 +270,7 @@ def held_out(keys: list[str], fraction: float) -> list[bool]:
 
 
 class Splitter:
-    """The split that a document belongs to, by the hash of its key alone.
+    """The split that a document belongs to, by the hash of its key alone. Without shares all are training's.
 
     The lowest hash of a source is validation data, the next test data if there is any, the highest training
     data: so two documents, or three, are enough for all splits.
@@ -284,7 +284,8 @@ class Splitter:
         if shares.test:
             self.sure[min(between, default=None)] = "test"
         self.sure[high] = "train"
-        self.sure[low] = "val"
+        if shares.val:
+            self.sure[low] = "val"
 
     def __call__(self, found: int) -> Split:
         if found in self.sure:
@@ -421,6 +422,9 @@ class Survey(NamedTuple):
         return ", ".join(parts)
 
 
+BESIDE = (*NAMES, SETTINGS, TEMPLATE)  # of a tokenizer
+
+
 def survey(name: str) -> Survey:
     """Looks at the first bytes of every file of a source. DataError where the files are of several kinds."""
     root, files = text_files(name)
@@ -430,6 +434,8 @@ def survey(name: str) -> Survey:
     if any(found.form == "plain text" for _, found in looked):
         looked = [(path, found if found.sure else _as_text(found)) for path, found in looked]
     looked = [(path, found) for path, found in looked if found.form != "nothing"]
+    if any(found.form == "token shards" for _, found in looked):  # their tokenizer may lie beside them
+        looked = [(path, found) for path, found in looked if path.name not in BESIDE]
     forms = Counter(found.form for _, found in looked)
     if len(forms) > 1:
         raise _several_kinds(name, root, looked, forms)

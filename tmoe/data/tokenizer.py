@@ -17,6 +17,7 @@ import numpy as np
 import tokenizers
 
 TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
 
 
 class DataError(ValueError):
@@ -85,6 +86,17 @@ class TokenizerFiles(NamedTuple):
     @property
     def fingerprint(self) -> str:
         return "sha256:" + hashlib.sha256(self.raw).hexdigest()[:32]
+
+
+def own_files(tokenizer: object) -> dict[str, bytes]:
+    """The files that a tokenizer was read from, by the names that Hugging Face gives them; none of bytes."""
+    files = getattr(tokenizer, "files", None)
+    if not isinstance(files, TokenizerFiles):
+        return {}
+    JSON, PIECES = NAMES
+    found = {PIECES if isinstance(tokenizer, SentencePieceTokenizer) else JSON: files.raw}
+    found |= {} if files.settings is None else {SETTINGS: files.settings}
+    return found | ({} if files.template is None else {TEMPLATE: files.template})
 
 
 class Carried(NamedTuple):
@@ -323,6 +335,7 @@ class SentencePieceTokenizer:
             )
         import sentencepiece
 
+        self.files = files
         self._pieces = sentencepiece.SentencePieceProcessor()
         try:
             self._pieces.LoadFromSerializedProto(files.raw)

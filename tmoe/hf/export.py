@@ -48,7 +48,7 @@ from tmoe.hf.files import (
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout
 from tmoe.hf.rules import HF, Piece, divide, their_shapes
-from tmoe.hf.tokenizer import require_tokenizer_of_run
+from tmoe.hf.tokenizer import of_run, require_tokenizer_of_run
 from tmoe.hf.write import Export, check_room, write_folder
 from tmoe.listing import listed
 from tmoe.model.shapes import model_shapes
@@ -101,6 +101,9 @@ def export_hf(
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
+    if origin.folder is None and LAYOUT not in manifest.tensors:  # made from settings
+        config, files = of_run(step, manifest, origin.config, origin.files)
+        origin = _with_files(origin._replace(config=config, files=files))
     require_tokenizer_of_run(step, manifest, origin.files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
     plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)

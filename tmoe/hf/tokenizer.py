@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tmoe.checkpoint import folders
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.run import Config
-from tmoe.data.tokenizer import NAMES, TEMPLATE, Carried, TokenizerFiles
+from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, TokenizerFiles
 from tmoe.hf.files import FILE, is_folder
 
 TOKENIZER, MODEL = NAMES
-SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 
 
 def carried_by_start(cfg: Config) -> Carried | None:
@@ -78,6 +79,52 @@ def of_data(manifest: Manifest) -> str | None:
     data = manifest.info.get("data")
     found = data.get("tokenizer") if isinstance(data, dict) else None
     return found if isinstance(found, str) else None
+
+
+def of_run(
+    step: Path, manifest: Manifest, config: dict[str, Any], files: dict[str, Callable[[], bytes]]
+) -> tuple[dict[str, Any], dict[str, Callable[[], bytes]]]:
+    """config.json and files of an export that is made from settings, with what is known of the run's data.
+
+    That is the tokenizer, where a file of it still lies where the run found it (--data.tokenizer, the shards'
+    folder, --init), and the id that ends a text. What is missing is said in a line.
+    """
+    data = manifest.info.get("data")
+    eos = data.get("eos") if isinstance(data, dict) else None
+    if isinstance(eos, int) and config.get("eos_token_id") is None:
+        config = config | {"eos_token_id": eos}
+        ends = json.dumps({"eos_token_id": eos}, indent=2) + "\n"
+        files = {GENERATION: ends.encode} | files
+    trained_on = of_data(manifest)
+    if trained_on is None or any(name in files for name in NAMES):
+        return config, files
+    if trained_on == "bytes":
+        print(f"{step}: trained on bytes: there is no tokenizer file, an id is a byte and 0 ends a text")
+        return config, files
+    for place in _places(manifest):
+        found = {name: place / name for name in (*NAMES, SETTINGS, TEMPLATE) if (place / name).is_file()}
+        carried = _of_files(place, {name: path.read_bytes() for name, path in found.items()})
+        if carried and trained_on in (carried.fingerprint, *carried.others):
+            return config, files | {name: path.read_bytes for name, path in found.items()}
+    print(
+        f"{step}: no tokenizer is written: it was trained on data of {trained_on}, whose {TOKENIZER} is not "
+        f"where the run found it; copy it into the folder"
+    )
+    return config, files
+
+
+def _places(manifest: Manifest) -> list[Path]:
+    """Folders in which the tokenizer of a run's data may lie."""
+    config = manifest.info.get("config")
+    told = config.get("data") if isinstance(config, dict) else None
+    told = told if isinstance(told, dict) else {}
+    paths = told.get("path")
+    names = [told.get("tokenizer"), *(paths if isinstance(paths, list | tuple) else ())]
+    found = []
+    for name in [str(name) for name in names if name]:
+        path = Path(name) if Path(name).exists() else Path(name.rpartition(":")[0] or name)
+        found += [path if path.is_dir() else path.parent]
+    return found
 
 
 def _of_files(where: Path, content: dict[str, bytes]) -> Carried | None:

@@ -60,7 +60,7 @@ ROWS: tuple[Row, ...] = (
     worked("--training_data_path", "`--data.path`", "some"),
     refused(
         "--validation_data_path",
-        "tmoe takes validation data out of --data.path (--data.val-fraction)",
+        "name it with --data.val-path; without that a part of --data.path is held out",
         "some",
     ),
     same("--dataset_text_field", "--data.text-field"),

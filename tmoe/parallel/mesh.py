@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tmoe.config.axes import Axes, Place
-from tmoe.config.check import divisors
+from tmoe.config.check import ConfigError, divisors
 from tmoe.parallel.launcher import join, launcher_world
 from tmoe.stack import find, lacks, note, take
 
@@ -294,13 +294,13 @@ def require_inside_nodes(axes: Axes, nodes: Sequence[str], ep_across_nodes: bool
     for name, size in (("tp", axes.tp), ("etp", axes.etp * axes.ep if axes.etp > 1 else 1)):
         if groups := spanning(size):
             of = "" if name == "tp" else f" x --parallel.ep={axes.ep} = {size}"
-            raise ValueError(
+            raise ConfigError(
                 f"--parallel.{name}={getattr(axes, name)}{of}: {len(groups)} of {len(nodes) // size} groups "
                 f"would span nodes (of {sizes} processes); valid: {fitting()}"
             )
     ep = axes.ep
     if not ep_across_nodes and (groups := spanning(ep)):
-        raise ValueError(
+        raise ConfigError(
             f"--parallel.ep={ep}: {len(groups)} of {len(nodes) // ep} expert groups would span nodes "
             f"(of {sizes} processes); "
             f"valid: {fitting()}, or --parallel.ep-across-nodes to exchange tokens over the slower network"
@@ -316,7 +316,7 @@ def require_a_group_per_node(axes: Axes) -> None:
     nodes = launcher_world().nodes or 1
     world, ep = axes.world, axes.ep
     if world // ep < nodes:
-        raise ValueError(
+        raise ConfigError(
             f"--parallel.ep={ep}: {world // ep} expert groups on {nodes} nodes would span nodes; "
             f"valid: what divides the processes of every node ({world // nodes} on average), "
             "or --parallel.ep-across-nodes to exchange tokens over the slower network"

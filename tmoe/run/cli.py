@@ -28,6 +28,7 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run import last_line
+from tmoe.run.flags import require_known
 from tmoe.run.memory import padding
 from tmoe.run.settings import read_settings
 
@@ -45,6 +46,7 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
     Ends the process with code 2 and one message on rank 0, before any process group exists, for a setting
     that cannot work, alone or with the others, or for a world of processes that is not dp x ep.
     """
+    ConfigError.shows_flags = True
     silent = io.StringIO()  # tyro prints a refused value on every rank, whatever console_outputs says
     heard = Heard(None if rank else sys.stderr)
     try:
@@ -144,6 +146,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
     name = source.name or ("tiny" if not source.notes else "")
     shown = f"{name or ' and '.join(source.notes)}"
     text = f"{description}\n\n{SOURCES.format(presets=', '.join(presets()))} Defaults below: {shown}."
+    require_known(source.rest, Config)
     cfg = tyro.cli(
         Config,
         prog=f"train.py {name}".rstrip(),
@@ -156,7 +159,12 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         raise ConfigError(
             f"--world={cfg.world}: only for --dry-run; torchrun --nproc-per-node sets the real one"
         )
-    axes = Axes.of(cfg.parallel, planned_world(cfg, world))
+    if cfg.gpu is not None and not cfg.dry_run:
+        raise ConfigError(f"--gpu={cfg.gpu}: only for --dry-run; a run has the GPUs that it finds")
+    if not (cfg.steps or cfg.eval_only or cfg.dry_run):
+        raise ConfigError("--steps=0: nothing to do; valid: 1 or more, or --eval-only to validate alone")
+    experts = cfg.model.moe.experts if trains_routers(replace(cfg, eval_only=False)) else 0
+    axes = Axes.of(cfg.parallel, planned_world(cfg, world), experts)
     cfg = with_global_batch(cfg, axes.readers)
     require_cache_folder()
     if not (cfg.dry_run or cfg.parallel.ep_across_nodes):

@@ -25,9 +25,23 @@ from tmoe.model.stages import Stages, cuts
 from tmoe.model.transformer import Transformer
 from tmoe.parallel.mesh import Mesh, build_mesh, local_part
 from tmoe.run.cli import planned_world
+from tmoe.run.fitting import verdict
 from tmoe.run.memory import memory_of_stages, peak_bytes, plan
 from tmoe.run.process import one_error
 from tmoe.stack import TESTED, find
+
+# What a row of the table of memory holds, and what makes it smaller.
+LEGEND = {
+    "parameters": "weights in fp32, this rank's share: fewer with more ranks",
+    "gradients": "of its share: fewer with more ranks",
+    "moments": "AdamW's two in fp32: fewer with more ranks, on the host with --optim.offload",
+    "ema": "the average of the weights (--optim.ema)",
+    "gathered": "weights of other ranks while a block computes with them, and copies in the compute type",
+    "accumulated": "fp32 sums of gradients between micro-batches (--train.accumulate)",
+    "activations": "what the backward needs of the forward: --train.batch, --parallel.checkpoint",
+    "working": "the largest block's temporaries, or the loss's: --train.batch",
+    "exchange": "buffers into which other ranks write rows for this one's experts (--parallel.dispatch)",
+}
 
 
 class Kind(NamedTuple):
@@ -67,6 +81,7 @@ def dry_run(cfg: Config) -> None:
         console.print(stages(cfg, axes, peaks))
     console.print(placements(found, axes))
     console.print(memory(per_stage[fullest], fullest * axes.stage))
+    console.print("\n".join(verdict(cfg, axes, cfg.gpu)), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -170,9 +185,9 @@ def runs(numbers: list[int]) -> str:
 def memory(parts: dict[str, int], rank: int) -> Table:
     """A row for each of `memory_per_rank`'s parts, in GiB, and what is held at most at one time."""
     held = f"held by rank {rank}, the fullest" if rank else "held by a rank"
-    table = Table(held, "GiB", title="memory", title_justify="left")
+    table = Table(held, "GiB", "what it is", title="memory", title_justify="left")
     for name, size in parts.items():
-        table.add_row(name, f"{size / 2**30:.3f}")
+        table.add_row(name, f"{size / 2**30:.3f}", LEGEND[name])
     table.add_section()
     most = peak_bytes(parts)
     table.add_row("most at one time", f"{most / 2**30:.3f}")

@@ -220,7 +220,7 @@ def compare(histories: list[History]) -> str:
         table.append(
             [
                 one.name,
-                f"{int(one.steps[-1]) + 1:,}",
+                f"{int(one.steps[-1]):,}",
                 f"{mean_of(first):.2f} > {mean_of(last):.2f}",
                 f"{one.blocks[worst]} ({last[worst]:.2f})",
                 f"{mean_of(ends(one.entropy)[1]):.2f}",

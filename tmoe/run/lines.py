@@ -11,11 +11,14 @@ from typing import Any, BinaryIO
 
 from tmoe.disk import written_whole
 
+# In every line: steps are counted from 1, as on the screen and in checkpoints/step-N. Lines of older runs
+# lack it and count from 0; they are read as if they did not.
+COUNTED = {"from": 1}
 COMPACT = (",", ":")  # json's separators without spaces: a line holds layers x E counts
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The lines of a metrics.jsonl one by one; None for one that cannot be read.
+    """The lines of a metrics.jsonl one by one, steps from 1 on; None for one that cannot be read.
 
     The last may be torn, where the run was killed.
     """
@@ -25,6 +28,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
         for text in file:
             try:
                 line = json.loads(text)
+                line["step"] += 1 - line.pop("from", 0)
                 yield line if isinstance(line["step"], int) and text.endswith("\n") else None
             except (ValueError, TypeError, KeyError, RecursionError):
                 yield None
@@ -67,8 +71,8 @@ def append(file: BinaryIO, rest: bytes) -> None:
         raise
 
 
-def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float, int]:
-    """Leaves only whole lines of steps before `start_step` in `path`, atomically.
+def rewind(path: Path, done: int, keep: Path | None = None) -> tuple[float, int]:
+    """Leaves only whole lines of the first `done` steps in `path`, atomically, as this version writes them.
 
     If any line goes, `keep` gets a copy of all of them first. Returns `seconds` of the last line that stays
     (0 without any), and the number of lines dropped. Works line by line: a long run's file may be larger than
@@ -80,12 +84,12 @@ def rewind(path: Path, start_step: int, keep: Path | None = None) -> tuple[float
         return seconds, dropped
     with written_whole(path) as file:
         for line in read_lines(path):
-            if line is None or line["step"] >= start_step:
+            if line is None or line["step"] > done:
                 dropped += 1
                 continue
             if isinstance(spent := line.get("seconds"), float | int):
                 seconds = spent or seconds
-            file.write(json.dumps(line, separators=COMPACT) + "\n")
+            file.write(json.dumps(line | COUNTED, separators=COMPACT) + "\n")
         if dropped and keep:
             shutil.copyfile(path, keep)
     return seconds, dropped

@@ -281,31 +281,6 @@ def peak_bytes(memory: dict[str, int]) -> int:
     return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
 
 
-def require_room(cfg: Config, axes: Axes, room: int) -> None:
-    """Raises ConfigError where a rank of `room` bytes surely cannot hold its part.
-
-    Its part is parameters, gradients and moments, which every step has at one time, or half of what
-    `peak_bytes` estimates; with eval_only its parameters. Between that and the full estimate the run is
-    tried: the estimate is for balanced routing.
-    """
-    parts = memory_per_rank(cfg, axes)
-    if cfg.eval_only:
-        need, what = parts["parameters"], "parameters"
-    else:
-        state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
-        half = peak_bytes(parts) // 2
-        need, what = max((state, "parameters, gradients and moments"), (half, "half of a step"))
-    flags = dict(dp=axes.dp, ep=axes.ep)
-    flags |= {name: size for name, size in vars(axes).items() if size > 1 and name not in flags}
-    layout = " ".join(f"--parallel.{name}={size}" for name, size in flags.items())
-    require(
-        need <= room,
-        f"{layout}: a rank has {room / 2**30:.1f} GiB of memory "
-        f"and needs {need / 2**30:.1f} for {what}; use more ranks, a smaller --model or --train.batch, "
-        "--parallel.checkpoint or --optim.offload (--dry-run lists the parts)",
-    )
-
-
 def sharded(shapes: list[Shape], ranks: int) -> int:
     """Elements on the fullest rank.
 

@@ -32,7 +32,7 @@ from tmoe.disk import written_whole
 from tmoe.model.count import count_parameters, mfu
 from tmoe.onlookers import Onlooker, reason
 from tmoe.run import routing_log
-from tmoe.run.lines import COMPACT, append, rewind
+from tmoe.run.lines import COMPACT, COUNTED, append, rewind
 from tmoe.run.progress import Display
 
 GIB = 2**30
@@ -62,7 +62,8 @@ class Metrics:
     It is made and called on every rank; rank 0 alone reads tensors and writes.
 
     A line of metrics.jsonl holds
-        step                    from 0: the last before checkpoints/step-N is N - 1
+        step                    from 1, as checkpoints/step-N and the screen count
+        from                    1, the mark of that: lines of older runs have none and count from 0
         tokens, seconds         since the beginning, restarts included, but not the time between them
         loss, grad_norm, lr
         tokens_per_s            of all ranks
@@ -74,13 +75,12 @@ class Metrics:
         max_violation, entropy, dropped     [layers], of the MoE layers
         router_losses           {name: [layers]}, means over the line's steps, without their coefficients
     What is unknown or not finite is null. A validation adds a line of its own behind its step's, which holds
-        step, val_loss, and val_ with each name that the task measures
+        step, from, val_loss, and val_ with each name that the task measures
     `read_steps` of run/lines.py reads both as one.
     A record of routing.bin (run/routing_log.py) holds a line's counts by layer and expert, and what else is
     known of them.
 
-    start_step: the first step of this process; lines of it and of later ones are dropped, to be written
-    again.
+    start_step: how many steps are done; lines of later ones are dropped, to be written again.
     flops_per_token: of model/count.py. peak: FLOP/s of one GPU in the compute type, or None.
     versions: of `versions()`. held: of Runtime.claim; closed with the log.
     facts: anything else worth keeping in config.json; run/report.py draws a line at facts["unigram_entropy"].
@@ -146,7 +146,7 @@ class Metrics:
         self.seconds_before, dropped = rewind(self.path, self.start_step, keep)
         if dropped:
             kept = f"; {keep.name} has all" if keep else ""
-            what = f"torn or of steps from {self.start_step} on"
+            what = f"torn or of steps behind {self.start_step}"
             self.note(f"{self.path}: dropped {dropped} lines, {what}{kept}")
         self.routing = self.run / "routing.bin"
         routing_log.rewind(self.routing, self.start_step, keep and routing_before(keep))
@@ -156,7 +156,7 @@ class Metrics:
             self.records = open(self.routing, "ab", buffering=0)  # noqa: SIM115
 
     def due(self, step: int) -> bool:
-        """Whether `step` gets a line, the same on every rank.
+        """Whether `step`, counted from 0 as in the loop, gets a line; the same on every rank.
 
         It does if it is the first of this process (throughput counts from its end), every cfg.log.every-th,
         one that is validated after, or the last. What only the log needs, such as the routers' collective, is
@@ -164,7 +164,7 @@ class Metrics:
         """
         every, eval_every = self.cfg.log.every, self.cfg.train.eval_every
         validated = eval_every > 0 and (step + 1) % eval_every == 0
-        return step in (self.start_step, self.cfg.steps - 1) or step % every == 0 or validated
+        return step in (self.start_step, self.cfg.steps - 1) or (step + 1) % every == 0 or validated
 
     def log(
         self,
@@ -185,7 +185,8 @@ class Metrics:
         Numbers hold for all ranks, as 0-dim tensors or floats. Tensors are read only for a line, by one copy
         to the host, on rank 0.
 
-        tokens: of all ranks since step 0. router: None if not due, or without MoE layers.
+        step: from 0, as in the loop. tokens: of all ranks since the beginning.
+        router: None if not due, or without MoE layers.
         ended: time.perf_counter() when the device had finished the step; None: it has only just.
         measured: what the task says of the step beside its loss, by name.
         """
@@ -206,7 +207,7 @@ class Metrics:
 
         # The keys in the order in which they are written.
         seconds = self.seconds_before + self.clock.total()
-        line: dict[str, Any] = {"step": step, "tokens": tokens, "seconds": seconds, "lr": lr}
+        line: dict[str, Any] = {"step": step + 1, "tokens": tokens, "seconds": seconds, "lr": lr}
         line |= {"expert_counts": None, "max_violation": None, "entropy": None, "dropped": None}
         line |= {"router_losses": None} | values | self.speed(rate)
         line["peak_gib"] = self.memory(lambda: peak_gib(self.device))
@@ -256,7 +257,7 @@ class Metrics:
     def write(self, line: dict[str, Any]) -> None:
         """Puts a line, of finite numbers, at the end of metrics.jsonl."""
         assert self.lines is not None
-        text = json.dumps(line, allow_nan=False, separators=COMPACT) + "\n"
+        text = json.dumps(line | COUNTED, allow_nan=False, separators=COMPACT) + "\n"
         with self.going_on(self.path):
             append(self.lines, text.encode())
 
@@ -493,7 +494,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.where = run / "tensorboard"
-        self.writer = SummaryWriter(str(self.where), purge_step=start_step)
+        self.writer = SummaryWriter(str(self.where), purge_step=start_step + 1)
 
     def write(self, numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():

@@ -61,6 +61,7 @@ class Runtime:
     control: dist.ProcessGroup
     watch: Watch
     stop: bool = field(default=False)  # whether a signal that ends the run has arrived here
+    told: str = field(default="")  # the name of that signal
     handlers: dict[int, Any] = field(default_factory=dict)  # what signals were set to before this run
 
     def sums(self, *values: float) -> list[float]:
@@ -148,8 +149,13 @@ class Runtime:
         def take() -> BinaryIO | None:
             if self.rank:
                 return None
-            Path(out).mkdir(parents=True, exist_ok=True)
-            file = open(Path(out, ".lock"), "ab")  # noqa: SIM115 (stays open)
+            try:
+                Path(out).mkdir(parents=True, exist_ok=True)
+                file = open(Path(out, ".lock"), "ab")  # noqa: SIM115 (stays open)
+            except OSError as error:
+                raise ConfigError(
+                    f"--out={out}: no files can be made there ({error.strerror}); name a folder on a disk"
+                ) from None
             deadline = time.monotonic() + LINGERS
             while True:
                 try:
@@ -271,7 +277,7 @@ def hear_signals(runtime: Runtime, also_stop_on: Iterable[str]) -> None:
     launcher = bool(launcher_world().launcher)
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        runtime.stop = True
+        runtime.stop, runtime.told = True, signal.Signals(signum).name
         if signum == signal.SIGINT and not launcher:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with suppress(OSError):  # Ctrl-C ends a `tee` behind stderr first

@@ -48,15 +48,15 @@ def collecting() -> Iterator[None]:
 
 
 def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> AbstractContextManager:
-    """Traces these steps (numbered as in metrics.jsonl) into the folder `out`.
+    """Traces these steps (numbered from 1, as in metrics.jsonl) into the folder `out`.
 
-    Call `.step()` of what it gives after each step, from `start` on; it gives None if there is nothing to
-    trace. If a trace cannot be made or written, one line says so, the run goes on, and nothing more is
-    traced.
+    Call `.step()` of what it gives after each step behind the first `start`; it gives None if there is
+    nothing to trace. If a trace cannot be made or written, one line says so, the run goes on, and nothing
+    more is traced.
     """
 
     def action(i: int) -> ProfilerAction:
-        step = start + i
+        step = start + i + 1
         follows = step + 1 in steps
         # Before the first of some steps the GPU ends what it has been given: that would be in the trace.
         if step in steps and step - 1 not in steps and torch.cuda.is_initialized():
@@ -72,7 +72,7 @@ def profiler(steps: tuple[int, ...], out: str, rank: int, start: int) -> Abstrac
         look(lambda: export(p))
 
     def export(p: torch.profiler.profile) -> None:
-        path = Path(out, f"trace-step{start + p.step_num - 1}-rank{rank}.json.gz")
+        path = Path(out, f"trace-step{start + p.step_num}-rank{rank}.json.gz")
         aside = path.with_name(f"part-of-{path.name}")
         try:
             p.export_chrome_trace(str(aside))

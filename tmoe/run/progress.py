@@ -48,7 +48,7 @@ class Bar:
         self.move(completed=step + 1)
 
     def show(self, line: dict[str, Any]) -> None:
-        self.move(completed=line["step"] + 1, numbers=summary(line))
+        self.move(completed=line["step"], numbers=summary(line))
 
     def move(self, **values: Any) -> None:
         now = time.perf_counter()
@@ -71,13 +71,15 @@ class Lines:
     """
 
     def __init__(self, cfg: Config, start_step: int) -> None:
+        self.compiles = cfg.compile
         self.steps = cfg.steps
-        self.first = start_step
+        self.first = start_step + 1
         self.since = 0.0  # when the first step ended: compilation lies before
         self.last = -math.inf  # when a line was last printed
 
     def begin(self) -> None:
-        pass
+        if self.compiles and self.first <= self.steps:
+            self.note("first step: compiling")
 
     def advance(self, step: int) -> None:
         pass
@@ -85,18 +87,18 @@ class Lines:
     def show(self, line: dict[str, Any]) -> None:
         now = time.perf_counter()
         step = line["step"]
-        if now - self.last < PLAIN_SECONDS and step != self.steps - 1 and line["val_loss"] is None:
+        if now - self.last < PLAIN_SECONDS and step != self.steps and line["val_loss"] is None:
             return
         if step == self.first:
             self.since = now
         self.last = now
-        self.note(f"step {step + 1}/{self.steps}  {summary(line)}{self.left(step, now)}")
+        self.note(f"step {step}/{self.steps}  {summary(line)}{self.left(step, now)}")
 
     def left(self, step: int, now: float) -> str:
         """The time left in words; nothing at the first and at the last step."""
-        if step in (self.first, self.steps - 1):
+        if step in (self.first, self.steps):
             return ""
-        seconds = (now - self.since) / (step - self.first) * (self.steps - 1 - step)
+        seconds = (now - self.since) / (step - self.first) * (self.steps - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def note(self, text: str) -> None:
@@ -107,7 +109,10 @@ class Lines:
 
 
 class Silent(Lines):
-    """With --log.no-progress and --eval-only: notes only."""
+    """With --eval-only: notes only."""
+
+    def begin(self) -> None:
+        pass
 
     def show(self, line: dict[str, Any]) -> None:
         pass
@@ -128,9 +133,10 @@ class Display:
         self.look(lambda: self.shown.begin())
 
     def choose(self) -> Bar | Lines:
-        if not self.cfg.log.progress or self.cfg.eval_only:
+        if self.cfg.eval_only:
             return self.shown
-        return (Bar if Console().is_terminal else Lines)(self.cfg, self.start_step)
+        bar = self.cfg.log.progress and Console().is_terminal
+        return (Bar if bar else Lines)(self.cfg, self.start_step)
 
     def advance(self, step: int) -> None:
         self.look(lambda: self.shown.advance(step))

@@ -172,7 +172,7 @@ def paint(run: Run) -> Figure:
 
 
 def title(run: Run) -> str:
-    done = int(run.steps[-1]) + 1
+    done = int(run.steps[-1])
     parts = [run.name, f"{done:,} step{'s' * (done != 1)}"]
     if "parameters" in run.config:
         counts, mesh = run.config["parameters"], run.config["mesh"]

@@ -1,6 +1,6 @@
 """The routed ids of some steps of a run, RUN/routes: written by every rank, read whole for any layout.
 
-    ids = read_routes("runs/x/routes", 3)          # of step 3: {block: [sequences, S, K]}
+    ids = read_routes("runs/x/routes", 3)          # of the third step: {block: [sequences, S, K]}
 
 next: tmoe/moe/trace.py
 """
@@ -43,13 +43,13 @@ class Routes:
             trace(part)  # from the first step on, so that all steps share a graph
 
     def begin(self, step: int) -> None:
-        """Before a step."""
-        if step in self.steps:
+        """Before a step, counted from 0 as in the loop; names count from 1."""
+        if step + 1 in self.steps:
             self.kept = [self.inside.enter_context(keeping(part)) for part in self.parts]
 
     def end(self, step: int, seq: int, batch: int, readers: int, reader: int) -> None:
         """Behind a step: writes what was kept. batch: sequences of a micro-batch of a rank."""
-        if step not in self.steps:
+        if step + 1 not in self.steps:
             return
         self.inside.close()
         calls = max(map(len, self.kept))
@@ -68,6 +68,7 @@ class Routes:
         self.kept = []
         if not arrays:
             return
+        step += 1
         told = dict(step=step, sequences=calls * readers * batch, seq=seq)
         write(self.folder / f"step-{step}.rank-{self.rank}.safetensors", arrays, told)
 

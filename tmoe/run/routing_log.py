@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tmoe.run.lines import COUNTED
+
 MARK = b"tmoR"
 HEAD = struct.Struct("<4sII")  # mark, bytes of the body, their CRC-32
 LARGEST = 2**28  # bytes of an unpacked body: 4096 layers of 2048 experts in all arrays are fewer
@@ -32,7 +34,7 @@ class Record(NamedTuple):
     L here: the MoE layers, dense ones left out.
     """
 
-    step: int
+    step: int  # from 1
     losses: tuple[str, ...]  # names of the columns of losses_LX
     counts_LE: np.ndarray  # routed pairs, before dropping
     dropped_LE: np.ndarray  # of these, dropped ones
@@ -54,6 +56,7 @@ def pack(record: Record) -> bytes:
         arrays[name] = arrays[name].astype("<f4")
     told = dict(
         step=record.step,
+        **COUNTED,
         losses=list(record.losses),
         arrays={name: [array.dtype.str, *array.shape] for name, array in arrays.items()},
     )
@@ -68,8 +71,8 @@ def read_records(path: Path) -> Iterator[Record]:
         yield record
 
 
-def rewind(path: Path, start_step: int, keep: Path | None = None) -> int:
-    """Cuts the file behind its last whole record of a step before `start_step`; how many bytes went.
+def rewind(path: Path, done: int, keep: Path | None = None) -> int:
+    """Cuts the file behind its last whole record of the first `done` steps; how many bytes went.
 
     If any go, `keep` gets a copy of all of them first.
     """
@@ -77,7 +80,7 @@ def rewind(path: Path, start_step: int, keep: Path | None = None) -> int:
         return 0
     end = 0
     for behind, record in _records(path):
-        if record.step >= start_step:
+        if record.step > done:
             break
         end = behind
     gone = path.stat().st_size - end
@@ -128,7 +131,7 @@ def _unpacked(body: bytes) -> Record:
         arrays[name] = np.frombuffer(rest, dtype, size, at).reshape(shape)
         at += size * dtype.itemsize
     losses = tuple(str(name) for name in told["losses"])
-    record = Record(int(told["step"]), losses, **arrays)
+    record = Record(int(told["step"]) + 1 - int(told.get("from", 0)), losses, **arrays)
     layers, experts = record.counts_LE.shape
     shapes = dict(dropped_LE=(layers, experts), bias_LE=(layers, experts), entropy_L=(layers,))
     shapes["losses_LX"] = layers, len(losses)

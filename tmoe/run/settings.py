@@ -18,7 +18,7 @@ from tmoe.config.presets import presets, pretrain
 from tmoe.config.run import Config
 
 # Settings that say what one start does, not what the run is: who goes on with a run does not mean them.
-OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world")
+OF_A_START = ("resume", "load_optim", "load_rng", "eval_only", "dry_run", "world", "gpu")
 
 
 class Source(NamedTuple):

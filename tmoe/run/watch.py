@@ -142,7 +142,8 @@ class Watch:
         """
         self.saving = saving
         began = None
-        for self.step in steps:
+        for index in steps:
+            self.step = index + 1  # from 1, as the log counts; 0 is before the first
             if timeout and began and self._originals and self._moved is None:
                 # After a pause: other ranks may still be at work that this rank did not have.
                 dist.barrier(group=self.control)
@@ -152,7 +153,7 @@ class Watch:
             if self._originals:
                 self._publish()
                 self._guard()
-            yield self.step
+            yield index
 
     def pause(self) -> None:
         """Stops the clock until the next step begins: a save or a validation takes as long as it takes."""
@@ -282,6 +283,7 @@ class Watch:
             words = self._words(error)
             error.add_note(words)
             *_, line = words.splitlines()
+            line = line if line.startswith("in short: ") else f"{_cause(error)}; {line}"
             last_line.leave(line, behind=not line.startswith(f"in short: rank {self.rank} "))
             if torch.cuda.is_initialized():
                 _leave_behind(error)

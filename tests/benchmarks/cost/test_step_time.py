@@ -4,6 +4,7 @@ Measured steps are in test_points.py.
 """
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -573,7 +574,33 @@ def test_the_page(capsys, monkeypatch):
     assert [row[1] for row in rows if row[0] == "8"] == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
     assert [row[1] for row in rows if row[0] == "4096"][-1] == "256 x 16 across nodes"
     for row in rows:
-        rate, hours = float(row[4].replace(",", "")), float(row[9].replace(",", ""))
+        rate, hours = float(row[4].lstrip("~").replace(",", "")), float(row[9].replace(",", ""))
         assert hours == pytest.approx(2e12 / rate / 3600, rel=1e-3)
         assert float(row[8].replace(",", "")) == pytest.approx(hours / int(row[0]) / 24, abs=0.06)
-    assert "too much" in page
+        assert row[4].startswith("~") == (int(row[0]) > 8)  # the network between nodes is assumed
+    assert "too much" in page and "H200 (137 GiB each): measured" in page
+
+
+def test_a_page_on_which_nothing_fits_says_what_would(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", "model --gpu h100 --gpus 64 -- deepseek-v3 --model.layers 30".split())
+    monkeypatch.setattr(command, "Search", lambda *_: SimpleNamespace(best=lambda _: [], batch_tokens=1))
+    command.main()
+    said = capsys.readouterr().out
+    assert "H100 SXM 80 GB (77 GiB each): the H200's, scaled by data sheets" in said
+    assert re.search(r"64 GPUs: no layout fits; the smallest change that does: (--|\d+ ranks)", said), said
+
+
+def test_constants_of_another_gpu():
+    """Times are as much longer as data sheets have less."""
+    shipped = json.loads(constants.CONSTANTS.read_text())
+    m = constants.values(shipped)
+    h100, a100 = (constants.values(constants.of_gpu(shipped, name)) for name in ("h100", "a100"))
+    assert h100.product_rate == m.product_rate and h100.collective == m.collective
+    assert h100.memory_rate == pytest.approx(m.memory_rate * 3.35 / 4.8)
+    assert a100.product_rate == pytest.approx(m.product_rate * 312 / 989.4)
+    assert a100.collective[1][1] == pytest.approx(1.5 * m.collective[1][1])
+    assert a100.attention_rate[1] == [64, pytest.approx(m.attention_rate[1][1] * 312 / 989.4)]
+    step = [step_time.predict(OLMOE, Axes(ep=8), one).seconds for one in (m, h100, a100)]
+    assert step == sorted(step) and constants.values(constants.of_gpu(shipped, "h200")) == constants.values(
+        shipped
+    )

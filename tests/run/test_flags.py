@@ -1,0 +1,114 @@
+"""A setting in errors: a flag on a command line, a name in Python; and which flag a wrong one meant."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+import tmoe
+from tmoe.config.axes import Axes
+from tmoe.config.check import ConfigError, as_names
+from tmoe.config.run import Config, TrainConfig
+from tmoe.run.cli import parse
+from tmoe.run.flags import SYNONYMS, flags_of_settings, meant_by
+from tmoe.run.process import Runtime
+
+KNOWN = [flag for flag, _ in flags_of_settings(Config)]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            "--model.moe.top-k=9: must be 1 to --model.moe.experts=8",
+            "top_k=9: must be 1 to experts=8",
+        ),
+        ("--model.dim=3: with --model.moe.ffn-dim=4", "dim=3: with moe.ffn_dim=4"),
+        (
+            "--train.seq=9: too much for --parallel.cp=2; torchrun --nproc-per-node 2 sets --world",
+            "train.seq=9: too much for parallel.cp=2; torchrun --nproc-per-node 2 sets world",
+        ),
+        ("--train.no-isolate-documents", "isolate_documents=False"),
+        ("--steps=-1: must be at least 0", "steps=-1: must be at least 0"),
+        ("no flag at all", "no flag at all"),
+    ],
+)
+def test_a_message_in_names(text, names):
+    assert as_names(text) == names
+
+
+def test_errors_are_of_the_front_that_asked(monkeypatch):
+    """One text for both: Python is told names, train.py's command line flags."""
+    monkeypatch.setattr(ConfigError, "shows_flags", False)
+    calls = {
+        "top_k=9: must be 1 to experts=8": lambda: tmoe.MoEConfig(top_k=9),
+        "batch=0: must be at least 1 and": lambda: TrainConfig(batch=0),
+        "ep=3: must divide the world of 1 processes; valid: [1]": lambda: Axes.over(
+            1, ep=3
+        ),  # as build_mesh does
+    }
+    for says, call in calls.items():
+        with pytest.raises(ConfigError) as told:
+            call()
+        assert str(told.value).startswith(says)
+
+
+def test_a_command_line_is_told_flags(monkeypatch, capsys):
+    monkeypatch.setattr(ConfigError, "shows_flags", False)
+    with pytest.raises(SystemExit):
+        parse(["tiny", "--model.moe.top-k", "9"], "")
+    assert "--model.moe.top-k=9: must be 1 to" in capsys.readouterr().err
+    assert ConfigError.shows_flags
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--lr", "--optim.lr"),
+        ("--train.lr", "--optim.lr"),
+        ("--optim.learning-rate", "--optim.lr"),
+        ("--optim.learning_rate", "--optim.lr"),
+        ("--batch-size", "--train.batch"),
+        ("--per-device-train-batch-size", "--train.batch"),
+        ("--gradient_accumulation_steps", "--train.accumulate"),
+        ("--train.bacth", "--train.batch"),
+        ("--moe.num-experts", "--model.moe.experts"),
+        ("--ep", "--parallel.ep"),
+    ],
+)
+def test_which_flag_was_meant(word, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["tiny", word, "3"], "")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {word}: no such flag; did you mean {meant}?\n"
+
+
+def test_every_synonym_is_of_one_flag_that_there_is():
+    assert SYNONYMS.keys() <= set(KNOWN)
+    words = [word for words in SYNONYMS.values() for word in words.split()]
+    assert len(words) == len(set(words)) and not any(f"--{word}" in KNOWN for word in words)
+    assert meant_by("--zzzzzz", KNOWN) == []
+
+
+def test_valid_degrees_are_valid():
+    """ep divides the world and the experts."""
+    with pytest.raises(ConfigError, match=re.escape("processes; valid: [1, 2, 4]")):
+        Axes.over(12, ep=8, experts=128)
+    with pytest.raises(ConfigError, match=re.escape("processes; valid: [1, 2, 3, 4, 6, 12]")):
+        Axes.over(12, ep=8)
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
+def test_a_place_where_no_folder_can_be_made(place):
+    alone = SimpleNamespace(rank=0, together=lambda work: work())
+    with pytest.raises(
+        ConfigError, match=rf"--out={place}: no files can be made there \((No|Not)[^E]*\); name"
+    ):
+        Runtime.claim(alone, place)
+
+
+def test_no_steps_are_nothing_to_do(capsys):
+    with pytest.raises(SystemExit):
+        parse(["tiny", "--steps", "0"], "")
+    assert "--steps=0: nothing to do; valid: 1 or more, or --eval-only" in capsys.readouterr().err
+    assert parse("tiny --steps 0 --dry-run".split(), "").steps == 0

@@ -1,0 +1,39 @@
+"""GPUs by name: what their data sheets say of memory and speed, for plans made before one is rented.
+
+next: run/fitting.py
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200"]
+DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL take beside torch
+FRAGMENTS = 1.05  # how much more the allocator takes than tensors need (benchmarks/cost/h200.json)
+
+
+class Gpu(NamedTuple):
+    """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM module."""
+
+    title: str
+    memory: float
+    """bytes, as the driver shows them"""
+    flops: float
+    """dense bf16 a second"""
+    bandwidth: float
+    """of its memory, bytes a second"""
+    links: float
+    """NVLink, bytes a second, both ways together"""
+
+    @property
+    def room(self) -> float:
+        """Bytes that tensors may take."""
+        return (self.memory - DRIVER) / FRAGMENTS
+
+
+GPUS: dict[str, Gpu] = {
+    "h100": Gpu("H100 SXM 80 GB", 81_559 * 2**20, 989.4e12, 3.35e12, 900e9),
+    "h200": Gpu("H200 SXM 141 GB", 143_771 * 2**20, 989.4e12, 4.8e12, 900e9),
+    "a100": Gpu("A100 SXM 80 GB", 81_920 * 2**20, 312e12, 2.039e12, 600e9),
+    "a100-40gb": Gpu("A100 SXM 40 GB", 40_960 * 2**20, 312e12, 1.555e12, 600e9),
+    "b200": Gpu("B200 SXM 180 GB", 180e9, 2250e12, 8e12, 1800e9),
+}
+assert set(GPUS) == set(get_args(GpuName))

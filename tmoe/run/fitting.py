@@ -1,0 +1,151 @@
+"""The smallest change of a run that lets it fit into a GPU's memory, in the words of its flags.
+
+Changes are tried in the order of what they cost: recomputing, smaller micro-batches (for as many tokens a
+step, then for fewer), moments on the host, all of these; then twice the ranks, over which parameters are
+divided, and so on.
+
+next: run/dry_run.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Literal, get_args
+
+from tmoe.config.axes import Axes
+from tmoe.config.check import ConfigError
+from tmoe.config.gpus import GPUS
+from tmoe.config.run import Config
+from tmoe.run.memory import memory_per_rank, peak_bytes
+
+Recompute = Literal["moe", "attention", "block"]
+MOST_TIMES = 64  # as many ranks are looked at
+
+
+def smallest_change(cfg: Config, layouts: Iterable[Axes], fits: Callable[[Config, Axes], bool]) -> str:
+    """Flags that make one of these layouts fit; "" where none of those tried is enough.
+
+    layouts: of one world. fits: whether a run of these settings does.
+    """
+    layouts, ways = list(layouts), changes(cfg)
+    times = 1
+    while times <= MOST_TIMES:
+        for words, changed in ways[1:] if times == 1 else ways:
+            for axes in layouts:
+                wider = replace(axes, dp=axes.dp * times)
+                if fits(changed, wider):
+                    grown = [f"{wider.world} ranks (--parallel.dp {wider.dp})"] if times > 1 else []
+                    return " with ".join([*grown, *([" ".join(words)] if words else [])])
+        times *= 2
+    return ""
+
+
+def changes(cfg: Config) -> list[tuple[list[str], Config]]:
+    """Settings that need less memory for the same steps, and the flags that give them.
+
+    First the run's own, last the strongest of each kind together.
+    """
+    found: list[tuple[list[str], Config]] = [([], cfg)]
+    both, together = [], cfg
+    strongest = {words[0].split()[0]: (words, change) for words, change in knobs(cfg)}
+    for words, change in knobs(cfg):
+        if altered := applied(cfg, change):
+            found.append((words, altered))
+    for words, change in strongest.values():
+        if altered := applied(together, change):
+            both, together = [*both, *words], altered
+    return [*found, (both, together)]
+
+
+Knob = tuple[list[str], Callable[[Config], Config]]
+
+
+def knobs(cfg: Config) -> list[Knob]:
+    """One change each: the cheapest first."""
+    found: list[Knob] = []
+    if cfg.eval_only:  # parameters, which more ranks alone divide
+        return found
+    for kind in get_args(Recompute):
+        if cfg.parallel.checkpoint == "none" or kind == "block" != cfg.parallel.checkpoint:
+            found.append(([f"--parallel.checkpoint {kind}"], _recomputing(kind)))
+    halves = [cfg.train.batch >> n for n in range(1, cfg.train.batch.bit_length())]
+    for batch in halves:  # as many tokens a step; but gradients of micro-batches that add up take room too
+        times = -(-cfg.train.batch // batch) * cfg.train.accumulate
+        words = [f"--train.batch {batch}"]
+        words += [] if cfg.train.global_batch else [f"--train.accumulate {times}"]
+        found.append((words, _batch(batch, times)))
+    for batch in [] if cfg.train.global_batch else halves:
+        found.append(([f"--train.batch {batch}"], _batch(batch, cfg.train.accumulate)))
+    if not cfg.optim.offload:
+        words = ["--optim.offload"]
+        found.append((words, lambda c: replace(c, optim=replace(c.optim, offload=True))))
+    return found
+
+
+def _recomputing(kind: Recompute) -> Callable[[Config], Config]:
+    return lambda c: replace(c, parallel=replace(c.parallel, checkpoint=kind))
+
+
+def _batch(batch: int, accumulate: int) -> Callable[[Config], Config]:
+    return lambda c: replace(c, train=replace(c.train, batch=batch, accumulate=accumulate))
+
+
+def applied(cfg: Config, change: Callable[[Config], Config]) -> Config | None:
+    """The changed settings; None where they do not go together."""
+    try:
+        return change(cfg)
+    except ConfigError:
+        return None
+
+
+def require_room(cfg: Config, axes: Axes, room: int) -> None:
+    """Raises ConfigError where a rank of `room` bytes surely cannot hold its part; it says what would fit.
+
+    Its part is parameters, gradients and moments, which every step has at one time, or half of what
+    `peak_bytes` estimates; with eval_only its parameters. Between that and the full estimate the run is
+    tried: the estimate is for balanced routing.
+    """
+    need, what = needed(cfg, axes)
+    if need <= room:
+        return
+    flags = dict(dp=axes.dp, ep=axes.ep)
+    flags |= {name: size for name, size in vars(axes).items() if size > 1 and name not in flags}
+    layout = " ".join(f"--parallel.{name}={size}" for name, size in flags.items())
+    change = smallest_change(cfg, [axes], lambda c, a: needed(c, a)[0] <= room)
+    advice = f"this would fit: {change}" if change else "use more ranks or a smaller --model"
+    raise ConfigError(
+        f"{layout}: a rank has {room / 2**30:.1f} GiB of memory "
+        f"and needs {need / 2**30:.1f} for {what}; {advice} (--dry-run lists the parts)"
+    )
+
+
+def needed(cfg: Config, axes: Axes) -> tuple[int, str]:
+    """Bytes that a rank surely needs, and what for."""
+    parts = memory_per_rank(cfg, axes)
+    if cfg.eval_only:
+        return parts["parameters"], "parameters"
+    state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
+    return max((state, "parameters, gradients and moments"), (peak_bytes(parts) // 2, "half of a step"))
+
+
+def verdict(cfg: Config, axes: Axes, gpu: str | None) -> list[str]:
+    """Whether a rank's part fits into this GPU, and what would; without a GPU into which of all.
+
+    By what tensors need at most at one time, the allocator's fragments and CUDA's own memory.
+    """
+    need = peak_bytes(memory_per_rank(cfg, axes))
+    if gpu is None:
+        fit = [name for name, one in GPUS.items() if need <= one.room]
+        others = [name for name in GPUS if name not in fit]
+        return [f"fits: {', '.join(fit) or 'none'}; does not fit: {', '.join(others) or 'none'} (--gpu NAME)"]
+    one = GPUS[gpu]
+    has = f"{one.title} has {one.room / 2**30:.1f} GiB for tensors (data sheet, less CUDA's and fragments)"
+    if need <= one.room:
+        return [f"verdict: fits. {need / 2**30:.1f} GiB at most at one time; {has}"]
+    change = smallest_change(cfg, [axes], lambda c, a: peak_bytes(memory_per_rank(c, a)) <= one.room)
+    lines = [f"verdict: does not fit. {need / 2**30:.1f} GiB at most at one time; {has}"]
+    lines.append(
+        f"the smallest change that fits: {change or 'none of recomputing, batch, offload and ranks'}"
+    )
+    return lines

@@ -1,0 +1,98 @@
+"""Which flags there are, and which of them is meant by a word that is none: synonyms, then likeness.
+
+next: run/cli.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from typing import get_type_hints
+
+from tmoe.config.check import ConfigError
+
+# What other trainers call a setting, the last part of the flag as one types it.
+SYNONYMS = {
+    "--optim.lr": "learning-rate max-lr peak-lr",
+    "--optim.min-lr": "min-learning-rate lr-min final-lr",
+    "--optim.warmup": "warmup-steps lr-warmup-iters lr-warmup-steps num-warmup-steps",
+    "--optim.clip": "grad-clip clip-grad max-grad-norm gradient-clip gradient-clipping max-norm",
+    "--optim.offload": "cpu-offload offload-optimizer optimizer-offload",
+    "--train.batch": "batch-size micro-batch-size per-device-train-batch-size bs mbs microbatch",
+    "--train.global-batch": "global-batch-size gbs total-batch-size",
+    "--train.seq": "seqlen seq-len seq-length sequence-length max-seq-len max-length max-seq-length "
+    "context-length block-size context",
+    "--train.accumulate": "gradient-accumulation-steps grad-accum grad-accumulation accumulation-steps",
+    "--train.dtype": "precision bf16 fp16 mixed-precision amp",
+    "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval",
+    "--train.eval-batches": "eval-iters eval-batch",
+    "--steps": "max-steps train-iters train-steps num-steps iters iterations max-iters epochs "
+    "num-train-epochs",
+    "--out": "output output-dir out-dir save-dir run-dir",
+    "--checkpoint.every": "save-every save-steps save-interval checkpoint-interval checkpoint-every",
+    "--checkpoint.keep": "save-total-limit",
+    "--resume": "resume-from resume-from-checkpoint",
+    "--init": "model-name model-name-or-path pretrained load init-from from-pretrained checkpoint",
+    "--log.every": "logging-steps log-interval log-every",
+    "--log.wandb": "wandb-project use-wandb",
+    "--log.progress": "progress-bar disable-tqdm",
+    "--data.path": "dataset data-path train-data data-dir train-file",
+    "--data.tokenizer": "tokenizer-path tokenizer-name tokenizer-model",
+    "--data.val-fraction": "val-split validation-split",
+    "--model.dim": "hidden-size d-model n-embd embed-dim width",
+    "--model.layers": "num-layers n-layers n-layer num-hidden-layers depth",
+    "--model.heads": "num-heads n-heads n-head num-attention-heads",
+    "--model.kv-heads": "num-kv-heads num-key-value-heads n-kv-heads num-query-groups",
+    "--model.vocab": "vocab-size padded-vocab-size",
+    "--model.moe.experts": "num-experts n-experts num-local-experts expert-count",
+    "--model.moe.top-k": "topk num-experts-per-tok moe-router-topk router-topk k",
+    "--model.moe.ffn-dim": "moe-intermediate-size moe-ffn-hidden-size expert-dim",
+    "--model.moe.capacity-factor": "capacity moe-expert-capacity-factor",
+    "--parallel.ep": "expert-parallel expert-parallel-size expert-model-parallel-size ep-size",
+    "--parallel.tp": "tensor-parallel tensor-parallel-size tensor-model-parallel-size tp-size",
+    "--parallel.pp": "pipeline-parallel pipeline-parallel-size pipeline-model-parallel-size pp-size",
+    "--parallel.cp": "context-parallel context-parallel-size cp-size",
+    "--parallel.dp": "data-parallel data-parallel-size dp-size",
+    "--parallel.checkpoint": "recompute activation-checkpointing gradient-checkpointing "
+    "recompute-granularity",
+    "--compile": "torch-compile",
+}
+
+
+def flags_of_settings(config: type, section: str = "--") -> Iterator[tuple[str, type]]:
+    """Every flag of a dataclass of settings, and the type of its value."""
+    for name, kind in get_type_hints(config).items():
+        flag = section + name.replace("_", "-")
+        if is_dataclass(kind):
+            yield from flags_of_settings(kind, f"{flag}.")
+        else:
+            yield flag, kind
+
+
+def require_known(words: list[str], config: type) -> None:
+    """ConfigError for the first flag that is none, with the one that is meant, as far as one can tell."""
+    known = [flag for flag, _ in flags_of_settings(config)]
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in ("--", "--help") or flag.startswith("--tyro-"):
+            continue
+        section, dot, last = flag[2:].rpartition(".")
+        if flag not in known and f"--{section}{dot}{last.removeprefix('no-')}" not in known:
+            meant = meant_by(flag, known)
+            hint = f"did you mean {' or '.join(meant)}?" if meant else "train.py --help shows all"
+            raise ConfigError(f"{word.partition('=')[0]}: no such flag; {hint}")
+
+
+def meant_by(flag: str, known: list[str]) -> list[str]:
+    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly alike."""
+    last = flag.rpartition(".")[2].removeprefix("--")
+    if same := [one for one in known if one[2:].rpartition(".")[2] == last]:
+        return same[:3]
+    named = [one for one, words in SYNONYMS.items() if last in words.split() and one in known]
+    if named:
+        return named[:3]
+    lasts = {one: one[2:].rpartition(".")[2] for one in known}
+    near = get_close_matches(last, lasts.values(), 2, 0.75)
+    found = [one for one in known if lasts[one] in near] or get_close_matches(flag, known, 2, 0.75)
+    return found[:3]
