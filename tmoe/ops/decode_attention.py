@@ -208,6 +208,7 @@ def decode_kernel(
     c1 = tl.arange(0, C1)
     q_rows = q + (b.to(tl.int64) * H + h)[:, None] * C
     q1 = tl.load(q_rows + c1[None, :], mine[:, None] & (c1 < C)[None, :], 0.0)
+    c2, q2 = c1, q1
     if C2:
         c2 = C1 + tl.arange(0, C2)
         q2 = tl.load(q_rows + c2[None, :], mine[:, None] & (c2 < C)[None, :], 0.0)
@@ -223,7 +224,7 @@ def decode_kernel(
     n = tl.arange(0, BN)
     for at in range(begin, end, BN):
         page = tl.sum(tl.where(nth == at // PAGE - chunk * PAGES, pages, 0)).to(tl.int64)
-        token = at % PAGE + n
+        token = (at + n) % PAGE
         seen = at + n < end
         if WINDOW:
             seen &= at + n >= start
