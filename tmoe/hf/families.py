@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tmoe.config.check import ConfigError
 from tmoe.config.same import ROPE
-from tmoe.hf.architectures import ARCHITECTURES, SWAPPABLE
+from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import READ
 
 EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.M)
@@ -55,6 +55,8 @@ class Family(NamedTuple):
     """modules and parameters of its decoder layers and attentions"""
     hints: tuple[str, ...]
     """what the config says otherwise than by a key of its own"""
+    swaps: str
+    """what its experts' marks say of swap_experts, which reads them as hf/marks.py does; "": refused"""
 
 
 def families(models: Path | None = None) -> list[Family]:
@@ -79,7 +81,7 @@ def standings(found: list[Family]) -> dict[str, str]:
     read = _read_keys()
     lines = {}
     for family in found:
-        does = ["imports"] * (family in known) + ["swaps"] * bool({*SWAPPABLE} & {*family.model_types})
+        does = ["imports"] * (family in known) + [family.swaps] * bool(family.swaps)
         lacks = {
             "keys": [key for key in family.keys if key not in read],
             "modules": [name for name in family.modules if name not in modules],
@@ -144,7 +146,14 @@ def _family(folder: Path, modeling: str) -> Family:
     layers = (block for block in LAYER.findall(modeling) if not VISION.search(block.partition("(")[0]))
     parts = [part for block in layers for part in PART.findall(block)]
     found = (tuple(dict.fromkeys(names)) for names in (types, keys, modules, parts, hints))
-    return Family(folder.name, *found)
+    return Family(folder.name, *found, _swaps(modeling))
+
+
+def _swaps(modeling: str) -> str:
+    marked = re.findall(r"^@use_experts_implementation(\(.*?\))?$", modeling, re.M | re.S)
+    if not any("has_post_expert_norm=True" not in mark for mark in marked):
+        return ""
+    return "swaps if its gate is one of the op's" if "def _apply_gate(" in modeling else "swaps"
 
 
 def _settings(config: ast.ClassDef) -> tuple[str, list[str]]:

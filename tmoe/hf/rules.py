@@ -137,20 +137,6 @@ class Windows(NamedTuple):
     """whether blocks without a window have no rotary positions"""
 
 
-class Swap(NamedTuple):
-    """Where in a decoder layer of a transformers model the experts' weights are, and how they lie.
-
-    place: the module that holds them. activation: MoEConfig's.
-    """
-
-    place: str = "mlp.experts"
-    activation: str = "swiglu"
-    transposed: bool = False
-    """for x W instead of W x: the last two axes of the weights are exchanged"""
-    woven: bool = False
-    """gate and up rows take turns"""
-
-
 @dataclass(frozen=True)
 class Architecture:
     """All that tmoe knows of one of Hugging Face's architectures."""
@@ -197,8 +183,6 @@ class Architecture:
     """ends of the names of tensors that stay fp32 in an export to bf16, as in transformers"""
     extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """patterns of tensors that are computed from the config: kept for the way back, but not read"""
-    swap: Swap | None = None
-    """for swap_experts, which needs nothing else of the entry; None: it has no experts that tmoe computes"""
 
 
 class Piece(NamedTuple):

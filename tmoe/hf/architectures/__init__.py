@@ -57,5 +57,3 @@ ARCHITECTURES = (
     glm45.GLM4V_MOE,
     granite.GRANITEMOE_SWA,
 )
-# For swap_experts, by model_type.
-SWAPPABLE = {arch.model_type: arch.swap for arch in ARCHITECTURES if arch.swap}

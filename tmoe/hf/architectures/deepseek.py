@@ -31,7 +31,7 @@ from tmoe.hf.architectures.common import (
     one,
     swiglu,
 )
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule, Swap
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule
 
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -175,7 +175,6 @@ DEEPSEEK_V2 = Architecture(
     keys=KEYS,
     write=write_v2_keys,
     fp32=(CHOICE_BIAS,),
-    swap=Swap(),
 )
 
 DEEPSEEK_V3 = Architecture(
@@ -201,7 +200,6 @@ DEEPSEEK_V3 = Architecture(
     write=write_keys,
     copies=dict(head_dim=rope_width),
     fp32=(CHOICE_BIAS,),
-    swap=Swap(),
 )
 
 # Kimi K2 is a DeepSeek-V3 by another name. transformers has no class of this name.

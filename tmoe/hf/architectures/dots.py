@@ -30,7 +30,7 @@ from tmoe.hf.architectures.deepseek import (
     write_shared,
 )
 from tmoe.hf.architectures.qwen import FULL_LAYERS
-from tmoe.hf.rules import Architecture, Field, Swap, Windows
+from tmoe.hf.rules import Architecture, Field, Windows
 
 DOTS1 = Architecture(
     "dots1",
@@ -56,5 +56,4 @@ DOTS1 = Architecture(
         ("sliding_window", "layer_types"), lambda hf, layer: layer >= hf.get(FULL_LAYERS.name, 62), 4096
     ),
     fp32=(CHOICE_BIAS,),
-    swap=Swap(),
 )

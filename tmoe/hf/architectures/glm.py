@@ -25,7 +25,7 @@ from tmoe.hf.architectures.deepseek import (
     shared_width,
     write_latent_keys,
 )
-from tmoe.hf.rules import Architecture, Field, Swap
+from tmoe.hf.rules import Architecture, Field
 
 GLM4_MOE_LITE = Architecture(
     "glm4_moe_lite",
@@ -47,5 +47,4 @@ GLM4_MOE_LITE = Architecture(
     write=write_latent_keys,
     copies=dict(head_dim=rope_width, first_k_dense_replace=leading_dense(1)),
     fp32=(CHOICE_BIAS,),
-    swap=Swap(),
 )

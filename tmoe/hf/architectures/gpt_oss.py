@@ -23,7 +23,7 @@ from tmoe.hf.architectures.common import (
     key_heads,
     one,
 )
-from tmoe.hf.rules import Architecture, Part, Rule, Swap, Windows
+from tmoe.hf.rules import Architecture, Part, Rule, Windows
 
 ACTIVATION = "clamped"
 
@@ -69,5 +69,4 @@ GPT_OSS = Architecture(
     theta=150000.0,
     rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
     windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 2 == 0, 128, null=False),
-    swap=Swap(activation=ACTIVATION, transposed=True, woven=True),
 )

@@ -24,7 +24,7 @@ from tmoe.hf.architectures.common import (
     also,
     one,
 )
-from tmoe.hf.rules import HF, Architecture, Field, Key, Swap, Windows
+from tmoe.hf.rules import HF, Architecture, Field, Key, Windows
 
 SPARSE = f"{LAYER}.block_sparse_moe"
 MOE = (
@@ -53,7 +53,6 @@ GRANITEMOE = Architecture(
     ours={"moe.softmax": "after"},
     theirs=PLAIN,
     layers=ALL_MOE,
-    swap=Swap("block_sparse_moe.experts"),
 )
 
 SHARED = f"{LAYER}.shared_mlp"
@@ -90,5 +89,4 @@ GRANITEMOE_SWA = replace(  # sinks, windows in three blocks of four, and a RoPE 
     write=write_bases,
     windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: layer % 4 != 0, 128, null=False),
     rope_bases=BASES.name,
-    swap=None,
 )

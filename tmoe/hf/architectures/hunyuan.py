@@ -33,7 +33,7 @@ from tmoe.hf.architectures.common import (
     typed_layers,
 )
 from tmoe.hf.architectures.deepseek import BALANCE, CHOICE_BIAS, SIGMOID, shared_width, write_shared
-from tmoe.hf.rules import HF, Architecture, Field, Key, Swap
+from tmoe.hf.rules import HF, Architecture, Field, Key
 
 MLP = f"{LAYER}.mlp"
 SHARED = [swiglu(f"{BLOCK}.moe.shared", f"{MLP}.{name}") for name in ("shared_mlp", "shared_experts")]
@@ -73,7 +73,6 @@ HY_V3 = Architecture(
     theta=11_158_840.0,
     copies=dict(first_k_dense_replace=leading_dense(1)),
     fp32=(CHOICE_BIAS, "expert_bias"),
-    swap=Swap(),
 )
 
 V1 = (

@@ -23,7 +23,7 @@ from tmoe.hf.architectures.common import (
     key_heads,
     one,
 )
-from tmoe.hf.rules import Architecture, Swap, Windows
+from tmoe.hf.rules import Architecture, Windows
 
 SPARSE = f"{LAYER}.block_sparse_moe"
 MOE = (
@@ -41,5 +41,4 @@ MIXTRAL = Architecture(
     layers=ALL_MOE,
     theta=1e6,
     windows=Windows(("sliding_window",), lambda hf, layer: True),
-    swap=Swap(),
 )

@@ -22,7 +22,7 @@ from tmoe.hf.architectures.common import (
     TOP_K,
     width_of_head,
 )
-from tmoe.hf.rules import Architecture, Swap
+from tmoe.hf.rules import Architecture
 
 OLMOE = Architecture(
     "olmoe",
@@ -43,5 +43,4 @@ OLMOE = Architecture(
     theirs=PLAIN | dict(clip_qkv=None),
     layers=ALL_MOE,
     copies=dict(head_dim=width_of_head),
-    swap=Swap(),
 )

@@ -34,7 +34,7 @@ from tmoe.hf.architectures.common import (
     put_sparse,
     swiglu,
 )
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Swap, Windows
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Windows
 
 SHARED = (
     *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_expert"),
@@ -113,7 +113,6 @@ QWEN2_MOE = Architecture(
         4096,
         null=False,
     ),
-    swap=Swap(),
 )
 
 QWEN3_MOE = Architecture(
@@ -137,5 +136,4 @@ QWEN3_MOE = Architecture(
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE, USE_WINDOW, FULL_LAYERS),
     windows=Windows(("sliding_window", "use_sliding_window"), lambda hf, layer: True, 4096),
-    swap=Swap(),
 )

@@ -25,7 +25,7 @@ from tmoe.hf.architectures.deepseek import (
     shared_width,
     write_shared,
 )
-from tmoe.hf.rules import Architecture, Swap
+from tmoe.hf.rules import Architecture
 
 SOLAR_OPEN = Architecture(
     "solar_open",
@@ -47,5 +47,4 @@ SOLAR_OPEN = Architecture(
     write=write_shared,
     theta=1e6,
     fp32=(CHOICE_BIAS,),
-    swap=Swap(),
 )
