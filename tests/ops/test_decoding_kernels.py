@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ["test_decode_attention.py"]
+FILES = ["test_decode_attention.py", "test_sample.py"]
 
 
 def in_the_interpreter(*which: str) -> None:

@@ -1,0 +1,204 @@
+"""The sampler's kernel: tokens and log-probabilities of its plain twin, its numbers those of numpy's Philox.
+
+The twin's own tests are tests/generate/test_sampler.py.
+
+next: tests/ops/test_decoding_kernels.py
+"""
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from chips import CHIPS, assert_fits, measure
+from interpreter import poison, repair_interpreter
+from tiers import slow_but
+from triton import knobs
+
+from tmoe.generate.sampler import Sampling
+from tmoe.ops import sample as module
+from tmoe.ops.launch.launch import compile_only
+from tmoe.ops.sample import Keys, draw, forward, sample, uniforms, uniforms_at
+
+INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels.py")
+compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
+fp32, bf16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def _interpreter():
+    repair_interpreter()
+    poison()
+    module.BLOCK, module.HELD, module.LISTED = 256, 128, 160  # several of each in a row of 300
+
+
+def keys(B, seed=7):
+    return Keys(seed, torch.arange(B) * 2**33, torch.arange(B) + 5, torch.arange(B) * 3)
+
+
+def logits(V=300, dtype=fp32, ties=True):
+    """Of the last row all but one are -inf; of another, five are equal and largest.
+
+    Which of equal ones top_p leaves out is torch.sort's choice in the twin.
+    """
+    x = torch.randn(4, V, generator=torch.Generator().manual_seed(0)) * 3
+    if ties:
+        x[1, V // 2 : V // 2 + 5] = x[1].max()
+    x[-1] = -math.inf
+    x[-1, V // 3] = 1.0
+    return x.to(dtype)
+
+
+def assert_twins(x, sampling, barred=None):
+    got = forward(x, keys(len(x)), sampling, barred)
+    want = draw(x, uniforms_at(keys(len(x))), sampling, barred)
+    assert got.tokens_B.tolist() == want.tokens_B.tolist()
+    for a, b in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    return got
+
+
+SETTINGS = [
+    {},
+    dict(temperature=0.0),
+    dict(temperature=0.7),
+    dict(top_k=3),
+    dict(top_k=20),  # more than there are groups
+    dict(top_p=0.7),
+    dict(top_p=0.01),
+    dict(min_p=0.1),
+    dict(top_k=3, top_p=0.8),
+    dict(temperature=1.7, top_k=20, top_p=0.95, min_p=0.05),
+    dict(temperature=0.6, top_k=4, top_p=0.8, min_p=0.15),
+    dict(temperature=5.0, top_p=0.95),  # more tokens than the list has room for
+]
+
+
+@interpreted
+@pytest.mark.parametrize("settings", slow_but(lambda s: s.get("temperature") == 0.6, SETTINGS), ids=str)
+def test_the_kernel_draws_what_the_twin_draws(settings):
+    assert_twins(logits(ties="top_p" not in settings), Sampling(**settings))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("V", [8, 64, 65, 257])
+@pytest.mark.parametrize("settings", [{}, dict(top_k=3, top_p=0.9)], ids=str)
+def test_any_vocabulary(V, settings):
+    x = logits(V=V, ties=False)
+    assert_twins(x.to(bf16) if not settings else x, Sampling(**settings))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, dict(top_p=0.7), dict(top_k=3), dict(temperature=0.0)], ids=str)
+def test_barred_tokens(settings):
+    """The greatest may not come; log-probabilities over all know nothing of it."""
+    x = logits(ties=False)[:3]
+    barred = torch.zeros(3, 300, dtype=torch.bool)
+    barred[torch.arange(3), x.argmax(-1)] = True
+    barred[:, 64:128] = True  # a whole group
+    got = assert_twins(x, Sampling(**settings), barred)
+    assert not barred[torch.arange(3), got.tokens_B].any()
+    assert_twins(x, Sampling(**settings), barred[0])
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [dict(top_k=2), dict(top_p=0.5), dict(min_p=1.0)], ids=str)
+def test_equal_logits(settings):
+    """At the edge of top_k all stay, at that of top_p those with higher ids.
+
+    As in the twin: torch.sort keeps the order of so few.
+    """
+    x = torch.zeros(40, 8)
+    x[:, 6:] = -1.0
+    got = assert_twins(x, Sampling(**settings))
+    # of all, 6.74, the last two and two of the others are less than half
+    assert set(got.tokens_B.tolist()) == ({2, 3, 4, 5} if "top_p" in settings else set(range(6)))
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_row_depends_on_itself_alone():
+    x, sampling = logits(), Sampling(top_k=7, top_p=0.9)
+    whole = forward(x, keys(4), sampling, None)
+    order = torch.tensor([2, 0, 3, 1])
+    turned = forward(
+        torch.cat([x[order], x], 1)[:, :300], Keys(7, *(t[order] for t in keys(4)[1:])), sampling, None
+    )
+    for a, b in zip(turned, whole, strict=True):
+        assert torch.equal(a, b[order])
+
+
+@interpreted
+def test_the_kernels_numbers_are_numpys_bit_for_bit():
+    """Equal logits and no filter: the token tells the number's first bits; and whole numbers themselves."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(prompts, numbers, places, out, seed):
+        i = tl.program_id(0)
+        u = module.uniform(seed, tl.load(prompts + i), tl.load(numbers + i), tl.load(places + i))
+        tl.store(out + i, u)
+
+    kernel.fn.__globals__.update(tl=tl, module=module)
+    for seed in (0, 7, 2**63 - 1, 2**64 - 3):
+        given = keys(9, seed)
+        out = torch.zeros(9, dtype=torch.float64)
+        kernel[(9,)](*given[1:], out, seed if seed < 2**63 else seed - 2**64)
+        assert torch.equal(out, uniforms_at(given))
+
+
+def test_numbers_at_places_are_those_of_the_stream():
+    for seed, prompt, number in [(0, 0, 0), (2**64 - 1, 2**40, 3)]:
+        stream = uniforms(seed, prompt, number, 9)
+        at = [torch.full((9,), n, dtype=torch.int64) for n in (prompt, number)]
+        assert torch.equal(uniforms_at(Keys(seed, *at, torch.arange(9))), stream)
+    assert uniforms_at(Keys(0, *[torch.zeros(0, dtype=torch.int64)] * 3)).shape == (0,)
+    assert np.all(stream.numpy() < 1)
+
+
+def test_on_a_cpu_it_is_the_twin():
+    x, sampling = logits(), Sampling(top_k=5)
+    want = draw(x, uniforms_at(keys(4)), sampling)
+    for a, b in zip(sample(x, keys(4), sampling), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(logits_BV=torch.zeros(4)), "logits: got shape (4,)"),
+        (dict(logits_BV=torch.zeros(4, 8).double()), "logits: got torch.float64"),
+        (dict(keys=keys(3)), "prompt_B"),
+        (dict(keys=keys(4, -1)), "seed: got -1"),
+        (dict(barred=torch.zeros(5, dtype=torch.bool)), "barred"),
+        (dict(barred=torch.zeros(300)), "barred"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(change, words):
+    with pytest.raises(ValueError) as error:
+        sample(**{"logits_BV": logits(), "keys": keys(4), "filters": Sampling(), "barred": None, **change})
+    assert words in str(error.value)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernel_fits(arch, tmp_path, monkeypatch):
+    """Two rows on a multiprocessor at once, so that 256 rows are one wave."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found, reports = [], {}
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, reports))):
+        module.trace(151936, bf16, Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01))
+        module.trace(49155, fp32, Sampling())
+        module.trace(8, bf16, Sampling(temperature=0.0))
+    assert len(found) == 6
+    for binary in found:
+        assert_fits(binary._replace(programs=2), CHIPS[arch])
