@@ -19,7 +19,7 @@ from torch import Tensor
 from tmoe.config.check import require
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import alone, most_needed
-from tmoe.generate.sampler import Sampling, uniforms
+from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, require_whole
@@ -172,7 +172,7 @@ class Engine:
         require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
         ids = [self.ids_of(i, prompt) for i, prompt in enumerate(prompts)]
         keys = list(range(len(ids)) if numbers is None else numbers)
-        ok = len(keys) == len(ids) and all(0 <= key < 2**64 for key in keys)
+        ok = len(keys) == len(ids) and all(0 <= key < 2**63 for key in keys)
         require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
         return self._run(ids, n, sampling, keys, routes, live)
 
@@ -194,7 +194,7 @@ class Engine:
                 sample,
                 first=len(ids[i]) - 1,
                 most=most[i],
-                uniform=uniforms(sampling.seed, keys[i], sample, most[i]),
+                number=keys[i],
                 text=Text(self.tokenizer, sampling.stop) if self.tokenizer and live else None,
             )
             for i in range(len(ids))

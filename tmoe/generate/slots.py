@@ -25,10 +25,11 @@ from tmoe.generate.forward import all_turns, decode, idle, prefill
 from tmoe.generate.graphs import Graphs, rounded
 from tmoe.generate.pages import Pages, Span
 from tmoe.generate.prompt_chunks import chunks
-from tmoe.generate.sampler import Sampling, draw
+from tmoe.generate.sampler import Sampling
 from tmoe.generate.text import Text
 from tmoe.generate.whole import Ranks
 from tmoe.model.transformer import Transformer
+from tmoe.ops.sample import Keys, sample
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Request:
     sample: int  # its number among the answers to it
     first: int  # position of the prompt's last token
     most: int  # tokens that it may have
-    uniform: Tensor
+    number: int  # of the prompt, in draws
     text: Text | None
     pages: list[int] = field(default_factory=list)  # of the cache, once it has a slot
     launched: int = 0  # steps that the host has started for it
@@ -103,13 +104,11 @@ class Slots:
         # tables are kept: of few lengths
         self.turns = all_turns(cfg, min(M * PAGE, cfg.rope.max_seq), device)
         self.rows: list[Request] = []  # those of the first slots
-        # A slot's next token and its position, how many tokens its answer has, and 1: it has one. Then the
-        # pages, and the answer's uniforms. Slots without an answer are all 0.
+        # A slot's next token and its position, how many tokens its answer has, 1: it has one, and the numbers
+        # of prompt and answer that draws depend on. Then its pages. Slots without an answer are all 0.
         B = rounded(room.slots) if room.graphs else room.slots
-        self.state_4B = torch.zeros(4, B, dtype=torch.int64, device=device)
+        self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
-        most = min(sampling.max_tokens, room.capacity)
-        self.uniform_BN = torch.zeros(B, most, dtype=torch.float64, device=device)
         self.unknown_V = torch.arange(cfg.vocab, device=device) >= known if known < cfg.vocab else None
         ends_I = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         self.ending_V = torch.isin(torch.arange(cfg.vocab, device=device), ends_I)
@@ -169,7 +168,7 @@ class Slots:
         ids = {prompt: self.prompts[prompt][:-1] for prompt in fresh}
         last = self.routes or self.ranks.group is not None  # no other block reads what its experts give
         found = []
-        device = self.state_4B.device
+        device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
         for chunk in chunks(prompts, self.ranks.at_once, device, blocks=device.type == "cuda"):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
@@ -184,18 +183,18 @@ class Slots:
         """Makes slots ready for the first steps of their answers."""
         if not seated:
             return
-        device = self.state_4B.device
+        device = self.state_6B.device
         slots_I = torch.tensor(list(seated), device=device)
         found = seated.values()
-        states = [(self.prompts[request.prompt][-1], request.first, 0, 1) for request in found]
-        self.state_4B[:, slots_I] = torch.tensor(states, device=device).T
+        states = [
+            (self.prompts[request.prompt][-1], request.first, 0, 1, request.number, request.sample)
+            for request in found
+        ]
+        self.state_6B[:, slots_I] = torch.tensor(states, device=device).T
         tables = torch.zeros(len(seated), self.table_BM.shape[1], dtype=torch.int32)
-        uniforms = torch.zeros(len(seated), self.uniform_BN.shape[1], dtype=torch.float64)
         for row, request in enumerate(found):
             tables[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-            uniforms[row, : request.most] = request.uniform
         self.table_BM[slots_I] = tables.to(device)
-        self.uniform_BN[slots_I] = uniforms.to(device)
 
     def close(self, gaps: Sequence[int]) -> None:
         """Moves the last answers into gaps, so that steps run over no empty slot."""
@@ -205,7 +204,7 @@ class Slots:
         of = [slot for slot in range(B, len(self.rows)) if slot not in empty]
         for source, target in zip(of, to, strict=True):
             self.rows[target] = self.rows[source]
-        for state in (self.state_4B.T, self.table_BM, self.uniform_BN):
+        for state in (self.state_6B.T, self.table_BM):
             if to:
                 state[to] = state[of]
             state[B : len(self.rows)] = 0
@@ -235,12 +234,12 @@ class Slots:
         M: pages that any of them has tokens in, its new one included. early: any has fewer than min_tokens.
         rows: see feed_forward.
         """
-        token_B, at_B, made_B, live_B = self.state_4B[:, :B]
+        token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
         logits_BV, chosen = decode(
             self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows
         )
-        uniform_B = self.uniform_BN[:B].gather(1, made_B[:, None])[:, 0]
-        drawn = draw(logits_BV, uniform_B, self.sampling, self.barred(made_B, early))
+        keys = Keys(self.sampling.seed, prompt_B, sample_B, made_B)
+        drawn = sample(logits_BV, keys, self.sampling, self.barred(made_B, early))
         numbers_4B = torch.stack([t.double() for t in (*drawn, self.ending_V[drawn.tokens_B])])
         routes_YBK = torch.stack(chosen).to(torch.int16) if self.routes and chosen else None
         token_B.copy_(drawn.tokens_B)
