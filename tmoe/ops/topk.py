@@ -102,24 +102,34 @@ def topk_kernel(
         )
         most = tl.maximum(most, x[c])
     most = tl.max(most, 1)
-    parts = tl.zeros((R, W), tl.float32)  # of the softmax's sum; NaN where the row has NaN or +inf
+    # the softmax's sum in whole numbers, so that no order shows: R and W depend on how many rows there are
+    parts = tl.zeros((R, W), tl.int64)
+    bad = tl.zeros((R, W), tl.int32)  # the row has NaN or +inf
     keys = ()
     taken = -(1 << 63)  # below every logit, -inf too, so that K different experts are chosen
     for c in tl.static_range(EP // W):
         e = c * W + lanes
-        parts += tl.exp(x[c] - most[:, None])
+        share = tl.exp(x[c] - most[:, None])
+        bad |= (share != share).to(tl.int32)
+        parts += (tl.where(share == share, share, 0.0) * 1099511627776.0).to(tl.int64)  # 2^40
         bits = tl.where(x[c] == x[c], x[c] + 0.0, float("inf")).to(tl.int32, bitcast=True)  # + 0.0: no -0.0
         bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         keys = keys + (tl.where(e[None, :] < E, (bits.to(tl.int64) << 32) | (EP - 1 - e)[None, :], taken),)
-    total = tl.sum(parts, 1)
+    total = tl.sum(parts, 1).to(tl.float32) * 9.094947017729282e-13
+    total = tl.where(tl.max(bad, 1) > 0, float("nan"), total)
     k = tl.arange(0, KP)
     chosen = tl.zeros((R, KP), tl.int64)
+    of_chosen = tl.zeros((R,), tl.float32)
     for j in tl.static_range(K):
         largest = tl.full((R, W), taken, tl.int64)
         for c in tl.static_range(EP // W):
             largest = tl.maximum(largest, keys[c])
         largest = tl.max(largest, 1)
         chosen = tl.where(k[None, :] == j, largest[:, None], chosen)
+        if RENORMALIZE:  # one after the other: the order of a sum over lanes would depend on R
+            bits = (largest >> 32).to(tl.int32)
+            value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+            of_chosen += tl.exp(value - most)
         i = EP - 1 - (largest & 0xFFFFFFFF).to(tl.int32)
         left = ()
         for c in tl.static_range(EP // W):
@@ -129,7 +139,7 @@ def topk_kernel(
     value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
     w = tl.where(k[None, :] < K, tl.exp(value - most[:, None]), 0.0)
     if RENORMALIZE:
-        total = tl.where(total == total, tl.sum(w, 1), total)
+        total = tl.where(total == total, of_chosen, total)
     w = w / total[:, None]
     at = r.to(tl.int64)[:, None] * K + k[None, :]
     stored = (r < T)[:, None] & (k < K)[None, :]
