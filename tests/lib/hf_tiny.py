@@ -424,7 +424,9 @@ def assert_bits(got: dict, want: dict):
 
 
 def others_of(path: Path) -> dict[str, bytes]:
-    return {name: content for name, content in files_of(path).items() if not name.endswith(".safetensors")}
+    """The small files; without README.md, which an export of a trained model may add."""
+    found = files_of(path).items()
+    return {name: raw for name, raw in found if not name.endswith(".safetensors") and name != "README.md"}
 
 
 def files_of(path: Path) -> dict[str, bytes]:

@@ -31,16 +31,20 @@ def card(name: str, arch: Architecture, cfg: ModelConfig, manifest: Manifest, li
     matter += [f"base_model: {base}"] if base else []
     matter += ["tags:", *(f"- {tag}" for tag in (arch.model_type, *TAGS[not sparse :]))]
     counts = count_parameters(cfg)
-    billions = f"{counts.total / 1e9:.3g}B parameters"
+    size = f"{_short(counts.total)} parameters"
     if sparse:
-        billions += (
-            f", {counts.active / 1e9:.3g}B of them active for a token "
+        size += (
+            f", {_short(counts.active)} of them active for a token "
             f"({cfg.moe.top_k} of {cfg.moe.experts} experts in a layer)"
         )
     begun = f" It began as {base}." if base else ""
     lines = [
         *("---", *matter, "---", "", f"# {name}", ""),
-        f"{billions}; {arch.class_name} in transformers.{begun}",
+        f"{size}; {arch.class_name} in transformers.{begun}",
         f"Trained with tmoe: step {manifest.step}, {manifest.tokens} tokens.",
     ]
     return ("\n".join(lines) + "\n").encode()
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
