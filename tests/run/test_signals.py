@@ -81,6 +81,10 @@ def test_a_signal_to_one_rank_saves_all_and_ends_with_0(tmp_path, world, signum,
     ends = launch(world, signalled, argv, signum, signal.SIG_DFL, 3)
     assert [end.code for end in ends] == [0] * world, ends
     assert whole_steps(tmp_path) in (["step-3"], ["step-4"]) and (tmp_path / "report.png").exists()
+    step = f"{tmp_path}/checkpoints/{whole_steps(tmp_path)[0]}"
+    assert f"saved {step}\n" in ends[0].said
+    *_, last = ends[0].said.splitlines()
+    assert last.startswith("stopped") and f": its state is in {step}, and the same command goes on" in last
 
 
 @pytest.mark.parametrize("signum", slow_but([signal.SIGHUP], [signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU]))
