@@ -145,8 +145,12 @@ def _family(folder: Path, modeling: str) -> Family:
     modules = [name.removeprefix(own) for name in classes if not ORDINARY.search(name)]
     layers = (block for block in LAYER.findall(modeling) if not VISION.search(block.partition("(")[0]))
     parts = [part for block in layers for part in PART.findall(block)]
-    found = (tuple(dict.fromkeys(names)) for names in (types, keys, modules, parts, hints))
-    return Family(folder.name, *found, _swaps(modeling))
+
+    def once(names: list[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names))
+
+    lists = once(types), once(keys), once(modules), once(parts), once(hints)
+    return Family(folder.name, *lists, swaps=_swaps(modeling))
 
 
 def _swaps(modeling: str) -> str:
