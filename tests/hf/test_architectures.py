@@ -6,8 +6,11 @@ next: tmoe/hf/architectures/__init__.py
 import re
 from pathlib import Path
 
+import pytest
+
+from tmoe.config.check import ConfigError
 from tmoe.hf import architectures
-from tmoe.hf.architectures import ARCHITECTURES, olmoe
+from tmoe.hf.architectures import ARCHITECTURES, olmoe, solar
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.rules import Architecture
 
@@ -47,7 +50,14 @@ def test_the_docs_show_a_family_whole():
     (shown,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Architecture(" in block)
     assert Path(olmoe.__file__).read_text().endswith(shown)
     for entry in ARCHITECTURES:
-        assert f"`{entry.model_type}`" in page.split("\n\n**")[0], entry.model_type
+        assert f"| `{entry.model_type}` |" in page.split("\n\n**")[0], entry.model_type
+
+
+def test_contributing_shows_a_family_whole():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (shown,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "Architecture(" in block)
+    assert Path(solar.__file__).read_text().endswith(shown)
+    assert len(Path(solar.__file__).read_text().splitlines()) <= 60
 
 
 def test_the_keys_that_say_which_blocks_are_moe():
@@ -65,3 +75,17 @@ def test_the_keys_that_say_which_blocks_are_moe():
     assert [cfg.is_moe(i) for i in range(4)] == [False, True, True, True]
     cfg = read_config(deepseek | dict(moe_layer_freq=2))
     assert [cfg.is_moe(i) for i in range(4)] == [False, False, True, False]
+    hunyuan = sizes | dict(model_type="hy_v3", num_experts=4)
+    assert [read_config(hunyuan).is_moe(i) for i in range(4)] == [False, True, True, True]
+    kinds = ["sparse", "dense", "sparse", "sparse"]
+    cfg = read_config(hunyuan | dict(mlp_layer_types=kinds))
+    assert [cfg.is_moe(i) for i in range(4)] == [True, False, True, True]
+    assert write_config(cfg, "float32")["mlp_layer_types"] == kinds
+    for wrong, words in (
+        (dict(mlp_layer_types=kinds[1:]), "dense or sparse for each of 4 layers is computed"),
+        (dict(mlp_layer_types=["moe", *kinds[1:]]), "dense or sparse for each of 4 layers is computed"),
+        (dict(mlp_layer_types=4), "mlp_layer_types=4: must be"),
+        (dict(mlp_layer_types=kinds, first_k_dense_replace=1), "first_k_dense_replace=1: only 0 is computed"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_config(hunyuan | wrong)

@@ -241,7 +241,26 @@ V3 |= dict(norm_topk_prob=True, routed_scaling_factor=2.5, aux_loss_alpha=0.001,
 V3 |= dict(rope_scaling=STRETCH | dict(mscale=1.0, mscale_all_dim=1.0), seq_aux=True)
 
 
+KIMI_K2 = V3 | dict(
+    model_type="kimi_k2", num_attention_heads=64, num_key_value_heads=64, vocab_size=163840, n_group=1
+)
+KIMI_K2 |= dict(n_routed_experts=384, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827)
+KIMI_K2 |= dict(max_position_embeddings=131072, rope_theta=50000.0, num_nextn_predict_layers=0)
+KIMI_K2 |= dict(rope_scaling=STRETCH | dict(factor=32.0, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0))
+GLM = HUB | dict(model_type="glm4_moe_lite", hidden_size=2048, intermediate_size=10240)
+GLM |= dict(num_hidden_layers=47, num_attention_heads=20, num_key_value_heads=20, vocab_size=154880)
+GLM |= dict(moe_intermediate_size=1536, n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4)
+GLM |= dict(q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1)
+GLM |= dict(topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=1.8, first_k_dense_replace=1)
+GLM |= dict(num_nextn_predict_layers=1, partial_rotary_factor=1.0, rms_norm_eps=1e-5, rope_scaling=None)
+GLM |= dict(rope_theta=1000000, max_position_embeddings=202752)
+
+
 def test_config_of_the_hub():
+    assert differences(presets()["kimi-k2"].model, read_config(KIMI_K2)) == []
+    assert differences(presets()["glm-4.7-flash"].model, read_config(GLM)) == []
+    with pytest.raises(ConfigError, match="first_k_dense_replace=2: only 1 is computed"):
+        read_config(GLM | dict(first_k_dense_replace=2))
     assert differences(presets()["deepseek-v2-lite"].model, read_config(V2_LITE)) == []
     assert differences(presets()["deepseek-v3"].model, read_config(V3)) == []
     moe = read_config(V2).moe

@@ -21,6 +21,7 @@ from hf_tiny import (
     tensors_of,
     train_and_save,
 )
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiers import slow_but
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -276,6 +277,28 @@ def test_trained_here_gets_a_config(tmp_path, monkeypatch, kind, scaling):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "small").dtype == torch.bfloat16
     import_hf(tmp_path / "small", tmp_path / "again")
     assert AutoConfig.from_pretrained(tmp_path / "small").num_hidden_layers == 3
+
+
+def test_the_pilot_leaves_as_a_granite(tmp_path):
+    """moe-pilot-14b with its sizes cut: factors of 1 and the usual scale of attention, equal logits."""
+    whole = presets()["moe-pilot-14b"].model
+    hf = write_config(whole, "bfloat16")
+    assert hf["model_type"] == "granitemoeshared" and hf["attention_multiplier"] == 128**-0.5
+    assert [hf[f"{n}"] for n in ("embedding_multiplier", "residual_multiplier", "logits_scaling")] == [
+        1.0
+    ] * 3
+    moe = replace(whole.moe, experts=4, ffn_dim=8, shared_dim=16)
+    cfg = replace(whole, vocab=31, dim=16, layers=2, heads=4, kv_heads=2, head_dim=4, moe=moe)
+    model = Transformer(cfg)
+    export_hf(train_and_save(tmp_path / "run", cfg, model), tmp_path / "hf", license="apache-2.0")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()) and theirs.config.model_type == "granitemoeshared"
+    x = torch.randint(31, (2, 90))
+    assert far(theirs(x).logits, model.eval()(x)) < 1e-5
+    told = ModelCard.load(tmp_path / "hf/README.md")
+    assert told.data.license == "apache-2.0" and told.data.tags == ["granitemoeshared", "moe", "tmoe"]
+    assert (told.data.library_name, told.data.pipeline_tag) == ("transformers", "text-generation")
+    assert "(2 of 4 experts in a layer)" in told.text and "step 1, 9 tokens" in told.text
 
 
 def test_a_model_that_no_architecture_computes():

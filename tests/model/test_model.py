@@ -372,6 +372,9 @@ PUBLISHED = {
     "gpt-oss-120b": (116.83e9, 5.13e9 + 201088 * 2880),
     "deepseek-v2-lite": (15_706_484_224, 2.4e9 + 102400 * 2048),  # and so does DeepSeek
     "deepseek-v3": (671_026_419_200 - 58 * 256, 37e9),  # 58 choice biases are no parameters here
+    # the sizes by hand, without choice biases: Moonshot says 1 T and 32 B active, Z.ai 30 B and 3 B
+    "kimi-k2": (1_026_408_209_408, 32.9e9),
+    "glm-4.7-flash": (29_943_390_976, 3.9e9),
     "moe-pilot-14b": (14.33e9, 2.65e9),
     "tiny": (3_448_768, 1.24e6),
 }

@@ -21,6 +21,8 @@ def presets() -> dict[str, Config]:
         "gpt-oss-120b": pretrain(gpt_oss(layers=36, experts=128)),
         "deepseek-v2-lite": pretrain(deepseek_v2_lite(), lr=4.2e-4),
         "deepseek-v3": pretrain(deepseek_v3(), lr=2.2e-4),
+        "kimi-k2": pretrain(kimi_k2(), lr=2e-4),
+        "glm-4.7-flash": pretrain(glm_4_7_flash()),
     }
 
 
@@ -233,6 +235,68 @@ def deepseek_v3() -> ModelConfig:
             group_score="top2",
             choice_bias=True,
             balance_coeff=0.0001,
+            z_coeff=0.0,
+        ),
+    )
+
+
+def kimi_k2() -> ModelConfig:
+    """1.03T parameters, 33B active (Moonshot AI 2025): DeepSeek-V3 with more experts and fewer heads."""
+    return ModelConfig(
+        vocab=163840,
+        dim=7168,
+        layers=61,
+        heads=64,
+        attention="mla",
+        dense_layers=1,
+        ffn_dim=18432,
+        mla=MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+        rope=RopeConfig(
+            theta=50000.0,
+            max_seq=131072,
+            scaling="yarn",
+            factor=32.0,
+            original_max_seq=4096,
+            beta_fast=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        moe=MoEConfig(
+            experts=384,
+            top_k=8,
+            ffn_dim=2048,
+            shared_dim=2048,
+            score="sigmoid",
+            scaling=2.827,
+            choice_bias=True,
+            balance_coeff=0.001,
+            z_coeff=0.0,
+        ),
+    )
+
+
+def glm_4_7_flash() -> ModelConfig:
+    """29.9B parameters, 3.9B active (Z.ai 2026), without the layer that predicts a further token."""
+    return ModelConfig(
+        vocab=154880,
+        dim=2048,
+        layers=47,
+        heads=20,
+        attention="mla",
+        dense_layers=1,
+        ffn_dim=10240,
+        norm_eps=1e-5,
+        mla=MLAConfig(q_rank=768, kv_rank=512, nope_dim=192, rope_dim=64, v_dim=256),
+        rope=RopeConfig(theta=1e6, max_seq=202752),
+        moe=MoEConfig(
+            experts=64,
+            top_k=4,
+            ffn_dim=1536,
+            shared_dim=1536,
+            score="sigmoid",
+            scaling=1.8,
+            choice_bias=True,
+            balance_coeff=0.001,
             z_coeff=0.0,
         ),
     )

@@ -43,7 +43,8 @@ class Flags:
     """Of `python -m tmoe.generate`."""
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|STEP|HF_DIR")]
-    """a run folder, of which the last whole step is taken; a step folder; or a Hugging Face folder"""
+    """a run folder, of which the last whole step is taken; a step folder; a Hugging Face folder, or a name on
+    the hub"""
     prompt: Annotated[str, tyro.conf.Positional] = ""
     """the text to go on with; none: from stdin"""
     chat: bool = False

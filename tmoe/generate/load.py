@@ -23,6 +23,7 @@ from tmoe.config.same import build_config
 from tmoe.data.tokenizer import ByteTokenizer, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import CONFIG, FILE, MODEL, Folder, is_folder
+from tmoe.hf.hub import folder_of
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
 from tmoe.hf.tokenizer import carried_by
@@ -62,7 +63,7 @@ def load(
 ) -> Loaded:
     """A model with its tokenizer, from a folder.
 
-    path: of a run, whose last whole step is taken; of a step; or of Hugging Face.
+    path: of a run, whose last whole step is taken; of a step; or of Hugging Face, or a name on the hub.
     tokenizer: 'bytes' or a tokenizer.json, where the folder does not say.
     device: None: a GPU if there is one. dtype: None: bf16 on a GPU, else fp32.
 
@@ -72,7 +73,7 @@ def load(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device(device)
     kind = DTYPES[dtype] if dtype else torch.bfloat16 if where.type == "cuda" else torch.float32
-    path = find(Path(path))
+    path = find(folder_of(path))
     seq = None
     if is_folder(path):
         cfg = plan_folder(Folder(path)).cfg

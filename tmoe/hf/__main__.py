@@ -1,4 +1,4 @@
-"""python -m tmoe.hf import|export|recover."""
+"""python -m tmoe.hf import|export|recover|families."""
 
 from tmoe.hf.importer import main
 

@@ -27,8 +27,10 @@ from tmoe.checkpoint import folders
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import NAME, CheckpointError, Manifest, TensorEntry, read_manifest, verify
 from tmoe.checkpoint.rewrite import keeping, read_boxes, read_whole, require_absent, require_outside
+from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config, differences
+from tmoe.hf.card import README, card
 from tmoe.hf.config import architecture, write_config
 from tmoe.hf.files import (
     CONFIG,
@@ -45,6 +47,7 @@ from tmoe.hf.files import (
     split,
     untied,
 )
+from tmoe.hf.hub import folder_of, require_login, upload
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder, plan_layout
 from tmoe.hf.rules import HF, Piece, divide, their_shapes
@@ -81,6 +84,9 @@ def export_hf(
     like: Path | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
     dry_run: bool = False,
+    push: str | None = None,
+    private: bool = False,
+    license: str = "unknown",
 ) -> None:
     """Write a Hugging Face folder from a step folder: imported, fine-tuned from an import, or trained from
     the start.
@@ -88,12 +94,19 @@ def export_hf(
     Args:
         step_dir: a step folder
         hf_dir: a new folder
-        like: folder whose config, tokenizer, types and file layout to take; default: the one that the weights
-            came from, if any
+        like: folder or name on the hub whose config, tokenizer, types and file layout to take; default: that
+            of what the weights came from, if any
         dtype: type of every tensor; default: the original's, fp32 for a model trained here
         dry_run: check everything, write nothing
+        push: then upload the folder to this repository of the hub, OWNER/NAME, made if it is not there
+        private: with push: a new repository is private
+        license: what README.md says, where the original has none: apache-2.0, other, ...
     """
+    require(push is not None or not private, "--private: needs --push")
     require_absent(hf_dir)
+    if push is not None:
+        require_login(push)
+    like = like and folder_of(like)
     step = folders.resolve(step_dir)
     require_outside(hf_dir, [step])
     manifest = read_manifest(step)
@@ -107,6 +120,9 @@ def export_hf(
     arch = plan.arch
     found = plan.written()
     extra = plan.extra
+    if README not in origin.files and LAYOUT not in manifest.tensors:  # an import comes back as it was
+        readme = partial(card, hf_dir.name, arch, plan.cfg, manifest, license)
+        origin = origin._replace(files=origin.files | {README: readme})
     refuse(
         f"{step} is no {arch.model_type} of this config", plan.problems + _unfit(manifest, weights, plan.cfg)
     )
@@ -128,6 +144,8 @@ def export_hf(
         print(f"{hf_dir}: {unpacked(origin.packed)}")
     if origin.folder and origin.folder.own_head:
         print(f"{untied(origin.folder.path)}; so says {hf_dir / CONFIG}")
+    if push is not None and not dry_run:
+        print(f"{hf_dir}: uploaded to {upload(hf_dir, push, private)}")
 
 
 def find_origin(step: Path, manifest: Manifest, like: Path | None, later: tuple[Path, ...] = ()) -> Origin:

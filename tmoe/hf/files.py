@@ -242,6 +242,15 @@ def is_folder(path: str | Path) -> bool:
         return False
 
 
+def settings_of(folder: Path) -> HF:
+    """config.json of a folder whose weights need not be there, as Folder reads it but for its head."""
+    config = json.loads((folder / CONFIG).read_text())
+    quantised = config.get(QUANTISED)
+    if isinstance(quantised, dict) and quantised.get("quant_method") in FORMATS:
+        del config[QUANTISED]
+    return config
+
+
 def untied(folder: Path) -> str:
     """What import, direct start and export say about a folder with a head of its own."""
     return (

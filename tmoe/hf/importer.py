@@ -4,7 +4,9 @@
     python -m tmoe.hf import HF_DIR STEP_DIR --world 64 --ep 8  the same, in files for 64 ranks
     python -m tmoe.hf export STEP_DIR HF_DIR                    from_pretrained loads it
     python -m tmoe.hf export STEP_DIR HF_DIR --like ORIGINAL    config, tokenizer and files as in ORIGINAL
+    python -m tmoe.hf export STEP_DIR HF_DIR --push OWNER/NAME  and uploads it to the hub
     python -m tmoe.hf recover DCP_DIR OUT ORIGINAL              of a folder of torch.distributed.checkpoint
+    python -m tmoe.hf families                                  what of transformers' MoE families works here
 
 Exit code 0: done; 1: refused or failed, the reason on stderr; 2: not a command line. Killed, the same command
 goes on where it was. Memory is that of a few tensors. Weights are fp32 in a step folder, as training holds
@@ -42,7 +44,9 @@ from tmoe.config.axes import ALONE, Axes
 from tmoe.config.same import build_config
 from tmoe.disk import expand_home
 from tmoe.hf.export import export_hf
+from tmoe.hf.families import print_families
 from tmoe.hf.files import CONFIG, EXTRA, FILE, LAYOUT, MODEL, Folder, fill, is_folder, untied
+from tmoe.hf.hub import folder_of
 from tmoe.hf.packed import unpacked
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.recover import recover
@@ -81,13 +85,15 @@ def import_hf(
     """Write a step folder from a Hugging Face folder. Killed, the same command goes on where it was.
 
     Args:
-        hf_dir: config.json and safetensors
+        hf_dir: config.json and safetensors; or a name on the hub
         step_dir: a new folder
         world: number of ranks that will load it; any other number can, too
         ep: ranks of an expert group
         dry_run: check everything, write nothing
     """
-    plan = plan_import(hf_dir, axes_of_flags(world, ep))
+    axes = axes_of_flags(world, ep)
+    hf_dir = folder_of(hf_dir)
+    plan = plan_import(hf_dir, axes)
     needed, free = check_space(plan, step_dir)
     if not dry_run:
         with keeping(step_dir):
@@ -190,6 +196,7 @@ def _as_tensor(raw: bytes) -> Tensor:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line. An error ends the process with one message."""
     commands: dict[str, Any] = {"import": import_hf, "export": export_hf, "recover": recover}
+    commands["families"] = print_families
     with one_message():
         tyro.extras.subcommand_cli_from_dict(
             commands,

@@ -22,7 +22,7 @@ from tmoe.config.check import ConfigError, require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import as_flags, build_config, differences
 from tmoe.hf.config import read_config
-from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, untied
+from tmoe.hf.files import CONFIG, MODEL, Folder, fill, is_folder, settings_of, untied
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.rules import Piece
 from tmoe.model.shapes import model_shapes
@@ -90,14 +90,16 @@ def load_weights(
     checkpoints.load(_together(look), named, only=MODEL)
 
 
-def model_of(path: Path) -> ModelConfig:
+def model_of(path: Path, weights: bool = True) -> ModelConfig:
     """The model of a Hugging Face folder, by its config.json, or of a step folder, by its run's settings.
 
-    Reads no weights. Raises ConfigError or CheckpointError where there is no such folder, where it does not
-    say what its model is, and for a model that tmoe does not compute.
+    Reads no weights. weights: False where a Hugging Face folder may hold none.
+
+    Raises ConfigError or CheckpointError where there is no such folder, where it does not say what its model
+    is, and for a model that tmoe does not compute.
     """
     if is_folder(path):
-        return read_config(Folder(path).config)
+        return read_config(Folder(path).config if weights else settings_of(path))
     step_dir, manifest = _find_step(path)
     config = manifest.info.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
@@ -110,10 +112,7 @@ def model_of(path: Path) -> ModelConfig:
 
 def _find_step(path: Path) -> tuple[Path, Manifest]:
     """Where --init's step lies, and its manifest. An error says what else there is, or how to get it."""
-    named = len(path.parts) == 2 and not path.is_absolute()
-    hub = f"; if it is a name on the hub: hf download {path} --local-dir {path}" if named else ""
-    wanted = f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder{hub}"
-    require(path.is_dir(), wanted)
+    require(path.is_dir(), f"--init={path}: no such folder; valid: a step folder or a Hugging Face folder")
     try:
         step_dir = resolve(path)
         return step_dir, read_manifest(step_dir)

@@ -27,7 +27,7 @@ from tmoe.disk import expand_home
 from tmoe.parallel.launcher import launcher_world
 from tmoe.parallel.mesh import require_a_group_per_node
 from tmoe.run.memory import padding
-from tmoe.run.settings import read_settings
+from tmoe.run.settings import commit_in_cache, read_settings, start_of
 
 SOURCES = """The first word: a preset ({presets}; without one tiny), or a run folder, whose run then goes on.
 Without it --init DIR says what the model is. --config FILE: settings from a .toml or .json file, as a run's
@@ -141,7 +141,7 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg.model.moe.require_trained()
     if cfg.init:
         # Absolute: an export, which may run in another folder, reads from a step what it began from.
-        cfg = replace(cfg, init=str(Path(cfg.init).absolute()))
+        cfg = replace(cfg, init=str(start_of(cfg.init, weights=not cfg.dry_run).absolute()))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
         require_places(cfg)
     return cfg, source.notes
@@ -171,7 +171,7 @@ def flags_of(cfg: Config) -> dict[str, str]:
     """
     told: dict[str, Any] = asdict(cfg)
     told["data"]["path"] = told["out"] = told["compile"] = None
-    told["init"] = bool(cfg.init)
+    told["init"] = bool(cfg.init) and (commit_in_cache(cfg.init) or True)
     return dict(_flags("--", told))
 
 

@@ -52,9 +52,13 @@ def read_settings(words: list[str]) -> Source:
     elif first:
         cfg = of_run(first)
         notes.append(f"settings of {Path(first, 'config.json')}")
-    elif isinstance(init, str) and init and not (_names_a_model(rest) and not Path(init).exists()):
-        cfg = _of_start(Path(init))
-        notes.append(f"the model's settings are those of {init}")
+    elif isinstance(init, str) and init:
+        weights = "--dry-run" not in rest
+        start = start_of(init, weights)
+        gone = _names_a_model(rest) and not start.exists()
+        cfg = known["tiny"] if gone else _of_start(start, weights)
+        if not gone:
+            notes.append(f"the model's settings are those of {init}")
     else:
         cfg = known["tiny"]
     if file is not None:
@@ -135,12 +139,32 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _of_start(init: Path) -> Config:
-    """Settings of a run that starts from these weights: their model, and what presets train a model with."""
-    from tmoe.hf.start import model_of  # most of a second, and seldom needed
+def start_of(init: str, weights: bool) -> Path:
+    """The folder that --init means: a path, or what the hub has under a name (hf/hub.py)."""
+    from tmoe.hf.hub import folder_of  # tmoe.hf takes most of a second, and is seldom needed
 
     try:
-        model = model_of(init)
+        return folder_of(init, weights)
+    except ConfigError as error:
+        raise ConfigError(f"--init={error}") from None
+
+
+def commit_in_cache(init: str) -> str | None:
+    """The commit of a folder in the hub's cache, so that ranks on several machines can compare theirs."""
+    from tmoe.hf.hub import commit_of
+
+    return commit_of(init)
+
+
+def _of_start(init: Path, weights: bool) -> Config:
+    """Settings of a run that starts from these weights: their model, and what presets train a model with.
+
+    weights: whether the folder must hold them.
+    """
+    from tmoe.hf.start import model_of
+
+    try:
+        model = model_of(init, weights)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     return pretrain(model)

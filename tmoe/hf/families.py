@@ -1,0 +1,158 @@
+"""Every MoE family of the installed transformers: imported, swapped, or what it lacks.
+
+Found and judged by transformers' source alone, so that next month's families are in the list by themselves:
+a family is a folder of models/ that defines experts. What an unknown one lacks is what no entry reads and no
+imported family has: keys of its config class, classes of its modeling file, parts of its decoder layer and
+attention. A hint, not a proof: equal names may compute other things.
+
+next: hf/architectures/__init__.py
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tmoe.config.check import ConfigError
+from tmoe.config.same import ROPE
+from tmoe.hf.architectures import ARCHITECTURES, SWAPPABLE
+from tmoe.hf.config import READ
+
+EXPERTS = re.compile(r"^class \w*Experts?\w*\(", re.M)
+COUNT = re.compile(r"^(moe_)?(num|n)_(routed_|local_)?experts$|^moe_num_experts$")
+# Keys that decide nothing in what a text model computes of whole sequences, or that training alone reads.
+IDLE = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "attention_dropout", "pretraining_tp"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "hidden_act", "rope_theta"),
+    *("initializer_range", "dtype", "torch_dtype", "router_z_loss_coef", "aux_loss_alpha", "seq_aux"),
+}
+# Ends of names of classes that every decoder has, or that are there for other tasks than its text.
+ORDINARY = re.compile(
+    r"(Attention|MLP|Mlp|RMSNorm|RotaryEmbedding|Experts?|(Top[Kk])?(Router|Gate)|MoE|Moe|MoeBlock|SparseMoeBlock"
+    r"|DecoderLayer|PreTrainedModel|Model|For[A-Z]\w+|ModelOutput\w*|Output\w*|Kwargs|Cache)$"
+)
+VISION = re.compile(
+    r"Vision|Visual|Image|Audio|Video|Speech|Code2Wav|Talker|Patch|Projector|Merger|Token2Wav|MultiModal|Multimodal|Sam"
+)
+LAYER = re.compile(r"^class \w*(?:Attention|DecoderLayer)\(.*?(?=^class |\Z)", re.M | re.S)
+PART = re.compile(r"self\.(\w+) = (?:\(\n?\s*)?(?:nn\.\w+|[A-Z]\w+)\(")
+NAMED = 4  # of what a family lacks, at most, in its line
+
+
+class Family(NamedTuple):
+    """A folder of transformers' models/, as far as its source says."""
+
+    name: str
+    model_types: tuple[str, ...]
+    keys: tuple[str, ...]
+    """of the config class that says how many experts there are"""
+    modules: tuple[str, ...]
+    """classes of the modeling file that are no part of every decoder, without the family's own name"""
+    parts: tuple[str, ...]
+    """modules and parameters of its decoder layers and attentions"""
+    hints: tuple[str, ...]
+    """what the config says otherwise than by a key of its own"""
+
+
+def families(models: Path | None = None) -> list[Family]:
+    """The MoE families in transformers' folder models/; that of the installed one where none is given.
+
+    ConfigError without transformers.
+    """
+    if models is None:
+        found = importlib.util.find_spec("transformers")  # finds it, and imports nothing
+        if found is None or found.origin is None:
+            raise ConfigError("families: needs the package transformers, which is not installed here")
+        models = Path(found.origin).parent / "models"
+    return [_family(folder, text) for folder, text in _modeling(models) if EXPERTS.search(text)]
+
+
+def standings(found: list[Family]) -> dict[str, str]:
+    """Of each family in one line: imports, swaps, or what it lacks."""
+    imported = {arch.model_type for arch in ARCHITECTURES}
+    known = [family for family in found if imported & {*family.model_types}]
+    modules = {name for family in known for name in family.modules}
+    parts = {name for family in known for name in family.parts}
+    read = _read_keys()
+    lines = {}
+    for family in found:
+        does = ["imports"] * (family in known) + ["swaps"] * bool({*SWAPPABLE} & {*family.model_types})
+        lacks = {
+            "keys": [key for key in family.keys if key not in read],
+            "modules": [name for name in family.modules if name not in modules],
+            "parts": [name for name in family.parts if name not in parts],
+            "": [*family.hints],
+        }
+        told = [f"{what} {_listed(names)}".strip() for what, names in lacks.items() if names]
+        unknown = f"lacks {'; '.join(told)}" if told else "lacks an entry; nothing unknown in its names"
+        lines[family.name] = ", ".join(does if family in known else [*does, unknown])
+    return lines
+
+
+def print_families() -> None:
+    """List every MoE family of the installed transformers: imports, swaps, or what it lacks."""
+    lines = standings(families())
+    width = max(map(len, lines))
+    for name, line in lines.items():
+        print(f"{name:{width}}  {line}")
+    imported = sum(line.startswith("imports") for line in lines.values())
+    print(f"{len(lines)} families, {imported} of them imported")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _read_keys() -> set[str]:
+    """Keys of config.json that some entry reads, or that may have any value."""
+    fields = {key for arch in ARCHITECTURES for field in arch.fields for key in field.keys}
+    fixed = {key for arch in ARCHITECTURES for key in (*arch.theirs, *arch.copies)}
+    return fields | fixed | {*READ} | IDLE | {key for keys in ROPE.values() for key in keys.values()}
+
+
+def _modeling(models: Path) -> list[tuple[Path, str]]:
+    """The folders of models/ in order, and the text of their modeling files."""
+    folders = sorted({file.parent for file in models.glob("*/modeling_*.py")})
+    return [
+        (folder, "\n".join(file.read_text() for file in sorted(folder.glob("modeling_*.py"))))
+        for folder in folders
+    ]
+
+
+def _family(folder: Path, modeling: str) -> Family:
+    types: list[str] = []
+    keys: list[str] = []
+    hints: list[str] = []
+    for file in sorted(folder.glob("configuration_*.py")):
+        source = file.read_text()
+        hints += ["a nested text_config"] * ("text_config:" in source)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                kind, fields = _settings(node)
+                types += [kind] if kind else []
+                keys = fields if any(map(COUNT.match, fields)) or not keys else keys
+    classes = [name for name in re.findall(r"^class (\w+)\(", modeling, re.M) if not VISION.search(name)]
+    # The prefix of a family's classes is that of its experts.
+    prefix = re.search(r"^class (\w*?)(Text|Naive|Parallel)?(Moe|MoE)?Experts?\w*\(", modeling, re.M)
+    own = prefix[1] if prefix else ""
+    modules = [name.removeprefix(own) for name in classes if not ORDINARY.search(name)]
+    layers = (block for block in LAYER.findall(modeling) if not VISION.search(block.partition("(")[0]))
+    parts = [part for block in layers for part in PART.findall(block)]
+    found = (tuple(dict.fromkeys(names)) for names in (types, keys, modules, parts, hints))
+    return Family(folder.name, *found)
+
+
+def _settings(config: ast.ClassDef) -> tuple[str, list[str]]:
+    """The model_type and the keys that a config class says."""
+    kind = ""
+    for node in config.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "model_type":
+            kind = getattr(node.value, "value", "")
+    fields = [
+        n.target.id for n in config.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    ]
+    return kind, fields
