@@ -33,6 +33,7 @@ def test_every_family_of_the_installed_transformers_is_listed(capsys):
     assert "linear_conv_kernel_dim" in told["qwen3_next"] and "GatedDeltaNet" in told["qwen3_next"]
     assert told["qwen3_next"].startswith("swaps, lacks") and "Indexer" in told["deepseek_v32"]
     assert told["muse_spark"].startswith("lacks") and told["dbrx"].startswith("lacks")
+    assert told["kolibri1"] == "swaps, lacks parts post_self_attn_layernorm"
     assert told["inkling2"].startswith("swaps if its gate is one of the op's, lacks")
 
 
@@ -94,10 +95,15 @@ def row(arch: Architecture) -> str:
     settings = {field.ours for field in arch.fields}
     ours = arch.ours
     names = {rule.ours for rule in arch.rules}
-    norm = {"head": "norms of heads", "full": "norms of queries and keys"}.get(ours.get("qk_norm", ""), "")
+    kinds = {"head": "norms of heads", "full": "norms of queries and keys", "rotated": "norms behind RoPE"}
+    norm = kinds.get(ours.get("qk_norm", ""), "")
     attention = ["latent" if ours.get("attention") == "mla" else "grouped", norm]
     attention += ["sinks"] * bool(ours.get("sinks")) + ["windows"] * bool(arch.windows)
-    attention += ["biases"] * ("qkv_bias" in settings)
+    attention += ["biases"] * ("qkv_bias" in settings) + ["gate"] * bool(ours.get("attention_gate"))
+    attention += ["part of the channels turns"] * bool(arch.partial)
+    attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
+    attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)
+    attention += [f"{ours.get('norms')} norms"] * ("norms" in ours)
     moe = []
     if "moe.experts" in settings:
         moe = [ours.get("moe.score", "softmax")]

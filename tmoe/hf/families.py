@@ -131,7 +131,6 @@ def _family(folder: Path, modeling: str) -> Family:
     hints: list[str] = []
     for file in sorted(folder.glob("configuration_*.py")):
         source = file.read_text()
-        hints += ["partial rotary"] * bool(re.search(r"[\"']partial_rotary_factor", source))
         hints += ["a nested text_config"] * ("text_config:" in source)
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef):
