@@ -28,7 +28,7 @@ def test_every_family_of_the_installed_transformers_is_listed(capsys):
     assert len(told) >= 60 and lines[-1].startswith(f"{len(told)} families, ")
     ours = {arch.model_type for arch in ARCHITECTURES} - DENSE - NO_CLASS
     assert {name for name, line in told.items() if line.startswith("imports")} == ours
-    assert all(told[name] == "imports, swaps" for name in ours)
+    assert all(told[name].startswith("imports, swaps") for name in ours)
     assert all(line.startswith(("imports", "swaps", "lacks")) and len(line) < 600 for line in told.values())
     assert "linear_conv_kernel_dim" in told["qwen3_next"] and "GatedDeltaNet" in told["qwen3_next"]
     assert told["qwen3_next"].startswith("swaps, lacks") and "Indexer" in told["deepseek_v32"]
