@@ -23,7 +23,8 @@ def in_the_interpreter(*which: str) -> None:
 
 
 def test_a_few():
-    in_the_interpreter("-m", "not slow", "-k", "kernels")
+    """One case of attention, one of the sampler, and the random numbers' bits."""
+    in_the_interpreter("-m", "not slow", "-k", "kernels_are and latents or 0.6 or numpys")
 
 
 @pytest.mark.slow
