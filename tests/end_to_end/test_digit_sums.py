@@ -41,7 +41,7 @@ def test_sums_are_learned_from_rewards(tmp_path):
     assert 0.05 < rewards[0] < 0.25
     assert sum(rewards[-5:]) / 5 >= 0.8
     assert (tmp_path / "rl/report.png").stat().st_size > 0
-    last = [one for one in read_rollouts(tmp_path / "rl") if one.step == 119]
+    last = [one for one in read_rollouts(tmp_path / "rl") if one.step == 120]
     assert last and all(
         (one.reward == 1.0) == (eval(one.prompt[:-1]) == int(one.answer or -1)) for one in last
     )

@@ -119,7 +119,7 @@ def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
     def of(steps, start):
         return [runtime.profiler(steps, str(tmp_path), 0, start).schedule(i).name for i in range(7)]
 
-    assert of((2, 3, 5), 0) == [
+    assert of((3, 4, 6), 0) == [
         "NONE",
         "WARMUP",
         "RECORD",
@@ -128,5 +128,5 @@ def test_the_tracer_starts_a_step_before_those_that_are_traced(tmp_path):
         "RECORD_AND_SAVE",
         "NONE",
     ]
-    assert of((12,), 10) == ["NONE", "WARMUP", "RECORD_AND_SAVE", *["NONE"] * 4]
-    assert of((10,), 10) == ["RECORD_AND_SAVE", *["NONE"] * 6]
+    assert of((13,), 10) == ["NONE", "WARMUP", "RECORD_AND_SAVE", *["NONE"] * 4]
+    assert of((11,), 10) == ["RECORD_AND_SAVE", *["NONE"] * 6]

@@ -89,7 +89,7 @@ def test_no_run_lies_in_a_step_that_retention_removes(tmp_path, capsys):
 
 def test_what_a_run_began_from_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse(["tiny", "--init", "models/a"], "").init == str(tmp_path / "models/a")
+    assert parse(["tiny", "--init", "./models/a"], "").init == str(tmp_path / "models/a")
     assert not parse([], "").init
     # of a link's parent, not of the folder that the link is in
     assert parse(["tiny", "--init", "latest/../step-100"], "").init == str(tmp_path / "latest/../step-100")

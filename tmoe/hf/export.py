@@ -71,7 +71,7 @@ class Origin(NamedTuple):
     packed: str = ""
     """the format in which the original holds some of its tensors, see hf/packed.py"""
     stamp: str = ""
-    """changes when the original's tensors do"""
+    """changes when the original's tensors do; "": it was made from settings"""
     folder: Folder | None = None
     """the original, where it is a folder and not what a step carries or settings say"""
 
@@ -114,7 +114,7 @@ def export_hf(
     if problems := verify(step, share=None):  # sizes now, contents as they are read
         raise CheckpointError(listed("", problems, indent=""))
     origin = _with_dtype(find_origin(step, manifest, like), dtype)
-    if origin.folder is None and LAYOUT not in manifest.tensors:  # made from settings
+    if not origin.stamp:  # made from settings
         config, files = of_run(step, manifest, origin.config, origin.files)
         origin = _with_files(origin._replace(config=config, files=files))
     require_tokenizer_of_run(step, manifest, origin.files)

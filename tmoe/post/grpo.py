@@ -195,7 +195,7 @@ class Grpo(Task):
         if place.cp == place.tp == 0:  # of ranks that share answers, one rewards them
             asked = [
                 RewardSample(
-                    a.prompt.text, a.text, a.prompt.row, a.finish, len(a.ids), step, a.number, a.sample
+                    a.prompt.text, a.text, a.prompt.row, a.finish, len(a.ids), step + 1, a.number, a.sample
                 )
                 for a in answers
             ]
@@ -241,7 +241,7 @@ class Grpo(Task):
         """Writes some of a step's answers into rollouts.jsonl. A collective."""
         shown = [
             Rollout(
-                *(step, a.number, a.sample, a.prompt.text, a.text, reward),
+                *(step + 1, a.number, a.sample, a.prompt.text, a.text, reward),
                 *(self.parts.get((a.number, a.sample), {}), a.finish, len(a.ids), advantage),
             )
             for a, reward, advantage in zip(answers, rewards, self.advantages_N.tolist(), strict=True)

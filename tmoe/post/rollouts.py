@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tmoe.onlookers import Onlooker
-from tmoe.run.lines import COMPACT, append, read_lines, rewind
+from tmoe.run.lines import COMPACT, COUNTED, append, read_lines, rewind
 
 NAME = "rollouts.jsonl"
 KEYS = "step", "number", "sample", "prompt", "answer", "reward", "parts", "finish", "tokens", "advantage"
@@ -27,6 +27,7 @@ class Rollout(NamedTuple):
     """A sample and what became of it."""
 
     step: int
+    """from 1 on"""
     number: int
     """the prompt's"""
     sample: int
@@ -46,26 +47,26 @@ class Rollout(NamedTuple):
 class RolloutLog:
     """Writes rollouts of a run; one process of a run does.
 
-    start_step: the first step of this process. Lines of it and of later ones are dropped, to be written
-    again. A run that begins anew, with step 0, keeps all lines that it finds in rollouts.before-N.jsonl.
+    done: steps that were done before this process. Lines of later ones are dropped, to be written again. A
+    run that begins anew, with none, keeps all lines that it finds in rollouts.before-N.jsonl.
     keep: samples of a step that are written. Of more, those are that divide the step's rewards evenly: the
     best, the worst, and from rank to rank between them. say: prints a line where the file cannot be written.
     The run goes on without it.
     """
 
-    def __init__(self, run: Path, start_step: int, keep: int, say: Callable[[str], Any]) -> None:
+    def __init__(self, run: Path, done: int, keep: int, say: Callable[[str], Any]) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: samples of a step that are kept must be at least 1")
         self.path = run / NAME
         self.keep = keep
         self.look = Onlooker(f"{self.path}: could not be written", say, self.close)
         self.file: BinaryIO | None = None
-        self.look(lambda: self.open(start_step))
+        self.look(lambda: self.open(done))
 
-    def open(self, start_step: int) -> None:
+    def open(self, done: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if start_step:
-            rewind(self.path, start_step)
+        if done:
+            rewind(self.path, done)
         elif self.path.exists() and self.path.stat().st_size:
             copies = (self.path.with_name(f"rollouts.before-{n}.jsonl") for n in itertools.count(1))
             os.replace(self.path, next(path for path in copies if not path.exists()))
@@ -85,7 +86,7 @@ class RolloutLog:
 
 def as_line(rollout: Rollout) -> bytes:
     """Only ASCII: text of any kind comes back as it was."""
-    told = rollout._asdict()
+    told = rollout._asdict() | COUNTED
     told |= dict(reward=_finite(rollout.reward), advantage=_finite(rollout.advantage))
     told["parts"] = {name: _finite(value) for name, value in rollout.parts.items()}
     return json.dumps(told, allow_nan=False, separators=COMPACT).encode() + b"\n"
