@@ -123,26 +123,18 @@ def test_data(gloo, tmp_path, place):
 def test_no_module_can_unpickle_a_file():
     """torch.load only with weights_only=True.
 
-    pickle is written for stock DCP and for workers of rewards, which read it from a pipe of their trainer, and
-    never read from a file; numpy maps raw numbers.
+    pickle is written for stock DCP, and for the workers of rewards, which read it from their trainer's pipe
+    and run the file of rewards that the command names. No other file is unpickled or run; numpy maps numbers.
     """
-    pickled = {("pickle.dump", "dcp.py"), ("pickle.dumps", "pool.py"), ("pickle.loads", "worker.py")}
+    allowed = {("pickle.dump", "dcp.py"), ("pickle.dumps", "pool.py")}
+    allowed |= {("pickle.loads", "worker.py"), ("exec", "worker.py")}
     for path in [ROOT / "train.py", *sorted((ROOT / "tmoe").rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
-                assert name not in (
-                    "np.load",
-                    "numpy.load",
-                    "torch.hub.load",
-                    "marshal.loads",
-                    "eval",
-                    "exec",
-                ), (
-                    path,
-                    name,
-                )
-                assert not name.startswith("pickle.") or (name, path.name) in pickled, (path, name)
+                runs = name in ("np.load", "numpy.load", "torch.hub.load", "marshal.loads", "eval", "exec")
+                runs = runs or name.startswith("pickle.")
+                assert not runs or (name, path.name) in allowed, (path, name)
                 if name == "torch.load":
                     keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
                     assert keywords.get("weights_only") == "True", path
