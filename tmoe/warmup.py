@@ -27,9 +27,21 @@ from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE
 from tmoe.config.presets import presets
 from tmoe.config.run import Config
+from tmoe.generate.cache import layer_widths
+from tmoe.generate.sampler import Sampling
 from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
-from tmoe.ops import adamw, cross_entropy, exchange, logprob_kernels, router_product, sinkhorn, swiglu
+from tmoe.ops import (
+    adamw,
+    cross_entropy,
+    decode_attention,
+    exchange,
+    logprob_kernels,
+    router_product,
+    sample,
+    sinkhorn,
+    swiglu,
+)
 from tmoe.ops import rows as row_ops
 from tmoe.ops import sum_parts as parts
 from tmoe.ops.launch.launch import device_facts
@@ -92,7 +104,7 @@ def traces(cfg: Config) -> list[tuple]:
     found.append((adamw.trace, dtype))
     found.append((parts.trace, dtype))
     if cfg.task == "grpo":
-        found += traces(of_rollout(cfg))
+        found += [*traces(of_rollout(cfg)), *of_tokens(cfg, dtype)]
     return found
 
 
@@ -100,6 +112,16 @@ def of_rollout(cfg: Config) -> Config:
     """A run whose ranks have as many tokens at a time as a rollout's slots."""
     train = replace(cfg.train, batch=cfg.grpo.slots, seq=1)
     return replace(cfg, task="pretrain", train=train, parallel=replace(cfg.parallel, tp=1, cp=1))
+
+
+def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
+    """What a rollout launches for each token beside the model's layers: its attention, and the draw."""
+    m = cfg.model
+    widths = layer_widths(m)
+    windows = sorted({m.window_of(layer) for layer in range(m.layers)})
+    drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
+    attention = [(decode_attention.trace, m.heads, *widths, w, dtype, m.sinks) for w in windows]
+    return [*attention, (sample.trace, m.vocab, dtype, drawn)]
 
 
 def local_arch() -> str | None:

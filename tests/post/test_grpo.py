@@ -21,6 +21,7 @@ from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.config.run import Config, DataConfig, GrpoConfig, LogConfig, ParallelConfig, TrainConfig
 from tmoe.data.prompt_dataset import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
+from tmoe.ops.launch.launch import compile_only
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.post.grpo import Grpo
 from tmoe.post.losses.sums import StepCounts
@@ -362,5 +363,11 @@ def test_what_cannot_be_meant_is_one_error(given, said):
 def test_the_warm_up_knows_a_rollout_s_kernels():
     """Experts and routers launch otherwise for the tokens of all slots than for a micro-batch."""
     cfg = of_test(slots=48)
+    wanted: set[str] = set()
     more = dict.fromkeys(t for t in traces(cfg) if t not in traces(replace(cfg, task="sft")))
-    assert more and any(48 in t for t in more)
+    assert any(48 in t for t in more)
+    assert {"decode_attention", "sample"} <= {trace.__module__.rpartition(".")[2] for trace, *_ in more}
+    with compile_only("cuda:90", lambda name, key, compile: wanted.add(name)):
+        for trace, *args in more:
+            trace(*args)
+    assert {"decode_kernel", "sample_kernel"} <= wanted
