@@ -183,9 +183,8 @@ class Trainer:
                     norm = clip_grad_norm_(model.counted(), inf)
                     run.watch.vote()  # all ranks raise if one skipped a collective: sums are wrong then
                     finite = all_finite(loss, norm)
-                    optimizer.decide(
-                        finite, norm, cfg.optim.clip
-                    )  # whether to clip, whether to skip the step
+                    # whether to clip, whether to skip the step
+                    optimizer.decide(finite, norm, cfg.optim.clip)
                     optimizer.step()
                     model.update_bias(finite)
                     if self.ema:
