@@ -18,7 +18,7 @@ def in_the_interpreter(*which: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-x", *which]
     command += [f"tests/ops/{name}" for name in FILES]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
 
 

@@ -301,6 +301,7 @@ def hangs(s):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_only_hangs_is_given_up_for_the_step(file, monkeypatch):
     """Else a step would take as long as all of its samples take to time out. The next step tries again."""
     monkeypatch.setattr(pool, "MOST_HUNG", 2)
