@@ -53,7 +53,7 @@ def test_a_step_goes_on_in_any_layout(gloo, tmp_path, origin):
             for name, tensor in found.items():
                 assert torch.equal(tensor, saved[name]), (layout, name)
         gloo(layout[0], run, begun, timeout=240)
-        expected = {n: loss for n, loss in losses(first).items() if n >= 4}
+        expected = {n: loss for n, loss in losses(first).items() if n > 4}
         assert losses(out) == pytest.approx(expected, rel=1e-5), layout
 
 
@@ -69,4 +69,4 @@ def test_the_mixtral_script_cut_to_a_tiny_width(gloo, tmp_path):
     out = ["--out", str(tmp_path / "run")]
     gloo(8, run, [*MIXTRAL, *out, "--steps", "2", "--resume", "none"], timeout=240)
     gloo(8, run, [*MIXTRAL, *out, "--steps", "4"], timeout=240)
-    assert sorted(losses(tmp_path / "run")) == [0, 1, 2, 3]
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]

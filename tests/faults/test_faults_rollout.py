@@ -48,4 +48,4 @@ def test_a_rank_fails_in_a_rollout(tmp_path, how, axis):
     failed_at = float(ends[1].said.split("failed ")[1].split()[0])
     assert ends[0].code == 1 and ends[0].at - failed_at < timeout + shared(4), ends[0].said
     assert "rank 1 is silent for" in ends[0].said, ends[0].said
-    assert "ended in step 2" in ends[0].said, ends[0].said
+    assert "ended in step 3" in ends[0].said, ends[0].said

@@ -536,9 +536,12 @@ class ModelConfig:
         """The rotary positions of this block; None: it has none."""
         if not self.rotary[layer % len(self.rotary)]:
             return None
-        base = self.rope.window_theta if self.window_of(layer) else None
+        if self.rope.window_theta is None:  # no copy, which torch.compile cannot trace
+            return self.rope
         whole = replace(self.rope, window_theta=None)
-        return whole if base is None else replace(whole, theta=base, scaling="none", factor=1.0)
+        if not self.window_of(layer):
+            return whole
+        return replace(whole, theta=self.rope.window_theta, scaling="none", factor=1.0)
 
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this block, itself included; 0: all before it."""

@@ -60,6 +60,13 @@ def architecture(hf: HF) -> Architecture:
     return found[0]
 
 
+def ties_unsaid(hf: HF) -> bool:
+    """Whether transformers ties the head to the embedding where a config.json does not say it."""
+    of_type = [arch for arch in ARCHITECTURES if arch.model_type == hf.get("model_type")]
+    said = [field.default for arch in of_type for field in arch.fields if field.ours == "tied"]
+    return said[-1:] == [True]
+
+
 def text_settings(arch: Architecture, hf: HF) -> HF:
     """The settings of the text's model. Whether the head is tied is said outside, as in transformers."""
     if not arch.nested:

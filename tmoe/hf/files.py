@@ -21,6 +21,7 @@ from torch import Tensor
 from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import ConfigError
+from tmoe.hf.config import ties_unsaid
 from tmoe.hf.packed import FORMATS, QUANTISED, Read, View
 from tmoe.hf.rules import EMBEDDING, HEAD, HF, Architecture, Piece
 
@@ -72,9 +73,8 @@ class Folder:
         self.views: dict[str, View] = {}
         quantised = self.config.get(QUANTISED)
         self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
-        self.own_head = (
-            self.config.get(TIED) is True and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
-        )
+        tied = self.config.get(TIED, ties_unsaid(self.config)) is True
+        self.own_head = tied and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
         if self.own_head:
             self.config[TIED] = False
 

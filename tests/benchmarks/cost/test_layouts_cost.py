@@ -171,4 +171,4 @@ def test_the_command_names_the_best(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", "model --gpus 16 -- olmoe-1b-7b --parallel.pp 2".split())
     with pytest.raises(SystemExit):
         command.main()
-    assert "--parallel.pp: the page compares every layout" in capsys.readouterr().err
+    assert "--parallel.pp: leave it out: the page compares every layout" in capsys.readouterr().err
