@@ -224,7 +224,7 @@ def decode_kernel(
     n = tl.arange(0, BN)
     for at in range(begin, end, BN):
         page = tl.sum(tl.where(nth == at // PAGE - chunk * PAGES, pages, 0)).to(tl.int64)
-        token = at % PAGE + n
+        token = at % PAGE + n  # pyrefly: ignore
         seen = at + n < end
         if WINDOW:
             seen &= at + n >= start
