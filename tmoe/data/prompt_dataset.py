@@ -70,7 +70,8 @@ class PromptDataset(Dataset):
         template: str,
     ) -> None:
         eos, fingerprint = tokenizer.eos, tokenizer.fingerprint
-        super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=cfg.data.seed)  # pyrefly: ignore
+        seed = cfg.data.seed
+        super().__init__(sources, weights, eos=eos, fingerprint=fingerprint, seed=seed)  # pyrefly: ignore
         self.tokenizer = tokenizer
         self.prompts, self.draws = cfg.grpo.prompts, cfg.grpo.tries + 1
         self.template = template

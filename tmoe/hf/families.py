@@ -31,11 +31,13 @@ IDLE = {
 }
 # Ends of names of classes that every decoder has, or that are there for other tasks than its text.
 ORDINARY = re.compile(
-    r"(Attention|MLP|Mlp|RMSNorm|RotaryEmbedding|Experts?|(Top[Kk])?(Router|Gate)|MoE|Moe|MoeBlock|SparseMoeBlock"
+    r"(Attention|MLP|Mlp|RMSNorm|RotaryEmbedding|Experts?|(Top[Kk])?(Router|Gate)"
+    r"|MoE|Moe|MoeBlock|SparseMoeBlock"
     r"|DecoderLayer|PreTrainedModel|Model|For[A-Z]\w+|ModelOutput\w*|Output\w*|Kwargs|Cache)$"
 )
 VISION = re.compile(
-    r"Vision|Visual|Image|Audio|Video|Speech|Code2Wav|Talker|Patch|Projector|Merger|Token2Wav|MultiModal|Multimodal|Sam"
+    r"Vision|Visual|Image|Audio|Video|Speech|Code2Wav|Talker|Patch|Projector|Merger|Token2Wav"
+    r"|MultiModal|Multimodal|Sam"
 )
 LAYER = re.compile(r"^class \w*(?:Attention|DecoderLayer)\(.*?(?=^class |\Z)", re.M | re.S)
 PART = re.compile(r"self\.(\w+) = (?:\(\n?\s*)?(?:nn\.\w+|[A-Z]\w+)\(")

@@ -97,7 +97,7 @@ ROWS: tuple[Row, ...] = (
 )
 TYPES = dict(float32="fp32", bfloat16="bf16")
 FFN = (
-    "experts of two matrices with ReLU: train.py's are gated (SwiGLU, llama_ffn); "
+    "experts of two matrices with ReLU are not mapped: --model.moe.activation relu --model.moe.bias is near; "
     "in a loop of your own tmoe.MoE takes experts of yours"
 )
 

@@ -25,7 +25,7 @@ from tmoe.checkpoint.manifest import CheckpointError
 
 COUNT = "._num_global_experts"
 FFN = (
-    "experts of two matrices (Tutel's ffn): tmoe's are gated; keep them as experts of your own in tmoe.MoE, "
+    "experts of two matrices (Tutel's ffn) are not read; keep them as experts of your own in tmoe.MoE, "
     "gathered by python -m tutel.checkpoint.gather"
 )
 
