@@ -107,7 +107,7 @@ def sampler_contestants(logits: Tensor, sampling: Sampling) -> dict[str, Callabl
     B = len(logits)
     number = torch.arange(B, device=logits.device)
     keys = Keys(0, number, number, number)
-    by_sort = torch.compile(sorted_sampler, dynamic=False) if logits.is_cuda else sorted_sampler
+    by_sort = torch.compile(sorted_sampler, dynamic=False)
 
     def flashinfer() -> Tensor:
         import flashinfer  # pyrefly: ignore[missing-import]
@@ -118,8 +118,10 @@ def sampler_contestants(logits: Tensor, sampling: Sampling) -> dict[str, Callabl
 
     found = {
         "tmoe": lambda: sample(logits, keys, sampling).tokens_B,
-        "torch, sorted": lambda: by_sort(logits, sampling),
+        "torch, sorted": lambda: sorted_sampler(logits, sampling),
     }
+    if logits.is_cuda:
+        found["torch, sorted, compiled"] = lambda: by_sort(logits, sampling)
     if not sampling.min_p and sampling.temperature:
         found["flashinfer"] = flashinfer
     return found

@@ -197,8 +197,9 @@ def test_the_kernel_fits(arch, tmp_path, monkeypatch):
     found, reports = [], {}
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, reports))):
         module.trace(151936, bf16, Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01))
+        module.trace(151936, fp32, Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01))
         module.trace(49155, fp32, Sampling())
         module.trace(8, bf16, Sampling(temperature=0.0))
-    assert len(found) == 6
+    assert len(found) == 8
     for binary in found:
         assert_fits(binary._replace(programs=2), CHIPS[arch])

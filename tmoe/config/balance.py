@@ -34,7 +34,8 @@ def read_balance(balance: str | Sequence[str], coeff: float) -> dict[str, float]
     require(
         "none" not in terms or len(terms) == 1, f"{FLAG}={' '.join(words)}: none comes alone, or not at all"
     )
-    require(not terms.keys() >= {*OF_NOISE}, f"{FLAG}={' '.join(words)}: not both {' and '.join(OF_NOISE)}")
+    both = all(name in terms for name in OF_NOISE)  # in words that dynamo of torch 2.11 traces
+    require(not both, f"{FLAG}={' '.join(words)}: not both {' and '.join(OF_NOISE)}")
     return {name: number for name, number in terms.items() if name != "none"}
 
 

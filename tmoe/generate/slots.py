@@ -221,6 +221,8 @@ class Slots:
             M = self.table_BM.shape[1]
             size = rounded(B)
             numbers_4B, routes_YBK = self.graphs.run((size, early), lambda: self.advance(size, M, early, 0))
+            numbers_4B = numbers_4B[:, :B]
+            routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
         else:
             longest = 1 + max(request.first + request.launched for request in self.rows)
             numbers_4B, routes_YBK = self.advance(B, -(-longest // PAGE), early, rows)

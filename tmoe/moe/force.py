@@ -46,7 +46,8 @@ def skewed(logits_TE: Tensor, deviation: float) -> Tensor:
 
 def mixed(E: int, device: torch.device) -> Tensor:
     """The numbers 0 to E-1 in an order without pattern, always the same."""
+    # Multiplicative hashing (Knuth) in 15 bits: inductor counts in int32, which a product must not leave.
     number_E = torch.arange(E, device=device)
-    hashed_E = (number_E + 1) * 2654435761 % 2**32  # Knuth's multiplicative hash
-    hashed_E = (hashed_E ^ (hashed_E >> 15)) * 2246822519 % 2**32
+    hashed_E = (number_E + 1) * 20173 % 2**15
+    hashed_E = (hashed_E ^ (hashed_E >> 7)) * 26597 % 2**15
     return hashed_E.argsort(stable=True)

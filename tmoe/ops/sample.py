@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tmoe.ops.check import FLOATS, check_device, require
 from tmoe.ops.experts.routing import power_of_2
-from tmoe.ops.launch.launch import cdiv, empty, launch
+from tmoe.ops.launch.launch import cdiv, device_facts, empty, launch
 
 GROUP = 64  # neighbouring tokens of whom the greatest is kept
 BLOCK = 4096  # tokens that are read at once
@@ -252,12 +252,12 @@ def listed(
     return z, token, here
 
 
-@triton.jit(do_not_specialize=["seed", "temperature", "top_k", "cut", "min_p", "row", "barred_row"])
+@triton.jit(do_not_specialize=["seed", "temperature", "top_k", "cut", "min_p", "barred_row"])
 def sample_kernel(
     logits, barred, prompts, numbers, places, tokens, logprobs, own_logprobs, greatest, sums, groups, ids,
     seed, temperature, top_k, cut, min_p, row, barred_row,
     V: tl.constexpr, NG: tl.constexpr, NGP: tl.constexpr, GROUP: tl.constexpr, BG: tl.constexpr,
-    HELD: tl.constexpr, LISTED: tl.constexpr,
+    HELD: tl.constexpr, LISTED: tl.constexpr, STAGES: tl.constexpr,
     GREEDY: tl.constexpr, DIVIDE: tl.constexpr, BARRED: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +278,7 @@ def sample_kernel(
     c = tl.arange(0, GROUP)
     of_all = tl.full((), float("-inf"), tl.float32)
     total_of_all = tl.full((), 0.0, tl.float32)
-    for first in range(0, NG, BG):
+    for first in tl.range(0, NG, BG, num_stages=STAGES):
         at = (first + g)[:, None] * GROUP + c[None, :]
         every, z = scores(logits, barred, at, at < V, temperature, DIVIDE, BARRED)
         most = tl.max(z, 1)
@@ -510,13 +510,16 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
         not greedy and filters.top_p < 1,
         not greedy and filters.min_p > 0,
     )
+    # Blocks under way, as many as the registers of two programs on a multiprocessor allow.
+    stages = 4 if logits.dtype == torch.float32 and V % 16 == logits.stride(0) % 16 == 0 else 2
+    options = {} if device_facts(device)[0].startswith("hip") else {"maxnreg": 128}
     launch(
         sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs, own,
         greatest, sums, groups, ids, seed, float(filters.temperature), filters.top_k,
         float(1 - filters.top_p), float(filters.min_p), logits.stride(0),
         barred.stride(0) if barred is not None and barred.dim() == 2 else 0,
-        V, NG, NGP, GROUP, BG, HELD, LISTED, greedy, not greedy and filters.temperature != 1,
-        barred is not None, *flags, num_warps=8,
+        V, NG, NGP, GROUP, BG, HELD, LISTED, stages, greedy, not greedy and filters.temperature != 1,
+        barred is not None, *flags, num_warps=8, **options,
     )  # fmt: skip
     return Drawn(tokens, logprobs, own)
 

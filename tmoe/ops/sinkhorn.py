@@ -72,11 +72,13 @@ def sinkhorn_kernel(
     program = first + tl.program_id(0)
     e = tl.arange(0, EP)
     now = tl.zeros((EP,), tl.float32)
-    before = now
     uneven = now
+    # Half of the last move. The last position itself cannot be carried: triton 3.6 takes a name that is set
+    # to another carried one for a constant, and only there (its interpreter does not).
+    momentum = tl.zeros((EP,), tl.float32)
     for i in range(iterations + 1):  # the last one only looks at the residual
         last = i == iterations
-        ahead = tl.where(last, now, now + (now - before) / 2)
+        ahead = tl.where(last, now, now + momentum)
         load = tl.zeros((EP,), tl.float32)
         tokens = tl.zeros((R,), tl.float32)
         for start in range(program * R, T, programs * R):
@@ -109,7 +111,7 @@ def sinkhorn_kernel(
             tokens += tl.load(theirs + EP, there, 0.0, cache_modifier=".cg")
         uneven = load * (E / tl.maximum(tl.sum(tokens, 0), 1.0))
         moved = ahead - tl.log(tl.maximum(uneven, 1e-30))
-        before = now
+        momentum = (moved - now) / 2
         now = tl.where(last, now, moved)
     if program == 0:
         tl.store(potentials + e, now, mask=e < E)
