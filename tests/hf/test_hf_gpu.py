@@ -118,6 +118,9 @@ def test_imported_model_is_the_same_function_on_a_gpu(name, size, tmp_path, monk
     ours = load_step(tmp_path / "step").cuda()
     x, targets = torch.randint(31, (2, 3, 40)).cuda()
     logits = theirs(x).logits
+    turned = 2 * len(getattr(theirs.model.rotary_emb, "inv_freq", ()))
+    if name == "minimax_m2" and turned != theirs.config.rotary_dim:
+        pytest.skip("this transformers turns all channels, whatever rotary_dim says (5.17 does)")
     assert far(ours(x), logits) < LOGITS[size]
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     ours(x, targets).backward()

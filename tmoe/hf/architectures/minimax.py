@@ -37,7 +37,7 @@ MOE = (
 
 def partial(hf: HF) -> float:
     """The share of channels that turn, as the published configs name their number."""
-    return hf["rotary_dim"] / hf.get("head_dim", 128) if hf.get("rotary_dim") is not None else 1.0
+    return hf["rotary_dim"] / (hf.get("head_dim") or 128) if hf.get("rotary_dim") is not None else 1.0
 
 
 def write_keys(cfg: ModelConfig) -> HF:
