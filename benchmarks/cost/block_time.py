@@ -118,8 +118,8 @@ def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
         mla = model.mla
         latents = moved(mla.q_rank + mla.kv_rank + mla.rope_dim)
         forward, backward = (x, x) if mla.q_rank else (2 * x, 3 * x)
-        return (1 - m.spread_hidden) * (forward + latents), (1 - m.spread_hidden) * (backward + latents)
-    return (1 - m.spread_hidden) * 2 * x, (1 - m.spread_hidden) * 3 * x
+        return m.tp_factor * (forward + latents), m.tp_factor * (backward + latents)
+    return m.tp_factor * 2 * x, m.tp_factor * 3 * x
 
 
 def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
     else:
         keys, qk, v = G * key_copies(H, G, cp), qk_width(model), v_width(model)
         seconds = sum(all_to_all(own * n, cp, tp, m) for n in (H * qk, keys * qk, keys * v, H * v))
-    return ((1 - m.spread_hidden) * seconds,) * 2
+    return (m.cp_factor * seconds,) * 2
 
 
 def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
@@ -156,7 +156,7 @@ def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     rows = etp * (T if axes.ep == 1 else rows_received(T, top_k, axes.ep))
     moving = 4 * all_to_all(rows * D * width, etp, axes.ep, m)
     copied = 4 * 3 * rows * D * width + (2 + 2 + etp) * slice_bytes(cfg, axes)
-    return (1 - m.spread_hidden) * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
+    return m.etp_factor * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
 
 
 def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -> float:

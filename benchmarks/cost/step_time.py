@@ -28,8 +28,8 @@ A step is the sum of these parts, of the busiest rank:
     pipeline bubble       what the busiest stage waits: the table's own order, run with each chunk's seconds
 
 With pp the other parts are those of the busiest stage, and the optimizer's those of the stage with the most
-parameters. What tp, cp, etp and pp add was not measured: their constants are assumed, and their parts are
-in the open.
+parameters. What tp, cp, etp and pp add rests on constants of their own, an axis each (constants.py, OF_AXIS),
+which say whether they were measured; until then their parts are in the open.
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
 through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to

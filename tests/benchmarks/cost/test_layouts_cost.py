@@ -50,7 +50,7 @@ def test_tp_exchange_worked_by_hand():
         a_pass = (tp - 1) * 16384 * 2048 * 2 / 1e9
         # the curve holds all of FSDP2's gathers as well, which are another part
         assert parts["tp exchange"] == pytest.approx(48 * 5 * a_pass)
-    hidden = free(collective=line(1e9), spread_hidden=0.25)
+    hidden = free(collective=line(1e9), tp_factor=0.75)
     assert step_time.predict(laid(QWEN3, axes, 32), axes, hidden).parts["tp exchange"] == pytest.approx(
         48 * 5 * a_pass * 0.75
     )
