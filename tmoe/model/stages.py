@@ -5,7 +5,8 @@ those of the whole model, so step folders do not say how it was cut. Hidden stat
 balancing loss begins its backward where it is computed.
 
 A tied table lies on the first stage and on the last. Their gradients are added up, so both stay the same; the
-first one's is counted in the norm and saved.
+first one's is counted in the norm and saved. Where one stage has both ends (v), the last chunk's is no
+parameter: it is written anew from the first chunk's before each pass, and gives it its gradient behind.
 
 next: parallel/pipelining.py
 """
@@ -168,11 +169,12 @@ class Stages(nn.Module):
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all parts, by their names in the whole model."""
         for part in self:
-            yield from part.named_parameters()
+            yield from ((name, p) for name, p in part.named_parameters() if not self._follows(part, name))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """Of all parts, by their names in the whole model."""
-        return {name: t for part in self for name, t in part.state_dict().items()}
+        tensors = ((part, *named) for part in self for named in part.state_dict().items())
+        return {name: t for part, name, t in tensors if not self._follows(part, name)}
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
@@ -213,6 +215,16 @@ class Stages(nn.Module):
         set_timeout(patience(), group)
         return group
 
+    @property
+    def ends(self) -> tuple[Part, Part] | None:
+        """The first chunk and the last, where this rank has both and they share a tied table."""
+        first, last = ([part for part in self if getattr(part, end)] for end in ("first", "last"))
+        return (first[0], last[0]) if self.cfg.tied and first and last else None
+
+    def _follows(self, part: Part, name: str) -> bool:
+        """Whether this is the second copy of a tied table that this rank has in its first part."""
+        return name == "embedding.weight" and not part.first and self.ends is not None
+
     def forward_backward(
         self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
     ) -> Tensor:
@@ -240,6 +252,7 @@ class Stages(nn.Module):
         return self.loss
 
     def _begin(self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None) -> None:
+        self._copy_table()
         wanted = 1 + max(action.micro for action in self.pipeline.row)
         if len(micros) != wanted:
             raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
@@ -256,8 +269,21 @@ class Stages(nn.Module):
         B, S = tokens_BS.shape
         return Shape((B, S // self.mesh.axes.parts, self.cfg.dim), self.dtype, tokens_BS.device)
 
+    @torch.no_grad()
+    def _copy_table(self) -> None:
+        """Writes a tied table's second copy on this rank from the first, shard by shard."""
+        if self.ends:
+            self.reshard()  # a pass without gradients may have left them gathered
+            first, copy = (local_part(part.embedding.weight) for part in self.ends)
+            copy.copy_(first)
+
     def _add_copies(self) -> None:
         """Adds up the gradients of a tied table, on the shards."""
+        if self.ends:
+            first, copy = (part.embedding.weight for part in self.ends)
+            if copy.grad is not None:
+                first.grad = copy.grad.to(first.dtype) + first.grad
+                copy.grad = None
         if self.copies is not None:
             grad = next(p.grad for name, p in self.named_parameters() if name == "embedding.weight")
             assert grad is not None
