@@ -195,9 +195,16 @@ def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace)
 
 
 def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float]:
-    """(forward, backward) seconds of one layer's experts on the busiest rank.
+    """(forward, backward) seconds of one layer's experts on the busiest rank."""
+    forward, inputs, weights = expert_kernels(cfg, axes, m, skew)
+    return forward + m.layer_fixed / 3, inputs + weights + m.layer_fixed * 2 / 3
 
-    They are those of the kernels of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs.
+
+def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float, float]:
+    """Seconds of its kernels: of the forward, of the gradients of rows, of those of weights.
+
+    They are those of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs. The last are
+    what a pipeline by v puts off.
     """
     moe = cfg.model.moe
     ep, etp = axes.ep, axes.etp
@@ -222,9 +229,7 @@ def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     dw_down = kernel(one, width * (a + x + w), m)
     dw_up = kernel(n * one, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
-    forward = up + down + sum_rows
-    backward = dh + dx + dw_down + dw_up + sum_rows
-    return slower * forward + m.layer_fixed / 3, slower * backward + m.layer_fixed * 2 / 3
+    return slower * (up + down + sum_rows), slower * (dh + dx + sum_rows), slower * (dw_down + dw_up)
 
 
 def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:
