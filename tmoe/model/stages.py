@@ -37,6 +37,8 @@ from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.trace import give, layers_of
+from tmoe.ops.check import require
 from tmoe.ops.experts.deferred import Left
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
@@ -79,6 +81,7 @@ class _Chunk:
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         stages = self.stages
+        stages.replay(self.part, micro)
         here = stages.micros[micro]
         x = here.tokens_BS if x is None else x
         y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective)
@@ -88,7 +91,8 @@ class _Chunk:
         stages.loss += y.detach()
         return None, [y if extra is None else y + extra]
 
-    def begin_backward(self, last: bool) -> None:
+    def begin_backward(self, micro: int, last: bool) -> None:
+        self.stages.replay(self.part, micro)  # for layers that are recomputed
         # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
         # backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
@@ -152,6 +156,7 @@ class Stages(nn.Module):
         self.chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
         self.pipeline = Pipeline(self.chunks, self.table, mesh)
         self.copies = self._group_of_copies()
+        self.replayed: list[dict[MoE, Tensor]] | None = None  # ids by micro-batch (moe/trace.py)
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts.values())  # pyrefly: ignore
@@ -257,12 +262,30 @@ class Stages(nn.Module):
         if len(micros) != wanted:
             raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
         self.micros = [Micro(*micro) for micro in micros]
+        self._check_replay()
         self.totals = totals
         self.objective = objective
         self.contexts = [
             self.part.context(m.tokens_BS, m.documents_BS, m.padding_BS, m.positions_BS) for m in self.micros
         ]
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
+
+    def _check_replay(self) -> None:
+        """ValueError before anything travels where recorded ids are not these micro-batches'."""
+        if self.replayed is None or not layers_of(self):
+            return
+        got, valid = len(self.replayed), f"those of --train.accumulate={len(self.micros)}"
+        require(got == len(self.micros), "ids", f"those of {got} micro-batches", valid)
+        for micro, ids in zip(self.micros, self.replayed, strict=True):
+            tokens = micro.tokens_BS.numel() // self.mesh.axes.parts
+            for ids_TK in ids.values():
+                require(len(ids_TK) == tokens, "ids", f"those of {len(ids_TK)} tokens", f"of {tokens}")
+
+    def replay(self, part: Part, micro: int) -> None:
+        """Gives a part's layers the recorded ids of a micro-batch, inside `replaying`."""
+        layers = layers_of(part)
+        if self.replayed is not None and layers:
+            give(layers, [self.replayed[micro][moe] for moe in layers])
 
     def _shape(self) -> Shape:
         tokens_BS = self.micros[0].tokens_BS
