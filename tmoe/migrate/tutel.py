@@ -44,8 +44,8 @@ ROWS: tuple[Row, ...] = (
     worked(
         "parallel_type",
         "where N ranks share an expert: adaptive:0 is `--parallel.adaptive-r 0`, adaptive:1 and data divide "
-        "no expert, adaptive:R is `--parallel.etp N --parallel.adaptive-r R`, model `--parallel.etp N`; auto is "
-        "R 1 there; a call may choose again: `moe(x, adaptive_r=)`",
+        "no expert, adaptive:R is `--parallel.etp N --parallel.adaptive-r R`, model `--parallel.etp N`; auto "
+        "is R 1 there; a call may choose again: `moe(x, adaptive_r=)`",
     ),
     nothing("use_2dh", "across nodes rows travel in two hops by themselves", "one"),
     nothing("pad_samples", "deprecated there"),
