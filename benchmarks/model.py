@@ -17,7 +17,7 @@ the file.
 The page of dp x ep takes the words' own micro-batches on every rank. The ten best are searched among all
 mixtures of pp (1f1b, interleaved, v), replicate, dp, ep, etp, cp (keys, heads) and tp that train.py takes, of
 which tp stays in a node, a rank has 256 tokens of a sequence or more, and replicas fill nodes; as many
-micro-batches as fit into --batch-tokens. What these axes add has not been measured (h200.json: assumed).
+micro-batches as fit into --batch-tokens. The last line says on what each axis stands: measured, or assumed.
 
 --check takes the busiest rank's share of the tokens from the lines that have it (`busiest_rank`), else
 `skew`; benchmarks/cost/points.py says which lines it reads. A point counts as fitted if any run of its layout
@@ -34,7 +34,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.cost.compare import check, fit, ratio, unheld
-from benchmarks.cost.constants import CONSTANTS, check_constant, of_gpu, title, values
+from benchmarks.cost.constants import CONSTANTS, check_constant, of_gpu, standing, title, values
 from benchmarks.cost.page import best_table, page, parts_table, refused
 from benchmarks.cost.points import fitted_layouts, held, read_points, summary
 from benchmarks.cost.search import Search
@@ -123,7 +123,8 @@ def main() -> None:
     own = args.constants != CONSTANTS
     if own and args.gpu != "h200":
         parser.error(f"--gpu={args.gpu}: --constants are of one GPU already; leave one of the two out")
-    m = values(of_gpu(constants, args.gpu))
+    constants = of_gpu(constants, args.gpu)
+    m = values(constants)
     # Before `parse`, which would complain of the number as a world.
     if wrong := [n for n in args.gpus if not 1 <= n <= MOST["world"]]:
         parser.error(f"--gpus {wrong[0]}: must be 1 or more, at most {MOST['world']}")
@@ -142,6 +143,7 @@ def main() -> None:
     search = Search(cfg, m, int(args.batch_tokens))
     for world in args.gpus:
         console.print(best_table(search.best(world), world, search.batch_tokens))
+    console.print("constants, " + "; ".join(f"{axis} {how}" for axis, how in standing(constants).items()))
 
 
 def marked(words: list[str]) -> list[str]:

@@ -27,6 +27,9 @@ parser.add_argument("--hidden_size", type=int, default=2048)
 parser.add_argument("--num_local_experts", type=int, default=2, help="experts of each rank")
 parser.add_argument("--dtype", choices=("float32", "float64", "float16", "bfloat16"), default="float32")
 parser.add_argument("--top", type=int, default=2, help="experts of each token")
+parser.add_argument(
+    "--capacity_factor", type=float, default=1.0, help="bound on an expert's tokens; 0: none are dropped"
+)
 parser.add_argument("--l_aux_wt", type=float, default=0.0, help="weight of the load-balancing loss")
 parser.add_argument("--num_steps", type=int, default=100)
 parser.add_argument("--lr", type=float, default=1e-5)
@@ -41,6 +44,9 @@ class Model(nn.Module):
             experts=args.num_local_experts * dist.get_world_size(),
             top_k=args.top,
             ffn_dim=args.hidden_size,
+            capacity_factor=args.capacity_factor or None,
+            rounding="tutel",
+            drop="choice",
             balance_coeff=args.l_aux_wt,
             z_coeff=0.0,
         )

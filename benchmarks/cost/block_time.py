@@ -118,8 +118,8 @@ def tp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
         mla = model.mla
         latents = moved(mla.q_rank + mla.kv_rank + mla.rope_dim)
         forward, backward = (x, x) if mla.q_rank else (2 * x, 3 * x)
-        return (1 - m.spread_hidden) * (forward + latents), (1 - m.spread_hidden) * (backward + latents)
-    return (1 - m.spread_hidden) * 2 * x, (1 - m.spread_hidden) * 3 * x
+        return m.tp_factor * (forward + latents), m.tp_factor * (backward + latents)
+    return m.tp_factor * 2 * x, m.tp_factor * 3 * x
 
 
 def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def cp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> tuple[float, floa
     else:
         keys, qk, v = G * key_copies(H, G, cp), qk_width(model), v_width(model)
         seconds = sum(all_to_all(own * n, cp, tp, m) for n in (H * qk, keys * qk, keys * v, H * v))
-    return ((1 - m.spread_hidden) * seconds,) * 2
+    return (m.cp_factor * seconds,) * 2
 
 
 def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
@@ -156,7 +156,7 @@ def etp_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     rows = etp * (T if axes.ep == 1 else rows_received(T, top_k, axes.ep))
     moving = 4 * all_to_all(rows * D * width, etp, axes.ep, m)
     copied = 4 * 3 * rows * D * width + (2 + 2 + etp) * slice_bytes(cfg, axes)
-    return (1 - m.spread_hidden) * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
+    return m.etp_factor * moving + copied / m.memory_rate + m.exchange["nccl"]["fixed"]
 
 
 def attention_seconds(cfg: Config, axes: Axes, layer: int, m: SimpleNamespace) -> float:
@@ -195,9 +195,16 @@ def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace)
 
 
 def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float]:
-    """(forward, backward) seconds of one layer's experts on the busiest rank.
+    """(forward, backward) seconds of one layer's experts on the busiest rank."""
+    forward, inputs, weights = expert_kernels(cfg, axes, m, skew)
+    return forward + m.layer_fixed / 3, inputs + weights + m.layer_fixed * 2 / 3
 
-    They are those of the kernels of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs.
+
+def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float, float]:
+    """Seconds of its kernels: of the forward, of the gradients of rows, of those of weights.
+
+    They are those of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs. The last are
+    what a pipeline by v puts off.
     """
     moe = cfg.model.moe
     ep, etp = axes.ep, axes.etp
@@ -222,9 +229,7 @@ def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     dw_down = kernel(one, width * (a + x + w), m)
     dw_up = kernel(n * one, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
-    forward = up + down + sum_rows
-    backward = dh + dx + dw_down + dw_up + sum_rows
-    return slower * forward + m.layer_fixed / 3, slower * backward + m.layer_fixed * 2 / 3
+    return slower * (up + down + sum_rows), slower * (dh + dx + sum_rows), slower * (dw_down + dw_up)
 
 
 def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:

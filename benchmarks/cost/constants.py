@@ -1,6 +1,7 @@
 """The constants of the cost model: what one GPU and its links need for what a step does.
 
-h200.json, of one GPU, says of each whether it was measured, fitted (and on which points) or assumed.
+h200.json, of one GPU, says of each whether it was measured, fitted (and on which points) or assumed. Those
+that one axis alone rests on are told apart by axis (`OF_AXIS`, `standing`).
 
 Those of another GPU are made of them by `of_gpu`: times are as much longer as data sheets have less. How
 well kernels reach a sheet's numbers there was not measured.
@@ -19,6 +20,18 @@ from tmoe.config.gpus import DRIVER, GPUS
 GIB = 2**30
 FLOPS = ("peak", "product_rate", "attention_rate", "isolated_attention_rate")  # in proportion to these
 LINKS = ("collective", "exchange")
+# What each axis adds to a step rests on these beside `collective`, which all share. A step along one axis
+# alone tells its constants: measure it (benchmarks/axes.py), fit them (benchmarks.model --fit), write them
+# into h200.json.
+OF_AXIS = {
+    "dp": ("fsdp_overlap", "slowed", "copy_factor"),
+    "ep": ("exchange",),
+    "tp": ("tp_factor",),
+    "cp": ("cp_factor",),
+    "pp": ("message",),
+    "etp": ("etp_factor",),
+    "replicate": ("fsdp_overlap",),
+}
 CONSTANTS = Path(__file__).with_name("h200.json")
 
 
@@ -71,6 +84,16 @@ def title(name: str, m: SimpleNamespace, own: bool) -> str:
     if name == "h200":
         return f"H200 ({gib} each): measured on one to four GPUs; ~: network between nodes assumed"
     return f"{GPUS[name].title} ({gib} each): the H200's, scaled by data sheets; ~: network assumed as well"
+
+
+def standing(constants: dict[str, dict]) -> dict[str, str]:
+    """What each axis stands on, in a few words: "measured", "fitted", "scaled", or what of it is assumed."""
+
+    def words(names: tuple[str, ...]) -> str:
+        assumed = [name for name in names if constants[name]["how"] == "assumed"]
+        return f"assumed: {', '.join(assumed)}" if assumed else constants[names[0]]["how"]
+
+    return {axis: words(names) for axis, names in OF_AXIS.items()}
 
 
 def values(constants: dict[str, dict]) -> SimpleNamespace:

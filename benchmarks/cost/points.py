@@ -8,7 +8,7 @@ which says why.
 import json
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.run import Config
@@ -81,18 +81,22 @@ def read_points(paths: list[Path]) -> list[Point]:
         raise SystemExit(f"--check {' '.join(map(str, paths))}: holds no line to compare with")
     for file, line in lines:
         try:
-            record = json.loads(line)
-            cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
-            axes = Axes.of(cfg.parallel, record["gpus"])
-            train = cfg.train
-            tokens = axes.readers * train.batch * train.seq * train.accumulate
-            seconds = tokens / axes.world / record["tokens_per_s_gpu"]
-            skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
-            points.append(Point(record["command"], cfg, axes, seconds, skew))
+            points.append(point_of(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
             what = "not a line of `python -m benchmarks.train --json`"
             raise SystemExit(f"--check {file}: {what}: {line[:80]}") from None
     return points
+
+
+def point_of(record: dict[str, Any]) -> Point:
+    """What a line of `python -m benchmarks.train --json` says was measured."""
+    cfg = parse(record["command"].split()[1:], "", world=record["gpus"])
+    axes = Axes.of(cfg.parallel, record["gpus"])
+    train = cfg.train
+    tokens = axes.readers * train.batch * train.seq * train.accumulate
+    seconds = tokens / axes.world / record["tokens_per_s_gpu"]
+    skew = statistics.median(record["busiest_rank"]) if "busiest_rank" in record else None
+    return Point(record["command"], cfg, axes, seconds, skew)
 
 
 def fitted_layouts(constants: dict[str, dict]) -> list[tuple]:

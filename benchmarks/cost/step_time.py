@@ -25,11 +25,12 @@ A step is the sum of these parts, of the busiest rank:
                           does not hide
     slowed                what compute loses beside those that it does hide, by the time of their bytes on
                           NVLink
-    pipeline bubble       what the busiest stage waits: the table's own order, run with each chunk's seconds
+    pipeline bubble       what the busiest stage waits: the table's own order, run with each chunk's seconds;
+                          by v the gradients of experts' weights wait for idle moments, where they can
 
 With pp the other parts are those of the busiest stage, and the optimizer's those of the stage with the most
-parameters. What tp, cp, etp and pp add was not measured: their constants are assumed, and their parts are
-in the open.
+parameters. What tp, cp, etp and pp add rests on constants of their own, an axis each (constants.py, OF_AXIS),
+which say whether they were measured; until then their parts are in the open.
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
 through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to
@@ -47,7 +48,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from benchmarks.cost.block_time import Parts, block_seconds, product
+from benchmarks.cost.block_time import Parts, block_seconds, expert_kernels, product
 from benchmarks.cost.network import collective_seconds, padded_groups, times
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
@@ -113,19 +114,19 @@ def predict(
     chunks = [same[chunk_kind(cfg.model, span)] for span in spans]
     short = steady(cfg, axes)
     if axes.pp == 1:
-        (parts, _), bubble = chunks[0], 0.0
+        (parts, *_), bubble = chunks[0], 0.0
         own = [spans]
     else:
         order = plan(short, axes)
         own = [[s for s, home in zip(spans, order.home, strict=True) if home == r] for r in range(axes.pp)]
         works = [
-            [parts for (parts, _), home in zip(chunks, order.home, strict=True) if home == r]
+            [parts for (parts, *_), home in zip(chunks, order.home, strict=True) if home == r]
             for r in range(axes.pp)
         ]
         work = [sum(sum(parts.values()) for parts in stage) for stage in works]
         most = work.index(max(work))
         parts = {name: sum(parts[name] for parts in works[most]) for name in works[most][0]}
-        costs = [Cost(f, sum(parts.values()) / again - f, 0.0) for parts, f in chunks]
+        costs = [Cost(f, sum(parts.values()) / again - f - w, w) for parts, f, w in chunks]
         once = work[most] / again
         bubble = simulate(order, costs, message_seconds(cfg, axes, m)).time
         bubble -= once * short.train.accumulate
@@ -157,8 +158,12 @@ def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
 
 def chunk_seconds(
     cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busiest: float
-) -> tuple[Parts, float]:
-    """Seconds of a step by part of one chunk, but for the optimizer; and of a micro-batch's forward."""
+) -> tuple[Parts, float, float]:
+    """Seconds of a step by part of one chunk, but for the optimizer.
+
+    And those of a micro-batch's forward, and of the gradients of experts' weights in its backward, which v
+    puts off.
+    """
     again = cfg.train.accumulate
     forward, backward = passes(cfg, axes, span, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
@@ -173,7 +178,9 @@ def chunk_seconds(
     parts["copies"] = copy_seconds(cfg, axes, span, m)
     parts["exposed all-gathers"] = exposed
     parts["slowed"] = m.slowed * beside
-    return parts, sum(forward.values())
+    sparse = sum(map(cfg.model.is_moe, span))
+    weights = sparse * expert_kernels(cfg, axes, m, busiest)[2] if sparse else 0.0
+    return parts, sum(forward.values()), weights
 
 
 def chunk_kind(model: ModelConfig, span: range) -> tuple:

@@ -57,6 +57,10 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (4, dict(pp=2, dp=2), "gqa", dict(micros=2, parallel=dict(schedule="v", whole_gib=0))),  # none deferred
     (2, dict(pp=2), "gqa", dict(micros=4, documents=False, compile=True, parallel=dict(schedule="v"))),
     (4, dict(pp=2), "olmoe", dict(micros=4)),  # a table on both ends
+    # both ends on one stage: alone, gathered once a step, and beside replicas
+    (2, dict(pp=2), "olmoe", dict(micros=4, parallel=dict(schedule="v"))),
+    (4, dict(pp=2, ep=2), "olmoe", dict(micros=4, parallel=dict(schedule="v", shard=1))),
+    (4, dict(pp=2, replicate=2), "olmoe", dict(micros=4, parallel=dict(schedule="v"))),
     (4, dict(pp=4), "latent", dict(micros=8)),  # the first stage without MoE layers
     (4, dict(pp=2, tp=2, ep=2), "gqa", dict(micros=2, parallel=dict(checkpoint="block"))),
     (8, dict(pp=2, cp=2, tp=2, ep=4), "gqa", dict(micros=2)),

@@ -70,3 +70,27 @@ def test_the_mixtral_script_cut_to_a_tiny_width(gloo, tmp_path):
     gloo(8, run, [*MIXTRAL, *out, "--steps", "2", "--resume", "none"], timeout=240)
     gloo(8, run, [*MIXTRAL, *out, "--steps", "4"], timeout=240)
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_tied_table_goes_on_from_and_to_the_v_schedule(gloo, tmp_path):
+    """There one rank has both ends of the model: the table is saved once, trained once, averaged once."""
+    sizes = ["--train.batch", "2", "--train.accumulate", "4", "--model.layers", "4", "--model.tied"]
+    layouts = [
+        (2, [*sizes, "--parallel.schedule", "v"], dict(pp=2)),
+        (2, sizes, dict(pp=2)),
+        (1, sizes, {}),
+    ]
+    first = tmp_path / "first"
+    gloo(2, run, words(layouts[0], first, "--resume", "none"), timeout=240)
+    step = first / "checkpoints" / "step-4"
+    saved = gloo(1, load, words(layouts[2], tmp_path / "look", "--resume", str(step)))[0]
+    assert not any(name.startswith("model.head") for name in saved)
+    for i, layout in enumerate(layouts):
+        begun = words(layout, tmp_path / str(i), "--resume", str(step))
+        held = gloo(layout[0], load, begun, timeout=240)
+        assert set().union(*held) == set(saved), "each once"
+        assert all(torch.equal(tensor, saved[name]) for found in held for name, tensor in found.items())
+        gloo(layout[0], run, begun, timeout=240)
+        expected = {n: loss for n, loss in losses(first).items() if n > 4}
+        assert losses(tmp_path / str(i)) == pytest.approx(expected, rel=1e-5), layout

@@ -338,9 +338,13 @@ HELLO = """--expert_type=llama_ffn --model_dim=32 --hidden_size=32 --num_tokens=
         ("--num_local_experts=2", 4, dict(experts=8, ep=4)),
         ("--num_local_experts=-2", 4, dict(experts=2, ep=2)),
         ("--num_local_experts=-2 --parallel_type=model", 4, dict(experts=2, ep=2, etp=2)),
-        ("--num_local_experts=-4 --parallel_type=adaptive:2", 8, dict(experts=2, ep=2, etp=2)),
-        ("--num_local_experts=-2 --parallel_type=adaptive:0", 4, dict(experts=2, ep=1)),
+        ("--num_local_experts=-4 --parallel_type=adaptive:4", 8, dict(experts=2, ep=2, etp=4)),
+        ("--num_local_experts=-4 --parallel_type=adaptive:2", 8, dict(experts=2, ep=2, etp=4, adaptive_r=2)),
+        ("--num_local_experts=-2 --parallel_type=adaptive:0", 4, dict(experts=2, ep=2, adaptive_r=0)),
+        ("--num_local_experts=2 --parallel_type=adaptive:0", 2, dict(experts=4, ep=2, adaptive_r=0)),
+        ("--num_local_experts=2 --parallel_type=adaptive:0 is_postscore=False", 2, dict(experts=4, ep=2)),
         ("--num_local_experts=-2 --parallel_type=data", 4, dict(experts=2, ep=2)),
+        ("--num_local_experts=-2 adaptive_r=1", 4, dict(experts=2, ep=2)),
     ],
 )
 def test_tutel_layouts(words, world, wanted):
@@ -349,6 +353,7 @@ def test_tutel_layouts(words, world, wanted):
     cfg = parse([*outcome.words, "--dry-run", "--world", str(world)], "")
     p = cfg.parallel
     found = dict(experts=cfg.model.moe.experts, ep=p.ep) | (dict(etp=p.etp) if p.etp > 1 else {})
+    found |= {} if p.adaptive_r is None else dict(adaptive_r=p.adaptive_r)
     assert found == wanted
     assert (cfg.model.layers, cfg.model.moe.top_k, cfg.model.moe.balance) == (1, 2, "none")
 
@@ -368,6 +373,7 @@ def test_tutel_runs(gloo, tmp_path):
         "batch_prioritized_routing=True --capacity_factor=1.0 is_postscore=False",
         "gate_type=cosine_top proj_dim=16 init_t=0.5",
         "--l_aux_wt=0.01 is_gshard_loss=False gate_noise=1.0",
+        "--expert_type=ffn",
     ],
 )
 def test_tutel_routers_run(gloo, tmp_path, words):
@@ -379,16 +385,45 @@ def test_tutel_routers_run(gloo, tmp_path, words):
 
 
 def test_tutel_refusals():
-    refused = translate("tutel", ["--num_local_experts=2"], 2).refused
-    assert (
-        len(refused) == 1 and "--expert_type=ffn, where it is left out: experts of two matrices" in refused[0]
-    )
     refused = translate("tutel", [*HELLO, "gate_type=custom", "--dtype=float16", "result_func=f"]).refused
     assert [text.split(":")[0].split("=")[0] for text in refused] == ["result_func", "gate_type", "--dtype"]
     with pytest.raises(ValueError, match=r"parallel_type=adaptive:3: R must be one of \[0, 1, 2, 4\]"):
         translate("tutel", [*HELLO, "--num_local_experts=-4", "--parallel_type=adaptive:3"], 8)
     with pytest.raises(ValueError, match=r"4 ranks share an expert; --world=6"):
         translate("tutel", [*HELLO, "--num_local_experts=-4"], 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", ("relu", True)),  # ffn, where it is left out
+        ("activation_fn=F.gelu", ("gelu", True)),
+        ("has_fc1_bias=False has_fc2_bias=False", ("relu", False)),
+        ("--expert_type=ffn activation_fn=torch.nn.functional.relu", ("relu", True)),
+        ("--expert_type=llama_ffn", ("swiglu", False)),
+    ],
+)
+def test_tutels_experts(words, wanted):
+    outcome = translate("tutel", [*(word for word in HELLO if "llama" not in word), *words.split()])
+    assert not outcome.refused
+    moe = parse([*outcome.words, "--dry-run"], "").model.moe
+    assert (moe.activation, moe.bias) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["has_fc2_bias=False"], "has_fc1_bias, has_fc2_bias: tmoe has biases on all"),
+        (["activation_fn=lambda x: F.silu(x)"], "of ffn tmoe has relu and gelu"),
+        (["--expert_type=llama_ffn", "activation_fn=F.relu"], "of llama_ffn tmoe has silu and swish"),
+        (["--expert_type=custom"], "--expert_type=custom: tmoe has ffn and llama_ffn"),
+    ],
+)
+def test_experts_that_tmoe_has_not_are_named(words, said):
+    (refused,) = translate("tutel", words).refused
+    assert said in refused
+    lambda_ = translate("tutel", ["activation_fn=lambda x: F.relu(x)"])
+    assert not lambda_.refused and lambda_.flags["--model.moe.activation"] == ["relu"]
 
 
 YAML = """plugins:

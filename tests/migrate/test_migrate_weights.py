@@ -200,6 +200,76 @@ def test_tutel_computes_the_same(tmp_path, ranks):
     torch.testing.assert_close(layer(x), tutel_forward(x), rtol=1e-5, atol=1e-5)
 
 
+def write_ffn(folder: Path, whole: dict[str, torch.Tensor], ranks: int) -> str:
+    """Tutel's ffn: sharers of an expert hold rows of both matrices [F/n, D] and parts of both biases."""
+    folder.mkdir()
+    E, _, D = whole["batched_fc1_w"].shape
+    sharers = max(1, ranks // E)
+    split = dict(whole)
+    if "batched_fc2_bias" in whole:
+        short = -(-D // sharers) * sharers - D
+        split["batched_fc2_bias"] = torch.nn.functional.pad(whole["batched_fc2_bias"], (0, short))
+    for rank in range(ranks):
+        state = {
+            f"moe.experts.{n}": t.reshape(ranks, -1)[rank].clone() for n, t in split.items() if n != "wg"
+        }
+        state |= {"moe._num_global_experts": torch.tensor(E), "moe.gates.0.wg.weight": whole["wg"]}
+        torch.save(state, folder / f"{rank}-of-{ranks}.ckpt")
+    return str(folder / "{rank}-of-{size}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "E", "D", "F", "bias"),
+    [(1, 4, 8, 6, True), (2, 4, 8, 6, False), (8, 4, 8, 6, True), (8, 2, 6, 4, True)],
+)
+def test_tutels_ffn_computes_the_same(tmp_path, ranks, E, D, F, bias):
+    """Two matrices, ReLU, biases; the last case divides 6 channels of the second bias among 4, as 2 each."""
+    g = torch.Generator().manual_seed(1)
+    shapes = dict(batched_fc1_w=(E, F, D), batched_fc2_w=(E, F, D), wg=(E, D))
+    shapes |= dict(batched_fc1_bias=(E, F), batched_fc2_bias=(E, D)) if bias else {}
+    w = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    tensors = gather(write_ffn(tmp_path / "c", w, ranks), ranks)
+    how = dict(activation="relu", bias=bias, balance="none", z_coeff=0.0)
+    layer = tmoe.MoE(D, MoEConfig(experts=E, top_k=2, ffn_dim=F, **how))
+    layer.load_state_dict({name.removeprefix("moe."): t for name, t in tensors.items()})
+    x = torch.randn(10, D, generator=g)
+    best, ids = (x @ w["wg"].T).softmax(-1).topk(2)
+    b1, b2 = (w.get(f"batched_fc{i}_bias", torch.zeros(E, 1)) for i in (1, 2))
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        for weight, e in zip(best[t] / best[t].sum(), ids[t], strict=True):
+            hidden = torch.relu(w["batched_fc1_w"][e] @ x[t] + b1[e])
+            y[t] += weight * (hidden @ w["batched_fc2_w"][e] + b2[e])
+    torch.testing.assert_close(layer(x), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda m: m.pop("moe.experts.batched_fc2_bias"),
+            "biases on both projections of an expert or on none",
+        ),
+        (lambda m: m.pop("moe.experts.batched_fc2_w"), "moe.experts.batched_fc2_w: missing"),
+        (
+            lambda m: m.update({"moe.experts.batched_fc2_w": torch.ones(4, 6, 10)}),
+            "batched_fc2_w: 60, .* elements of an expert.* an output_dim of their own are not read",
+        ),
+        (lambda m: m.update({"moe.experts.batched_fc1_w": torch.ones(7)}), "as many for each of 4 experts"),
+        (lambda m: m.update({"moe.experts.W_fc1": torch.ones(7)}), "W_fc1: not known in .* experts ffn"),
+    ],
+)
+def test_other_ffns_of_tutel_are_refused_by_name(tmp_path, change, words):
+    shapes = dict(batched_fc1_w=(4, 6, 8), batched_fc2_w=(4, 6, 8), wg=(4, 8))
+    shapes |= dict(batched_fc1_bias=(4, 6), batched_fc2_bias=(4, 8))
+    pattern = write_ffn(tmp_path / "c", {name: torch.ones(shape) for name, shape in shapes.items()}, 1)
+    state = torch.load(pattern.replace("{rank}-of-{size}", "0-of-1"))
+    change(state)
+    torch.save(state, tmp_path / "c/0-of-1.ckpt")
+    with pytest.raises(CheckpointError, match=words):
+        gather(pattern, 1)
+
+
 def test_tutel_never_fills_zeros(tmp_path):
     """A tensor that one rank, or all, lack is named; so are other sizes, files, gates and experts."""
     pattern = write_tutel(tmp_path / "c", 2)
@@ -223,7 +293,7 @@ def test_tutel_never_fills_zeros(tmp_path):
             "elements in all ranks; must be 4 experts",
         ),
         (lambda m: m.update({"moe.experts.bias": torch.ones(7)}), None, "moe.experts.bias: not known"),
-        (lambda m: m.update({"moe.experts.batched_fc1_w": torch.ones(7)}), None, "two matrices"),
+        (lambda m: m.update({"moe.experts.batched_fc1_w": torch.ones(7)}), None, "batched_fc2_w: missing"),
         (lambda m: m.update({"moe.gates.0.wg.weight": torch.ones(5, D)}), None, "a gate of"),
         (lambda m: m.pop("moe._num_global_experts"), None, "no MoE layer of Tutel"),
     ):

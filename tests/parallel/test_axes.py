@@ -95,11 +95,6 @@ LAYOUTS = [
         dict(pp=2, schedule="interleaved"),
         r"accumulate=3: --parallel.schedule=interleaved needs a multiple",
     ),
-    (
-        dict(tied=True),
-        dict(pp=2, schedule="v"),
-        r"--parallel.schedule=v: the table of --model.tied would lie tw",
-    ),
     (dict(), dict(etp=5), r"--parallel.etp=5: must divide --model.moe.ffn-dim=96; valid: \[1, 2, 3, 4,"),
     (
         dict(),

@@ -157,12 +157,12 @@ def watch(rank: int, world: int, axes: dict[str, int], micros: int, model: str, 
     def watched(number, chunk):
         back, finish = chunk.begin_backward, chunk.finish_experts
 
-        def begin_backward(last):
+        def begin_backward(micro, last):
             done = {op for op, c, _ in events if c == number}
             if "W" not in done:
                 assert all(p.grad is None for p in matrices(net, number)), "I has made gradients of matrices"
             events.append(("I", number, last))
-            back(last)
+            back(micro, last)
 
         def finish_experts(left, last):
             assert len(left) == len(chunk.experts)

@@ -577,9 +577,6 @@ def require_layout(cfg: Config) -> None:
         p.pp == 1 or p.pp * chunks <= model.layers,
         f"--parallel.pp={p.pp} x {chunks} chunks: more than --model.layers={model.layers}",
     )
-    tied = p.pp > 1 and p.schedule == "v" and model.tied
-    ends = "the table of --model.tied would lie twice on the first stage, which has both ends"
-    require(not tied, f"{name}: {ends}; use 1f1b or interleaved")
     if not cfg.train.global_batch:  # else `with_global_batch` knows how many there are
         require_micros(cfg)
 

@@ -8,6 +8,8 @@ next: fms.py
 
 from __future__ import annotations
 
+import re
+
 from tmoe.config.check import ConfigError, divisors
 from tmoe.migrate import names
 from tmoe.migrate.tables import Given, Outcome, Row, nothing, refused, same, switch, worked
@@ -41,8 +43,9 @@ ROWS: tuple[Row, ...] = (
     ),
     worked(
         "parallel_type",
-        "adaptive:0 is `--parallel.ep 1`; adaptive:R is `--parallel.etp R`, data is R 1, model all of them; "
-        "auto is R 1 there",
+        "where N ranks share an expert: adaptive:0 is `--parallel.adaptive-r 0`, adaptive:1 and data divide "
+        "no expert, adaptive:R is `--parallel.etp N --parallel.adaptive-r R`, model `--parallel.etp N`; auto "
+        "is R 1 there; a call may choose again: `moe(x, adaptive_r=)`",
     ),
     nothing("use_2dh", "across nodes rows travel in two hops by themselves", "one"),
     nothing("pad_samples", "deprecated there"),
@@ -64,10 +67,10 @@ ROWS: tuple[Row, ...] = (
     worked("adaptive_r", "as parallel_type adaptive:R"),
     nothing("megablocks_size", "of inference on one GPU; tmoe pads nothing"),
     # the experts
-    worked("activation_fn", "silu: llama_ffn's; any other is refused"),
+    worked("activation_fn", "relu or gelu of ffn: `--model.moe.activation`; silu of llama_ffn; else refused"),
     refused("output_dim", "experts give the width that they take"),
-    worked("has_fc1_bias", "`--model.moe.bias`"),
-    worked("has_fc2_bias", "`--model.moe.bias`"),
+    worked("has_fc1_bias", "with has_fc2_bias `--model.moe.bias`; of ffn, True where left out"),
+    worked("has_fc2_bias", "with has_fc1_bias `--model.moe.bias`; of ffn, True where left out"),
     # helloworld's
     same("--batch_size", "--train.batch"),
     same("--num_tokens", "--train.seq"),
@@ -89,17 +92,18 @@ ROWS: tuple[Row, ...] = (
     nothing(
         "--use_tensorcore", "fp32 runs with TF32 as torch is set; bf16 is the type of tensor cores", "nothing"
     ),
-    worked("--expert_type", "llama_ffn: SwiGLU; ffn is refused: see the note below the table"),
+    worked(
+        "--expert_type",
+        "ffn, where left out: `--model.moe.activation relu --model.moe.bias`; llama_ffn: SwiGLU",
+    ),
     nothing("--local_rank", "the launcher says it"),
     # of a process's groups and environment
     nothing("group_count", "`--parallel.ep` and `--parallel.dp` make the groups"),
     nothing("backend", "NCCL on GPUs, gloo on CPUs"),
 )
 TYPES = dict(float32="fp32", bfloat16="bf16")
-FFN = (
-    "experts of two matrices with ReLU are not mapped: --model.moe.activation relu --model.moe.bias is near; "
-    "in a loop of your own tmoe.MoE takes experts of yours"
-)
+# of each type of experts: what its activation_fn may be, the first where it is left out, as tmoe's names
+ACTIVATIONS = dict(ffn=dict(relu="relu", gelu="gelu"), llama_ffn=dict(silu="swiglu", swish="swiglu"))
 
 
 def translate(words: list[str], world: int | None = None) -> Outcome:
@@ -173,9 +177,14 @@ def _lay_out(given: Given, out: Outcome, each: int) -> None:
     experts = each * world if each > 0 else world // shared
     degree = _degree(given, shared)
     out.set("--model.moe.experts", experts)
-    out.set("--parallel.ep", 1 if degree == 0 else world // shared)
+    out.set("--parallel.ep", world // shared)
     if degree > 1:
-        out.set("--parallel.etp", degree)
+        out.set("--parallel.etp", shared)
+    if degree == 0 and not _is_true(given, "is_postscore", True):
+        why = "tmoe gathers experts only where weights stand on the activation; results are the same"
+        out.notes.append(f"adaptive:0 with is_postscore=False: tokens travel: {why}")
+    elif degree not in (1, shared):
+        out.set("--parallel.adaptive-r", degree)
 
 
 def _degree(given: Given, shared: int) -> int:
@@ -238,15 +247,18 @@ def _capacity(given: Given, out: Outcome) -> None:
 
 def _experts(given: Given, out: Outcome) -> None:
     kind = given.text("--expert_type") or given.text("experts", "ffn")
-    if kind == "ffn":
-        out.refuse(
-            "--expert_type=ffn" + ("" if given.has("--expert_type") else ", where it is left out"), FFN
-        )
-    elif kind != "llama_ffn":
-        out.refuse(f"--expert_type={kind}", "tmoe has llama_ffn's")
-    if given.text("activation_fn", "silu").rpartition(".")[2] not in ("silu", "swish"):
-        out.refuse(f"activation_fn={given.text('activation_fn')}", "tmoe has silu, of SwiGLU")
-    biases = [_is_true(given, flag, False) for flag in ("has_fc1_bias", "has_fc2_bias")]
+    if kind not in ACTIVATIONS:
+        out.refuse(f"--expert_type={kind}", f"tmoe has {' and '.join(ACTIVATIONS)}")
+        return
+    known = ACTIVATIONS[kind]
+    name = given.text("activation_fn", next(iter(known)))
+    # F.relu, torch.nn.functional.relu and lambda x: F.relu(x) are relu
+    called = re.sub(r"^lambda (\w+): *([\w.]+)\(\1\)$", r"\2", name).rpartition(".")[2]
+    if called not in known:
+        out.refuse(f"activation_fn={name}", f"of {kind} tmoe has {' and '.join(known)}")
+    elif kind == "ffn":
+        out.set("--model.moe.activation", known[called])
+    biases = [_is_true(given, flag, kind == "ffn") for flag in ("has_fc1_bias", "has_fc2_bias")]
     if any(biases):
         out.set("--model.moe.bias", True)
         if not all(biases):

@@ -6,7 +6,9 @@ Tutel is a layer in a model of somebody's own, so there is no step of tmoe to ma
 layer's router and experts have tmoe.MoE's names behind the layer's own (`LAYER.router.weight`,
 `LAYER.experts.gate_up`, `LAYER.experts.down`), for `load_state_dict` of the model in which tmoe.MoE stands
 where moe_layer stood; every other tensor keeps its name. Known are the gate `top` and the experts
-`llama_ffn`. Missing, unknown or mismatched tensors are errors: Tutel's own loading would fill zeros.
+`llama_ffn` and `ffn`, for which tmoe.MoE takes `activation="relu"` (or what activation_fn was) and, unless
+both biases were left out, `bias=True`. Missing, unknown or mismatched tensors are errors: Tutel's own loading
+would fill zeros.
 
 next: tmoe/hf/files.py
 """
@@ -24,10 +26,13 @@ from tmoe.checkpoint.errors import refuse
 from tmoe.checkpoint.manifest import CheckpointError
 
 COUNT = "._num_global_experts"
-FFN = (
-    "experts of two matrices (Tutel's ffn) are not read; keep them as experts of your own in tmoe.MoE, "
-    "gathered by python -m tutel.checkpoint.gather"
-)
+LLAMA = (
+    "W_fc1",
+    "W_fc2",
+    "W_fc3",
+)  # [E, D, F] twice and [E, F, D]; a rank has its experts, or a flat part of one
+FFN = ("batched_fc1_w", "batched_fc2_w")  # [E, F, D] twice: sharers of an expert divide F
+BIASES = ("batched_fc1_bias", "batched_fc2_bias")  # [E, F], and [E, D] that sharers divide, rounded up
 
 
 def gather(pattern: str, size: int, namespace: str = "") -> dict[str, Tensor]:
@@ -69,14 +74,16 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
     """Router and experts of one layer by tmoe.MoE's names."""
     own = {name.removeprefix(f"{layer}.") for name in states[0] if name.startswith(f"{layer}.")}
     router = "gates.0.wg.weight"
-    weights = [f"experts.W_fc{i}" for i in (1, 2, 3)]
-    if any("batched_fc" in name for name in own):
-        raise CheckpointError(f"{layer}: {FFN}")
+    kind = "ffn" if any("batched_fc" in name for name in own) else "llama_ffn"
+    biased = any(f"experts.{name}" in own for name in BIASES)
+    names = (*FFN, *(BIASES if biased else ())) if kind == "ffn" else LLAMA
+    weights = [f"experts.{name}" for name in names]
     problems = [f"{layer}.{name}: missing" for name in (router, *weights) if name not in own]
+    if biased and len(problems) == 1:
+        problems.append(f"{layer}: tmoe has biases on both projections of an expert or on none")
     known = {router, *weights, COUNT[1:]}
     problems += [
-        f"{layer}.{name}: not known in a layer of gate top and experts llama_ffn"
-        for name in sorted(own - known)
+        f"{layer}.{name}: not known in a layer of gate top and experts {kind}" for name in sorted(own - known)
     ]
     refuse(f"{layer} is no layer that is known", problems)
     gate = states[0][f"{layer}.{router}"]
@@ -87,6 +94,8 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
             "must divide one another, and the gate must have a row for each"
         )
     dim = gate.shape[1]
+    if kind == "ffn":
+        return {"router.weight": gate, **_ffn(layer, experts, dim, states, biased)}
     flat = {name: torch.cat([state[f"{layer}.{name}"].reshape(-1) for state in states]) for name in weights}
     hidden = {name: tensor.numel() // (experts * dim) for name, tensor in flat.items()}
     width = hidden[weights[0]]
@@ -101,6 +110,42 @@ def _layer(layer: str, experts: int, states: list[dict[str, Tensor]]) -> dict[st
         "experts.gate_up": torch.cat([gate_EDF.mT, up_EDF.mT], dim=1).contiguous(),
         "experts.down": down_EFD.mT.contiguous(),
     }
+
+
+def _ffn(
+    layer: str, experts: int, dim: int, states: list[dict[str, Tensor]], biased: bool
+) -> dict[str, Tensor]:
+    """Experts of two matrices. Ranks in order hold experts in order, sharers of one its width in order."""
+
+    def whole(name: str) -> Tensor:
+        """[E, everything else of an expert in rows]"""
+        flat = torch.cat([state[f"{layer}.experts.{name}"].reshape(-1) for state in states])
+        if flat.numel() % experts:
+            told = f"{layer}.experts.{name}: {flat.numel()} elements in all ranks"
+            raise CheckpointError(f"{told}; must be as many for each of {experts} experts")
+        return flat.view(experts, -1)
+
+    up, down = (whole(name) for name in FFN)
+    width = up.shape[1] // dim
+    sizes = {name: whole(name).shape[1] for name in BIASES} if biased else {}
+    sharers = max(1, len(states) // experts)
+    padded = -(-dim // sharers) * sharers  # sharers have equally many of the second bias
+    valid = width and up.shape[1] == down.shape[1] == dim * width
+    if not valid or tuple(sizes.values()) not in ((), (width, padded)):
+        sizes = {FFN[0]: up.shape[1], FFN[1]: down.shape[1]} | sizes
+        told = ", ".join(f"{layer}.experts.{name}: {size}" for name, size in sizes.items())
+        raise CheckpointError(
+            f"{told} elements of an expert in all ranks; must be {dim} x one width twice, and biases of that "
+            f"width and of {padded}; experts with an output_dim of their own are not read"
+        )
+    found = {
+        "experts.gate_up": up.view(experts, width, dim),
+        "experts.down": down.view(experts, width, dim).mT.contiguous(),
+    }
+    if biased:
+        found["experts.gate_up_bias"] = whole(BIASES[0])
+        found["experts.down_bias"] = whole(BIASES[1])[:, :dim].contiguous()
+    return found
 
 
 def _file(pattern: str, rank: int, size: int) -> Path:

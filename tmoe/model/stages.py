@@ -5,7 +5,8 @@ those of the whole model, so step folders do not say how it was cut. Hidden stat
 balancing loss begins its backward where it is computed.
 
 A tied table lies on the first stage and on the last. Their gradients are added up, so both stay the same; the
-first one's is counted in the norm and saved.
+first one's is counted in the norm and saved. Where one stage has both ends (v), the last chunk's is no
+parameter: it is written anew from the first chunk's before each pass, and gives it its gradient behind.
 
 next: parallel/pipelining.py
 """
@@ -36,6 +37,8 @@ from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.experts import Experts
 from tmoe.moe.layer import MoE
+from tmoe.moe.trace import give, layers_of
+from tmoe.ops.check import require
 from tmoe.ops.experts.deferred import Left
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.copies import WorkingCopy, working_copy
@@ -78,6 +81,7 @@ class _Chunk:
 
     def forward_micro(self, micro: int, x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         stages = self.stages
+        stages.replay(self.part, micro)
         here = stages.micros[micro]
         x = here.tokens_BS if x is None else x
         y, extra = self.part(x, stages.contexts[micro], here, stages.totals, stages.objective)
@@ -87,7 +91,8 @@ class _Chunk:
         stages.loss += y.detach()
         return None, [y if extra is None else y + extra]
 
-    def begin_backward(self, last: bool) -> None:
+    def begin_backward(self, micro: int, last: bool) -> None:
+        self.stages.replay(self.part, micro)  # for layers that are recomputed
         # With --parallel.shard 1 or 2 this also says until when weights stay gathered: the chunk's last
         # backward of the step (parallel/zero.py).
         self.part.set_requires_gradient_sync(last)
@@ -151,6 +156,7 @@ class Stages(nn.Module):
         self.chunks = {int(number): _Chunk(self, part) for number, part in zip(self.parts, self, strict=True)}
         self.pipeline = Pipeline(self.chunks, self.table, mesh)
         self.copies = self._group_of_copies()
+        self.replayed: list[dict[MoE, Tensor]] | None = None  # ids by micro-batch (moe/trace.py)
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts.values())  # pyrefly: ignore
@@ -168,11 +174,12 @@ class Stages(nn.Module):
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all parts, by their names in the whole model."""
         for part in self:
-            yield from part.named_parameters()
+            yield from ((name, p) for name, p in part.named_parameters() if not self._follows(part, name))
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         """Of all parts, by their names in the whole model."""
-        return {name: t for part in self for name, t in part.state_dict().items()}
+        tensors = ((part, *named) for part in self for named in part.state_dict().items())
+        return {name: t for part, name, t in tensors if not self._follows(part, name)}
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters without the second copy of a tied table: what the gradient norm counts."""
@@ -213,6 +220,16 @@ class Stages(nn.Module):
         set_timeout(patience(), group)
         return group
 
+    @property
+    def ends(self) -> tuple[Part, Part] | None:
+        """The first chunk and the last, where this rank has both and they share a tied table."""
+        first, last = ([part for part in self if getattr(part, end)] for end in ("first", "last"))
+        return (first[0], last[0]) if self.cfg.tied and first and last else None
+
+    def _follows(self, part: Part, name: str) -> bool:
+        """Whether this is the second copy of a tied table that this rank has in its first part."""
+        return name == "embedding.weight" and not part.first and self.ends is not None
+
     def forward_backward(
         self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None = None
     ) -> Tensor:
@@ -240,10 +257,12 @@ class Stages(nn.Module):
         return self.loss
 
     def _begin(self, micros: Sequence[tuple[Any, ...]], totals: Totals, objective: Objective | None) -> None:
+        self._copy_table()
         wanted = 1 + max(action.micro for action in self.pipeline.row)
         if len(micros) != wanted:
             raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
         self.micros = [Micro(*micro) for micro in micros]
+        self._check_replay()
         self.totals = totals
         self.objective = objective
         self.contexts = [
@@ -251,13 +270,43 @@ class Stages(nn.Module):
         ]
         self.loss = torch.zeros((), device=self.micros[0].tokens_BS.device)
 
+    def _check_replay(self) -> None:
+        """ValueError before anything travels where recorded ids are not these micro-batches'."""
+        if self.replayed is None or not layers_of(self):
+            return
+        got, valid = len(self.replayed), f"those of --train.accumulate={len(self.micros)}"
+        require(got == len(self.micros), "ids", f"those of {got} micro-batches", valid)
+        for micro, ids in zip(self.micros, self.replayed, strict=True):
+            tokens = micro.tokens_BS.numel() // self.mesh.axes.parts
+            for ids_TK in ids.values():
+                require(len(ids_TK) == tokens, "ids", f"those of {len(ids_TK)} tokens", f"of {tokens}")
+
+    def replay(self, part: Part, micro: int) -> None:
+        """Gives a part's layers the recorded ids of a micro-batch, inside `replaying`."""
+        layers = layers_of(part)
+        if self.replayed is not None and layers:
+            give(layers, [self.replayed[micro][moe] for moe in layers])
+
     def _shape(self) -> Shape:
         tokens_BS = self.micros[0].tokens_BS
         B, S = tokens_BS.shape
         return Shape((B, S // self.mesh.axes.parts, self.cfg.dim), self.dtype, tokens_BS.device)
 
+    @torch.no_grad()
+    def _copy_table(self) -> None:
+        """Writes a tied table's second copy on this rank from the first, shard by shard."""
+        if self.ends:
+            self.reshard()  # a pass without gradients may have left them gathered
+            first, copy = (local_part(part.embedding.weight) for part in self.ends)
+            copy.copy_(first)
+
     def _add_copies(self) -> None:
         """Adds up the gradients of a tied table, on the shards."""
+        if self.ends:
+            first, copy = (part.embedding.weight for part in self.ends)
+            if copy.grad is not None:
+                first.grad = copy.grad.to(first.dtype) + first.grad
+                copy.grad = None
         if self.copies is not None:
             grad = next(p.grad for name, p in self.named_parameters() if name == "embedding.weight")
             assert grad is not None

@@ -7,13 +7,17 @@
 
 A replay takes the choice alone. Weights are of the live scores, and gradients flow through them.
 
+Both take the stages of a pipeline as well: calls[i] is then micro-batch i, in the MoE layers of this rank's
+chunks, and a replay takes `calls` whole, as stages work on many micro-batches at a time.
+
 next: moe/dispatch.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +46,16 @@ def trace(model: nn.Module) -> None:
 def keeping(model: nn.Module) -> Iterator[list[Tensor]]:
     """Inside, the choices [Y, T, K] of each forward in training are added to the list; -1: no expert.
 
-    model: a Transformer, whose Y MoE layers are traced from now on. T: its rank's own tokens.
+    model: a Transformer, whose Y MoE layers are traced from now on. T: its rank's own tokens. Of a pipeline's
+    stages the list is filled at the end.
     """
+    if is_pipeline(model):
+        with ExitStack() as inside:
+            kept = [inside.enter_context(keeping(part)) for part in model]  # pyrefly: ignore
+            calls: list[Tensor] = []
+            yield calls
+        calls += [torch.cat(call) for call in zip(*filter(None, kept), strict=True)]
+        return
     balancer = getattr(model, "balancer", None)
     if not isinstance(balancer, Balancer):
         require(False, "model", f"a {type(model).__name__}", "a Transformer")
@@ -61,17 +73,37 @@ def replaying(model: nn.Module, ids: Tensor | Sequence[Tensor]) -> Iterator[None
     """Inside, the MoE layers take these experts.
 
     ids: one [T, K] or [B, S, K] for each layer, whole numbers, -1 for no expert, of the tokens that each call
-    gets on this rank. Keep the backward inside, or recomputed layers would choose anew.
-    Raises ValueError for another number of layers; the layers' calls do for another number of tokens.
+    gets on this rank; of a pipeline's stages such ids for each micro-batch. Keep the backward inside, or
+    recomputed layers would choose anew.
+    Raises ValueError for another number of layers; the layers' calls do for another number of tokens, and a
+    pipeline for one of micro-batches.
     """
     layers = layers_of(model)
+    pipeline = is_pipeline(model)
+    calls: Any = ids if pipeline else [ids]
     valid = f"those of {len(layers)}, as in the model"
-    require(len(ids) == len(layers), "ids", f"those of {len(ids)} layers", valid)
+    for call in calls:
+        require(len(call) == len(layers), "ids", f"those of {len(call)} layers", valid)
+    taken = [[of_layer.flatten(0, -2).to(torch.int32) for of_layer in call] for call in calls]
     before = [moe.given_TK for moe in layers]
-    for moe, of_layer in zip(layers, ids, strict=True):
-        moe.given_TK = of_layer.flatten(0, -2).to(moe.router.weight.device, torch.int32)
+    if pipeline:
+        model.replayed = [dict(zip(layers, call, strict=True)) for call in taken]  # pyrefly: ignore
+    else:
+        give(layers, taken[0])
     try:
         yield
     finally:
-        for moe, given_TK in zip(layers, before, strict=True):
-            moe.given_TK = given_TK
+        if pipeline:
+            model.replayed = None  # pyrefly: ignore
+        give(layers, before)
+
+
+def give(layers: Iterable[MoE], ids: Iterable[Tensor | None]) -> None:
+    """Makes each layer take its [T, K] from now on; None: choose."""
+    for moe, given_TK in zip(layers, ids, strict=True):
+        moe.given_TK = None if given_TK is None else given_TK.to(moe.router.weight.device)
+
+
+def is_pipeline(model: nn.Module) -> bool:
+    """Whether these are a pipeline's stages (model/stages.py), which this module may not import."""
+    return hasattr(model, "replayed")

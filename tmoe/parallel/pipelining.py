@@ -34,8 +34,8 @@ class Chunk(Protocol):
         """
         ...
 
-    def begin_backward(self, last: bool) -> None:
-        """A backward is next; last: of this step, so that gradients travel with it."""
+    def begin_backward(self, micro: int, last: bool) -> None:
+        """A micro-batch's backward is next; last: of this step, so that gradients travel with it."""
         ...
 
     def finish_experts(self, left: list[Left], last: bool) -> None:
@@ -215,7 +215,7 @@ class Pipeline:
             elif op == "W":
                 self.chunks[chunk].finish_experts(left.pop((chunk, micro)), last)
             else:
-                self.chunks[chunk].begin_backward(last)
+                self.chunks[chunk].begin_backward(micro, last)
                 with collecting() if op == "I" else nullcontext([]) as left[chunk, micro]:
                     self._backward(action, *kept.pop((chunk, micro)))
         self.edges.finish()

@@ -141,6 +141,12 @@ def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
     return first + last
 
 
+def second_table(model: ModelConfig, spans: Sequence[range]) -> list[Shape]:
+    """The tied table's second copy on a stage of these chunks, which no optimizer has (model/stages.py)."""
+    ends = {span.start for span in spans} | {span.stop for span in spans}
+    return [(model.vocab, model.dim)] if model.tied and len(spans) > 1 and {0, model.layers} <= ends else []
+
+
 def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[str, int]:
     """Bytes of a stage's rank that has these chunks, and activations of `kept` bytes."""
     model, shard, sharers = cfg.model, axes.shard, axes.sharers
@@ -200,11 +206,12 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
         working = max(working, loss_bytes(cfg, axes) if last else 0)
     # one that comes and one that leaves, of hidden states and of their gradients
     messages = 4 * local_tokens(cfg, axes) * model.dim * width if axes.pp > 1 else 0
+    trained = own - sharded(second_table(model, spans), shard)
     parts = {
         "parameters": FP32 * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
-        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
-        "ema": FP32 * own if cfg.optim.ema else 0,
+        "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
+        "ema": FP32 * trained if cfg.optim.ema else 0,
         "gathered": width * (copies + root_gathered + 2 * passing_most),
         "accumulated": FP32 * whole if several else 0,
         "activations": kept,
@@ -226,11 +233,13 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
     held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
     several, width = cfg.train.accumulate > 1, compute_bytes(cfg)
+    again = second_table(cfg.model, spans) if matching(cfg.optim.freeze, ["embedding.weight"]) else []
+    trained = own - numel(again) // axes.shard
     less = {
         "parameters": (FP32 - width) * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
-        "moments": 0 if cfg.optim.offload else 2 * FP32 * own,
-        "ema": FP32 * own if cfg.optim.ema else 0,
+        "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
+        "ema": FP32 * trained if cfg.optim.ema else 0,
         "gathered": width * held * (width < FP32),  # what is held whole needs no working copy
         "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
     }

@@ -50,7 +50,7 @@ def test_tp_exchange_worked_by_hand():
         a_pass = (tp - 1) * 16384 * 2048 * 2 / 1e9
         # the curve holds all of FSDP2's gathers as well, which are another part
         assert parts["tp exchange"] == pytest.approx(48 * 5 * a_pass)
-    hidden = free(collective=line(1e9), spread_hidden=0.25)
+    hidden = free(collective=line(1e9), tp_factor=0.75)
     assert step_time.predict(laid(QWEN3, axes, 32), axes, hidden).parts["tp exchange"] == pytest.approx(
         48 * 5 * a_pass * 0.75
     )
@@ -122,13 +122,44 @@ def test_a_pipelines_time_is_its_tables(schedule, chunks):
     costs = []
     for span in spans:
         forward, backward = step_time.passes(cfg, axes, span, m, 1.0)
-        costs.append(Cost(sum(forward.values()), sum(backward.values()), 0.0))
+        weights = forward["experts"]  # three products either way
+        costs.append(Cost(sum(forward.values()), sum(backward.values()) - weights, weights))
     assert got.seconds == pytest.approx(simulate(plan(cfg, axes), costs).time)
     assert got.tokens == 8 * 4 * 4096 and got.parts["pipeline bubble"] > 0
     longer = replace(cfg, train=replace(cfg.train, accumulate=20))
     more = step_time.predict(longer, axes, m)
     whole = simulate(plan(longer, axes), costs).time
     assert more.seconds == pytest.approx(whole, rel=0.02)
+
+
+def test_v_puts_off_the_experts_weights_as_its_table_does():
+    """In FLOPs worked by hand: a block of qwen3 forward, its gradients of inputs, and of experts' weights."""
+    m = free(product_rate=1e12)
+    T, D, H, G, C, E, K, F = 2 * 4096, 2048, 32, 4, 128, 128, 8, 768
+    dense = 2 * T * D * ((H + 2 * G) * C + H * C + E) / 1e12
+    experts = 6 * T * K * D * F / 1e12  # three products; so is each of the two kinds of gradients
+    model = replace(QWEN3.model, layers=16, vocab=1024)
+    cfg = laid(replace(QWEN3, model=model), Axes(pp=4), batch=2, micros=8, schedule="v")
+    costs = [
+        Cost(n * (dense + experts), n * (2 * dense + experts), n * experts)
+        for n in map(len, step_time.chunk_spans(model, 8))
+    ]
+    head = 6 * T * D * 1024 / 1e12
+    costs[-1] = costs[-1]._replace(forward=costs[-1].forward + head)
+    made = plan(cfg, Axes(pp=4))
+    assert {action.op for row in made.ranks for action in row} == set("FIW")
+    expected = simulate(made, costs)
+    got = step_time.predict(cfg, Axes(pp=4), m)
+    assert got.seconds == pytest.approx(expected.time)
+    # with all of the backward in front of the message, as for a table that cannot put anything off
+    at_once = simulate(made, [Cost(f, i + w, 0.0) for f, i, w in costs])
+    assert got.seconds < 0.97 * at_once.time
+    # at replicas FSDP2 holds the experts: nothing is put off, and B takes both
+    axes = Axes(pp=4, replicate=2)
+    whole = laid(cfg, axes, batch=2, micros=8, schedule="v")
+    made = plan(whole, axes)
+    assert {action.op for row in made.ranks for action in row} == set("FB")
+    assert step_time.predict(whole, axes, m).seconds == pytest.approx(simulate(made, costs).time)
 
 
 def test_the_search_finds_what_trying_all_finds():
