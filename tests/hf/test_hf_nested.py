@@ -133,7 +133,7 @@ def copied(source, target):
 
 
 def test_experts_as_transformers_5_saves_them_are_one_model_with_the_published(tmp_path, hf_dir):
-    """Shapes tell. An import, --like and a direct start take either, layer by layer; it comes back as it was."""
+    """Shapes tell. An import, --like and a direct start take either, layer by layer, and write it so."""
     import_hf(hf_dir, tmp_path / "step")
     want = load_step(tmp_path / "step").state_dict()
     saved, mixed = (copied(hf_dir, tmp_path / name) for name in ("saved", "mixed"))
