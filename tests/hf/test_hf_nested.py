@@ -18,8 +18,11 @@ from transformers import (
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
-from tmoe.hf import export_hf, import_hf
-from tmoe.hf.config import read_config, write_config
+from tmoe.config.model import ModelConfig, MoEConfig
+from tmoe.hf import export_hf, import_hf, load_hf
+from tmoe.hf.config import architecture, read_config, write_config
+from tmoe.hf.rules import held_by_shape
+from tmoe.model.transformer import Transformer
 
 TEXT = dict(num_experts_per_tok=2, moe_intermediate_size=10, head_dim=8, num_hidden_layers=3)
 TEXT |= dict(attention_bias=True)
@@ -63,13 +66,16 @@ def made(name: str):
     return model.eval()
 
 
-def as_published(folder):
-    """Turns stacked experts round: transformers 5 reads either way and writes its own."""
+def as_published(folder, part: str = ""):
+    """Turns stacked experts round: transformers 5 reads either way and writes its own.
+
+    part: of the names of those to turn, others stay.
+    """
     file = folder / "model.safetensors"
     tensors = load_file(file)
     stacked = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-    tensors |= {name: t.mT.contiguous() for name, t in tensors.items() if name.endswith(stacked)}
-    save_file(tensors, file, {"format": "pt"})
+    turned = {name: t for name, t in tensors.items() if name.endswith(stacked) and part in name}
+    save_file(tensors | {name: t.mT.contiguous() for name, t in turned.items()}, file, {"format": "pt"})
 
 
 def published(folder, name: str):
@@ -119,6 +125,53 @@ def test_the_text_part_is_the_same_function_and_the_rest_is_carried(tmp_path, na
     assert files_of(tmp_path / "back") == files_of(hf_dir)
 
 
+def copied(source, target):
+    target.mkdir()
+    for name, content in files_of(source).items():
+        (target / name).write_bytes(content)
+    return target
+
+
+def test_experts_as_transformers_5_saves_them_are_one_model_with_the_published(tmp_path, hf_dir):
+    """Shapes tell. An import, --like and a direct start take either, layer by layer, and write it so."""
+    import_hf(hf_dir, tmp_path / "step")
+    want = load_step(tmp_path / "step").state_dict()
+    saved, mixed = (copied(hf_dir, tmp_path / name) for name in ("saved", "mixed"))
+    as_published(saved)  # a second turn
+    as_published(mixed, "layers.2.")
+    down = "model.language_model.layers.0.mlp.experts.down_proj"
+    assert tensors_of(saved)[down].shape == (6, 16, 10) and tensors_of(hf_dir)[down].shape == (6, 10, 16)
+    for folder in (saved, mixed):
+        step = tmp_path / f"{folder.name}-step"
+        import_hf(folder, step)
+        assert_bits(load_step(step).state_dict(), want)
+        model = Transformer(load_step(step).cfg)
+        load_hf(folder, model.state_dict(), model.cfg)
+        assert_bits(model.state_dict(), want)
+        export_hf(step, tmp_path / f"{folder.name}-back")
+        export_hf(tmp_path / "step", tmp_path / f"{folder.name}-like", like=folder)
+        export_hf(step, tmp_path / f"{folder.name}-published", like=hf_dir)
+        assert files_of(tmp_path / f"{folder.name}-back") == files_of(folder)
+        assert files_of(tmp_path / f"{folder.name}-like") == files_of(folder)
+        assert files_of(tmp_path / f"{folder.name}-published") == files_of(hf_dir)
+
+    as_published(saved, "layers.0.mlp.experts.gate_up_proj")
+    with pytest.raises(MismatchError, match=r"1 layers are spelled in two ways") as error:
+        import_hf(saved, tmp_path / "both")
+    assert f"{down}: beside model.language_model.layers.0.mlp.experts.gate_up_proj" in str(error.value)
+
+
+def test_a_square_tensor_is_as_its_neighbour():
+    """Where down is as wide as high, gate and up tell which way the layer is stored."""
+    arch = architecture(dict(model_type="qwen3_vl_moe"))
+    moe = MoEConfig(experts=4, top_k=2, ffn_dim=16)
+    cfg = ModelConfig(vocab=31, dim=16, layers=2, heads=2, kv_heads=2, head_dim=8, moe=moe)
+    held = "model.language_model.layers.{}.mlp.experts.{}_proj"
+    shapes = {held.format(i, "down"): (4, 16, 16) for i in range(2)}
+    both = {held.format(0, "gate_up"): (4, 16, 32), held.format(1, "gate_up"): (4, 32, 16)}
+    assert held_by_shape(arch, cfg, shapes | both) == {"1"} and held_by_shape(arch, cfg, shapes) == set()
+
+
 def test_another_type_is_said_inside_too(tmp_path, hf_dir):
     import_hf(hf_dir, tmp_path / "step")
     export_hf(tmp_path / "step", tmp_path / "back", dtype="bf16")
@@ -142,10 +195,7 @@ def test_what_is_not_computed_is_named(tmp_path, hf_dir):
 
 
 def test_a_tensor_that_is_neither_is_refused(tmp_path, hf_dir):
-    (tmp_path / "hf").mkdir()
-    for name, content in files_of(hf_dir).items():
-        (tmp_path / "hf" / name).write_bytes(content)
-    file = tmp_path / "hf" / "model.safetensors"
+    file = copied(hf_dir, tmp_path / "hf") / "model.safetensors"
     save_file(load_file(file) | {"model.audio.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(MismatchError, match=r"model\.audio\.weight: qwen3_vl_moe has no such tensor"):
         import_hf(tmp_path / "hf", tmp_path / "step")

@@ -74,6 +74,8 @@ class Origin(NamedTuple):
     """changes when the original's tensors do; "": it was made from settings"""
     folder: Folder | None = None
     """the original, where it is a folder and not what a step carries or settings say"""
+    held: tuple[str, ...] = ()
+    """numbers of the layers that are as transformers 5 holds them, as the original's shapes said"""
 
 
 def export_hf(
@@ -119,7 +121,7 @@ def export_hf(
         origin = _with_files(origin._replace(config=config, files=files))
     require_tokenizer_of_run(step, manifest, origin.files)
     names = {name: kind for group in origin.layout.values() for name, kind in group.items()}
-    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names)
+    plan = plan_folder(origin.folder) if origin.folder else plan_layout(origin.config, names, origin.held)
     arch = plan.arch
     found = plan.written()
     extra = plan.extra
@@ -204,7 +206,8 @@ def _origin_of_step(step: Path, manifest: Manifest) -> Origin:
         return read_whole(step, tensors[EXTRA + name])
 
     packed = manifest.info.get("packed", "")
-    return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step))
+    held = tuple(manifest.info.get("held", ()))
+    return Origin(json.loads(files[CONFIG]()), layout, files, extra, packed, _digest(step), held=held)
 
 
 def _carried(step: Path, tensors: dict[str, TensorEntry]) -> dict[str, Callable[[], bytes]]:

@@ -71,7 +71,7 @@ class Folder:
         ]
         self.stored_in = dict(self.file_of)
         self.views: dict[str, View] = {}
-        quantised = self.config.get(QUANTISED)
+        quantised = _holder(self.config).get(QUANTISED)
         self.packed = self._see_through(quantised if isinstance(quantised, dict) else {})
         tied = self.config.get(TIED, ties_unsaid(self.config)) is True
         self.own_head = tied and HEAD in self.shapes and not self._repeats(HEAD, EMBEDDING)
@@ -86,7 +86,7 @@ class Folder:
         method = quantised.get("quant_method", "")
         if not isinstance(method, str) or method not in FORMATS:
             return ""
-        del self.config[QUANTISED]
+        del _holder(self.config)[QUANTISED]
         dtypes = {n: kind for group in self.layout.values() for n, kind in group.items()}
         self.views, problems = FORMATS[method](self.shapes, dtypes, quantised)
         refuse(f"{self.path} holds {method} tensors that cannot be read", problems)
@@ -245,10 +245,16 @@ def is_folder(path: str | Path) -> bool:
 def settings_of(folder: Path) -> HF:
     """config.json of a folder whose weights need not be there, as Folder reads it but for its head."""
     config = json.loads((folder / CONFIG).read_text())
-    quantised = config.get(QUANTISED)
+    quantised = _holder(config).get(QUANTISED)
     if isinstance(quantised, dict) and quantised.get("quant_method") in FORMATS:
-        del config[QUANTISED]
+        del _holder(config)[QUANTISED]
     return config
+
+
+def _holder(config: HF) -> HF:
+    """The object of a config.json that says how tensors are quantised: config.json itself, or one inside."""
+    inside = (part for part in config.values() if isinstance(part, dict) and part.get(QUANTISED))
+    return config if config.get(QUANTISED) else next(inside, config)
 
 
 def untied(folder: Path) -> str:

@@ -123,7 +123,7 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
     ConfigError: settings that tmoe does not compute. MismatchError lists every tensor that does not fit.
     """
     folder = Folder(Path(hf_dir))
-    arch, cfg, found, _, extra, problems = plan_folder(folder)
+    arch, cfg, found, _, extra, problems, held = plan_folder(folder)
     refuse(f"{hf_dir} is no whole {arch.model_type}", problems)
 
     # The model's tensors, then what is carried for the way back.
@@ -146,6 +146,7 @@ def plan_import(hf_dir: Path, axes: Axes = ALONE) -> Plan:
             hf=arch.model_type,
             packed=folder.packed,
             own_head=folder.own_head,
+            held=sorted(held),
         ),
         state=dict(step=0, tokens=0),
         files={},

@@ -216,7 +216,80 @@ def scaled(name: str, factors: str, block: list[int], read: Read, box: tuple[sli
     return read(name, box).float() * scale
 
 
-FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = dict(mxfp4=mxfp4, fp8=fp8)
+# ---- int4 in groups, as Kimi K2-Thinking and K2.5 are published ----
+
+INT4 = 4  # bits
+WORD = 32 // INT4  # values of an int32
+INT4_SETTINGS = dict(
+    format=("pack-quantized",), num_bits=(INT4,), type=("int",), symmetric=(True,), strategy=("group",)
+)
+INT4_SETTINGS |= dict(sparsity_config=(None, {}), transform_config=(None, {}))
+INT4_SETTINGS |= dict(actorder=(None, False, "weight", "static"))  # those need no order of columns
+INT4_ROAD = "decompress the folder with compressed-tensors, then import it"
+
+
+def int4(shapes: Shapes, dtypes: dict[str, str], settings: dict[str, Any]) -> Found:
+    """NAME_packed [M, W/8] int32 times NAME_scale [M, W/group_size]; NAME_shape [2] repeats M and W.
+
+    The format pack-quantized of compressed-tensors. A word holds eight values from -8 to 7, the lowest four
+    bits first, each plus 8. A factor belongs to group_size values of a row.
+    ConfigError for settings that say something else.
+    """
+    groups = settings.get("config_groups")
+    parts = [*groups.values()] if isinstance(groups, dict) else []
+    weights = parts[0].get("weights") if len(parts) == 1 and isinstance(parts[0], dict) else None
+    if not isinstance(weights, dict):
+        raise ConfigError(
+            f"quantization_config: config_groups={groups!r}: one with weights is read; {INT4_ROAD}"
+        )
+    said = settings | weights
+    for key, valid in INT4_SETTINGS.items():
+        if said.get(key) not in valid:
+            words = " or ".join(map(repr, valid))
+            raise ConfigError(
+                f"quantization_config: {key}={said.get(key)!r}: only {words} is read; {INT4_ROAD}"
+            )
+    size = weights.get("group_size")
+    if type(size) is not int or size < 1 or size % WORD:
+        raise ConfigError(f"quantization_config: group_size={size!r}: must be a multiple of {WORD}")
+
+    def one_a_group(shape: Shape, words: Shape) -> bool:
+        return len(words) == 2 and shape == (words[0], words[1] * WORD // size)
+
+    table = (
+        Stored(
+            "_packed", ("I32",), lambda shape, _: len(shape) == 2 and shape[1] * WORD % size == 0, "[M, W/8]"
+        ),
+        Stored("_scale", ("BF16", "F16", "F32"), one_a_group, f"a factor for {size} values of a row"),
+        Stored("_shape", ("I32", "I64"), lambda shape, _: shape == (2,), "[2]"),
+    )
+    names, problems = find(table, shapes, dtypes)
+    if problems:
+        return {}, problems
+    found = {}
+    for name in names:
+        words_of, factors, shape_of = (f"{name}{row.suffix}" for row in table)
+        rows, words = shapes[words_of]
+        read = partial(grouped, words_of, factors, size)
+        found[name] = View((words_of, factors, shape_of), (rows, words * WORD), "BF16", read)
+    return found, []
+
+
+def grouped(packed: str, factors: str, size: int, read: Read, box: tuple[slice, ...]) -> Tensor:
+    """The box [M, W] in fp32: numbers of four bits times the factors of their groups."""
+    rows, wide = box
+    words = read(packed, (rows, slice(wide.start // WORD, math.ceil(wide.stop / WORD))))
+    values = (words[..., None] >> torch.arange(0, 32, INT4, dtype=torch.int32) & 15).flatten(-2) - 8
+    scale = read(factors, (rows, slice(wide.start // size, math.ceil(wide.stop / size)))).float()
+    scale = scale.repeat_interleave(size, 1).narrow(1, wide.start % size, wide.stop - wide.start)
+    return values.narrow(1, wide.start % WORD, wide.stop - wide.start) * scale
+
+
+FORMATS: dict[str, Callable[[Shapes, dict[str, str], dict[str, Any]], Found]] = {
+    "mxfp4": mxfp4,
+    "fp8": fp8,
+    "compressed-tensors": int4,
+}
 
 
 def unpacked(packed: str) -> str:

@@ -8,12 +8,13 @@ next: hf/files.py
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from tmoe.config.model import ModelConfig
 from tmoe.hf.config import architecture, read_config, text_settings
 from tmoe.hf.files import DTYPES, Folder
-from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, their_shapes
+from tmoe.hf.rules import HF, Architecture, Piece, ahead, copies, divide, held_by_shape, their_shapes
 
 
 class Reading(NamedTuple):
@@ -32,6 +33,8 @@ class Reading(NamedTuple):
     """tensors that are carried: computed from the config, or of blocks behind the model's last"""
     problems: list[str]
     """a line for each tensor that is missing, unknown, or of a wrong shape or type"""
+    held: set[str]
+    """numbers of the layers that are as transformers 5 holds them, as shapes alone say"""
 
     def written(self) -> dict[str, list[Piece]]:
         """Our tensors and all boxes that an export writes from them, copies included."""
@@ -50,14 +53,18 @@ def plan_folder(folder: Folder) -> Reading:
 
     ConfigError for settings that tmoe does not compute.
     """
-    plan = _plan(folder.config, folder.shapes)
+    arch, cfg = architecture(folder.config), read_config(folder.config)
+    plan = _plan(folder.config, folder.shapes, held_by_shape(arch, cfg, folder.shapes))
     problems = folder.compare(plan.arch, their_shapes(plan.written()), plan.extra)
     return plan._replace(problems=problems)
 
 
-def plan_layout(config: HF, types: dict[str, str]) -> Reading:
-    """The plan of a folder that is not there, from its config.json and its tensors' names and types."""
-    plan = _plan(config, types)
+def plan_layout(config: HF, types: dict[str, str], held: Collection[str]) -> Reading:
+    """The plan of a folder that is not there, from its config.json and its tensors' names and types.
+
+    held: as in its Reading.
+    """
+    plan = _plan(config, types, {*held})
     expected = their_shapes(plan.written())
     problems = [f"{name}: not in the original's files" for name in expected if name not in types]
     problems += [
@@ -70,8 +77,8 @@ def plan_layout(config: HF, types: dict[str, str]) -> Reading:
     return plan._replace(problems=problems)
 
 
-def _plan(config: HF, present: dict) -> Reading:
+def _plan(config: HF, present: dict, held: set[str]) -> Reading:
     arch = architecture(config)
     cfg = read_config(config)
-    found, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)))
-    return Reading(arch, cfg, found, copies(cfg, present), extra, [])
+    found, extra = divide(arch, cfg, present, ahead(text_settings(arch, config)), held)
+    return Reading(arch, cfg, found, copies(cfg, present), extra, [], held)

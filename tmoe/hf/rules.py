@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,12 +54,18 @@ class Rule(NamedTuple):
     """One of our tensors and their parts, joined along the rows; parts named with {expert} are stacked first.
 
     held: the parts as transformers 5 holds them in memory; it writes these with save_original_format=False.
-    Empty: the same parts. A folder may have either, layer by layer.
+    Empty: the same parts. A folder may have either, layer by layer; where both have the same names, shapes
+    tell them apart.
     """
 
     ours: str
     parts: tuple[Part, ...]
     held: tuple[Part, ...] = ()
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether shapes alone tell `held` from `parts`."""
+        return {part.name for part in self.held} == {part.name for part in self.parts}
 
 
 NO_NULL = "null is refused"
@@ -245,9 +251,7 @@ def pieces(
     Empty: the architecture lacks it.
     held: numbers of the layers whose tensors are spelled as transformers 5 holds them (see Rule).
     """
-    numbers = [word for word in ours.split(".") if word.isdigit()]
-    generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
-    layer = numbers[0] if numbers else ""
+    generic, layer = _generic(ours)
     rule = next((rule for rule in arch.rules if rule.ours == generic), Rule(ours, ()))
     parts = rule.held if rule.held and layer in held else rule.parts
     found = []
@@ -276,8 +280,15 @@ def pieces(
     return found
 
 
+def _generic(ours: str) -> tuple[str, str]:
+    """The name of our tensor as rules have it, and the number of its layer, "" if it has none."""
+    numbers = [word for word in ours.split(".") if word.isdigit()]
+    generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
+    return generic, numbers[0] if numbers else ""
+
+
 def divide(
-    arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0
+    arch: Architecture, cfg: ModelConfig, present: Iterable[str], ahead: int = 0, held: Collection[str] = ()
 ) -> tuple[dict[str, list[Piece]], list[str]]:
     """The pieces of our tensors, and which of the tensors `present` the model does not read.
 
@@ -285,10 +296,11 @@ def divide(
     further on (DeepSeek-V3, 2024, section 2.2; transformers skips them too).
 
     A tied model's folder may hold the embedding under either name, or under both (`copies`).
+    held: numbers of the layers that `held_by_shape` found.
     MismatchError names the layers whose tensors are spelled in both ways that a Rule may have.
     """
     present = set(present)
-    held = held_layers(arch, cfg, present)
+    held = held_layers(arch, cfg, present) | {*held}
     found = {name: pieces(arch, cfg, name, shape, held) for name, shape in model_shapes(cfg).items()}
     if cfg.tied and HEAD in present and EMBEDDING not in present:
         found["embedding.weight"] = [piece._replace(name=HEAD) for piece in found["embedding.weight"]]
@@ -303,14 +315,38 @@ def held_layers(arch: Architecture, cfg: ModelConfig, present: Iterable[str]) ->
 
     MismatchError names the layers that are spelled in both ways.
     """
-    spelled = {part.name: False for rule in arch.rules if rule.held for part in rule.parts}
-    spelled |= {part.name: True for rule in arch.rules for part in rule.held}
+    rules = [rule for rule in arch.rules if rule.held and not rule.by_shape]
+    spelled = {part.name: False for rule in rules for part in rule.parts}
+    spelled |= {part.name: True for rule in rules for part in rule.held}
     ways = {re.sub(r"\{\w+\}", "*", name): held for name, held in spelled.items()}
     seen: dict[str, dict[bool, str]] = {}
     for name in sorted(present):
         numbers = NUMBER.findall(name)
         if numbers and int(numbers[0]) < cfg.layers and (held := ways.get(NUMBER.sub("*", name))) is not None:
             seen.setdefault(numbers[0], {}).setdefault(held, name)
+    return _held_of(seen)
+
+
+def held_by_shape(arch: Architecture, cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Numbers of the layers whose tensors of these shapes are as transformers 5 holds them (Rule.by_shape).
+
+    A square tensor says neither; then the layer's others do. MismatchError names the layers that say both.
+    """
+    told = {rule.ours for rule in arch.rules if rule.by_shape}
+    seen: dict[str, dict[bool, str]] = {}
+    for ours, shape in model_shapes(cfg).items() if told else ():
+        generic, layer = _generic(ours)
+        if generic not in told:
+            continue
+        usual, other = (their_shapes({ours: pieces(arch, cfg, ours, shape, h)}) for h in ((), {layer}))
+        for name in usual:
+            if usual[name] != other[name] and shapes.get(name) in (usual[name], other[name]):
+                seen.setdefault(layer, {}).setdefault(shapes[name] == other[name], name)
+    return _held_of(seen)
+
+
+def _held_of(seen: dict[str, dict[bool, str]]) -> set[str]:
+    """Which of these layers are held. seen: layer -> way of spelling (True: held) -> a tensor's name."""
     if mixed := [f"{names[True]}: beside {names[False]}" for names in seen.values() if len(names) == 2]:
         ways_said = "as published and as transformers 5 holds them"
         head = f"{len(mixed)} layers are spelled in two ways, {ways_said}; must be one way in each layer"

@@ -41,6 +41,7 @@ ARCHITECTURES = (
     gpt_oss.GPT_OSS,
     granite.GRANITEMOESHARED,
     deepseek.KIMI_K2,
+    deepseek.KIMI_K25,
     glm.GLM4_MOE_LITE,
     dots.DOTS1,
     solar.SOLAR_OPEN,

@@ -1,4 +1,4 @@
-"""DeepSeek's entries, V2 and V3, with latent attention, groups of experts and shared ones; and Kimi K2, a V3.
+"""DeepSeek's entries, V2 and V3, with latent attention, groups of experts and shared ones; and Kimi's, V3s.
 
 Their config.json says by first_k_dense_replace and moe_layer_freq which blocks are MoE.
 
@@ -31,7 +31,7 @@ from tmoe.hf.architectures.common import (
     one,
     swiglu,
 )
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule
+from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule, under
 
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -204,3 +204,14 @@ DEEPSEEK_V3 = Architecture(
 
 # Kimi K2 is a DeepSeek-V3 by another name. transformers has no class of this name.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+
+# The text part of Kimi K2.5, which sees; its other tensors are carried as they are.
+KIMI_K25 = replace(
+    KIMI_K2,
+    model_type="kimi_k25",
+    class_name="KimiK25ForConditionalGeneration",
+    rules=under(under(RULES, "model.", "language_model.model."), "lm_head.", "language_model.lm_head."),
+    theirs=KIMI_K2.theirs | dict(tie_word_embeddings=False, model_type=("kimi_k2", "deepseek_v3", None)),
+    extra=(r"(vision_tower|mm_projector)\..*",),
+    nested="text_config",
+)

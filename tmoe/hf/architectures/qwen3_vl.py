@@ -1,6 +1,7 @@
 """Qwen3-VL-MoE's entry: the text part of a model that sees, whose other tensors are carried as they are.
 
-For text alone its three axes of positions are one, and its RoPE is Qwen3's. Experts are stored for x W.
+For text alone its three axes of positions are one, and its RoPE is Qwen3's. Experts are published for x W;
+transformers 5 saves them for W x under the same names.
 
 next: hf/architectures/qwen.py
 """
@@ -23,6 +24,7 @@ from tmoe.hf.architectures.common import (
     QK_NORM,
     SIZES,
     TOP_K,
+    also,
     key_heads,
     one,
 )
@@ -32,7 +34,10 @@ from tmoe.hf.rules import Architecture, Part, Rule, under
 MOE = (
     one(f"{BLOCK}.moe.router.weight", f"{LAYER}.mlp.gate.weight"),
     *(
-        Rule(f"{BLOCK}.moe.experts.{name}", (Part(f"{HELD}.{name}_proj", transposed=True),))
+        also(
+            Rule(f"{BLOCK}.moe.experts.{name}", (Part(f"{HELD}.{name}_proj", transposed=True),)),
+            f"{HELD}.{name}_proj",
+        )
         for name in ("gate_up", "down")
     ),
 )

@@ -1,0 +1,155 @@
+"""Times the experts' fused op with each activation beside SwiGLU, at equal products.
+
+    python -m benchmarks.activations                                 # Qwen3's and OLMoE's shapes, a minute
+    python -m benchmarks.activations --json benchmarks/results/activations/h200.jsonl
+    python -m benchmarks.activations --shapes 8192,4096,1408,128,8   # any shape of moe_layer: T,D,F,E,K
+
+An expert with a gate has 3 D F weights, one without has 2 D F. So those without a gate get F' = 3F/2, which
+makes the products of forward and backward the same number of FLOPs. The bar is 3% above SwiGLU.
+
+All activations of tmoe/activations.py see the same tokens, routing and dy, random normal, bf16; gradients go
+to x, the routing weights and both matrices. They take turns in rounds, each round in another order, with a
+cold L2. Inputs are drawn anew --draws times. A figure is the median over the draws of medians over rounds; a
+ratio is taken within a draw, as the clock sinks under load. "swiglu again" is the same calls a second time:
+what differs there is noise.
+
+next: tune.py
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.moe_layer import (
+    ALL,
+    CYCLES_PER_MS,
+    Shape,
+    both,
+    make,
+    prepare,
+    require_gpu,
+    rivals,
+    shape,
+    time_all,
+)
+from benchmarks.train import at_least_one
+from tmoe.activations import ACTIVATIONS
+from tmoe.ops import moe_mlp
+from tmoe.ops.launch.precompile import precompile, trace
+from tmoe.warmup import local_arch
+
+AGAIN = "swiglu again"
+NAMES = ["swiglu", *(name for name in ACTIVATIONS if name != "swiglu"), AGAIN]
+HEAD_START = 3 * CYCLES_PER_MS  # for the host: forward and backward take it a millisecond
+
+
+def named(name: str) -> str:
+    """The activation of a contestant."""
+    return name.removesuffix(" again")
+
+
+def width(name: str, F: int) -> int:
+    """The hidden width that gives a contestant the products of a gated expert of width F."""
+    return F if ACTIVATIONS[named(name)].gated else 3 * F // 2
+
+
+def measure(given: Shape, draws: int, rounds: int) -> dict[str, tuple[float, ...]]:
+    """Each contestant's ms of forward and of forward + backward, and both beside those of swiglu."""
+    _, D, F, E, K = given
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+    for draw in range(draws):
+        torch.manual_seed(draw)
+        inputs = make(given, "cuda")
+        x, dy = inputs.x.requires_grad_(), inputs.dy
+        weights, ids = rivals.top_k(inputs.logits, K)
+        weights.requires_grad_()
+        gated = [inputs.gate_up.requires_grad_(), inputs.down.requires_grad_()]
+        wide = 3 * F // 2
+        plain = [
+            (gated[0].new_empty(E, wide, D).normal_() * D**-0.5).requires_grad_(),
+            (gated[1].new_empty(E, D, wide).normal_() * wide**-0.5).requires_grad_(),
+        ]
+        calls: list[Callable[[], Any]] = []
+        for name in NAMES:
+            matrices = gated if ACTIVATIONS[named(name)].gated else plain
+            op = functools.partial(_experts, named(name), ids, matrices)
+            calls.append(functools.partial(op, x, weights))
+            calls.append(functools.partial(both, op, (x, weights), matrices, dy))
+        times = time_all(calls, rounds, begin=functools.partial(prepare, HEAD_START))
+        for i, name in enumerate(NAMES):
+            seen[name].append((times[2 * i], times[2 * i + 1]))
+        del inputs, x, dy, weights, ids, gated, plain, calls
+    found = {}
+    for name, pairs in seen.items():
+        beside = [(f / f0, b / b0) for (f, b), (f0, b0) in zip(pairs, seen["swiglu"], strict=True)]
+        found[name] = tuple(
+            statistics.median(column) for table in (pairs, beside) for column in zip(*table, strict=True)
+        )
+    return found
+
+
+def _experts(name: str, ids: Tensor, matrices: list[Tensor], x: Tensor, weights: Tensor) -> Tensor:
+    """The op in the order of arguments that `both` wants."""
+    gate_up, down = matrices
+    return moe_mlp(x, gate_up, down, weights, ids, activation=name)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--shapes", nargs="+", default=["qwen3", "olmoe"], type=shape, metavar="SHAPE")
+    p.add_argument("--draws", type=at_least_one, default=5, help="times that inputs are drawn")
+    p.add_argument("--rounds", type=at_least_one, default=7, help="rounds over all, each draw")
+    p.add_argument("--json", type=Path, help="append each shape's result to this file as a JSON object")
+    args = p.parse_args()
+    if odd := [name for name in args.shapes if ALL[name][2] % 2]:
+        p.error(f"--shapes {odd[0]}: F={ALL[odd[0]][2]} must be even, for 3F/2 without a gate")
+    require_gpu(p)
+
+    # All kernels first, in as many processes as there are activations.
+    layers: list[tuple[Any, ...]] = []
+    for T, D, F, E, K in (ALL[name] for name in args.shapes):
+        layers += [(trace, T, D, width(a, F), E, K, torch.bfloat16, None, a) for a in ACTIVATIONS]
+    precompile(local_arch(), layers, len(ACTIVATIONS))
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    about |= {
+        "date": str(date.today()),
+        "command": " ".join(["python -m benchmarks.activations", *sys.argv[1:]]),
+    }
+    print(about)
+    lines = [
+        f"{'shape':>10} {'activation':>13} {'F':>6} {'fwd ms':>8} {'of swiglu':>9} "
+        f"{'f+b ms':>8} {'of swiglu':>9} {'TF/s':>5}"
+    ]
+    for name in args.shapes:
+        T, D, F, E, K = ALL[name]
+        found = measure(ALL[name], args.draws, args.rounds)
+        torch.cuda.empty_cache()
+        for who, (fwd, f_b, fwd_beside, f_b_beside) in found.items():
+            lines.append(
+                f"{name:>10} {who:>13} {width(who, F):6d} {fwd:8.3f} {fwd_beside:8.3f}x {f_b:8.3f} "
+                f"{f_b_beside:8.3f}x {18 * T * K * D * F / f_b / 1e9:5.0f}"
+            )
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            results = {
+                who: dict(zip(("fwd", "both", "fwd_beside", "both_beside"), times, strict=True))
+                for who, times in found.items()
+            }
+            line = {"shape": name, "sizes": ALL[name], "draws": args.draws, "rounds": args.rounds}
+            with args.json.open("a") as file:
+                file.write(json.dumps(line | {"results": results} | about) + "\n")
+    print(*lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
