@@ -44,6 +44,11 @@ class Load(NamedTuple):
     ids_TK: Tensor | None = None  # the choices themselves, where a trace of them is kept
 
 
+def with_fields(load: Load, **given: Tensor | None) -> Load:
+    """The load with these fields set. (dynamo of torch 2.11 cannot return what a `_replace` has made.)"""
+    return Load(*(given.get(name, value) for name, value in zip(Load._fields, load, strict=True)))
+
+
 class Totals(NamedTuple):
     """Counts of a whole step, over all ranks and micro-batches (0-dim fp32): the divisors of the losses."""
 
