@@ -117,10 +117,19 @@ def read_config(hf: HF) -> ModelConfig:
     _refuse(arch, list(dict.fromkeys(problems)))  # a missing key that others are derived from is named once
 
     try:
-        return build_config(nested(found))
+        cfg = build_config(nested(found))
     except ConfigError as error:
         _refuse(arch, [_in_their_words(arch, hf, str(error))])
         raise
+    key = next(iter(by_name["moe.activation"].keys), "")
+    if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
+        words = "in dense blocks and shared experts, which have the same, only 'silu' is computed"
+        _refuse(arch, [f"{key}={hf[key]!r}: {words}"])
+    return cfg
+
+
+def _has_dense(cfg: ModelConfig) -> bool:
+    return not all(map(cfg.is_moe, range(cfg.layers)))
 
 
 def _read_field(field: Field, hf: HF, said: HF) -> Any:
@@ -137,7 +146,11 @@ def _read_field(field: Field, hf: HF, said: HF) -> Any:
     value = value(said) if callable(value) else value
     if value is None:
         raise KeyError(field.keys[0] if field.keys else field.ours)
-    return value
+    if field.words is not None and value not in field.words:
+        raise ConfigError(
+            f"{field.keys[0]}={value!r}: only {' or '.join(map(repr, field.words))} is computed"
+        )
+    return value if field.words is None else field.words[value]
 
 
 def _null(key: str) -> str:
@@ -224,9 +237,11 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     An entry fits if its config.json reads back as the same mathematics.
     """
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
+    if not any(map(cfg.is_moe, range(cfg.layers))):
+        flat["moe.activation"] = "swiglu"  # that of dense blocks
     for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
-        hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
+        hf |= {field.keys[0]: field.written(flat[field.ours]) for field in arch.fields if field.keys}
         # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}

@@ -80,6 +80,8 @@ class Field(NamedTuple):
     null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
         null, or its model fails.
     least: the smallest number that config.json may say. None: ModelConfig's own check decides.
+    words: what each word of config.json is as a setting; others are refused. The first of several for a
+        setting is the one written. None: both say the same.
     """
 
     ours: str
@@ -87,6 +89,11 @@ class Field(NamedTuple):
     default: Any = None
     null: Any = NO_NULL
     least: int | None = None
+    words: dict[str, str] | None = None
+
+    def written(self, value: Any) -> Any:
+        """A setting as config.json says it; where no word says it, as it is, which is then refused."""
+        return next((word for word, ours in (self.words or {}).items() if ours == value), value)
 
 
 class Key(NamedTuple):
