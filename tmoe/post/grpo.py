@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
 from tmoe.data.tokenizer import Carried
-from tmoe.generate.engine import Engine, Sample
+from tmoe.generate.engine import Engine, Sample, Samples
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.whole import Stopped
 from tmoe.model.loss import Given
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
@@ -161,8 +162,8 @@ class Grpo(Task):
     ) -> list[Answer] | None:
         """Answers to this reader's part of the prompts, in order; None once any rank was told to stop.
 
-        A collective. In waves of as many prompts as fill the slots, between which ranks hear of a signal, or
-        of a rank that is gone.
+        A collective. In waves of as many prompts as fill the slots, between which ranks agree, and hear of a
+        rank that is gone. Of a signal they hear between tokens.
         """
         g, place, axes = self.g, self.mesh.place, self.mesh.axes
         reads = [numbers[i] for i in share(len(numbers), place.reader, axes.readers)]
@@ -185,10 +186,13 @@ class Grpo(Task):
             wave = waves[w] if w < len(waves) else []
             prompts = [data.prompt(number) for number in wave]
             keys = [base + number for number in wave]
-            with run.watch.aside():
-                made = engine.generate(
-                    [prompt.ids for prompt in prompts], g.group, sampling, numbers=keys, routes=replays
-                )
+            made = Samples()
+            ids = [prompt.ids for prompt in prompts]
+            with run.watch.aside(), suppress(Stopped):  # after which the sum below is not 0
+                made = engine.generate(ids, g.group, sampling, numbers=keys, routes=replays, told=run.hears)
+            run.watch.moved()
+            if run.sums(run.stop)[0]:
+                return None
             for number, prompt, group in zip(wave, prompts, made, strict=True):
                 for i, s in enumerate(group):
                     routes = routes_of(s) if replays else None
@@ -197,9 +201,6 @@ class Grpo(Task):
                             *(prompt, number, i, s.ids.tolist(), s.logprobs, s.finish, s.text or "", routes)
                         )
                     )
-            run.watch.moved()
-            if run.sums(run.stop)[0]:
-                return None
         if axes.parts > 1:
             everyone = gathered((place.reader, answers), run.control)
             answers = [answer for reader, some in everyone if reader == place.reader for answer in some]
