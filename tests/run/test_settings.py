@@ -119,7 +119,7 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     goes_on = f"; its run goes on with train.py {moved}\n"
     assert refusal([str(step)], capsys).endswith(goes_on)
     said = refusal([str(moved / "checkpoints")], capsys)
-    assert f"{moved / 'checkpoints'} has no config.json{goes_on}" in said
+    assert f"{moved / 'checkpoints'}: no run folder: it has no config.json{goes_on}" in said
     said = refusal([config], capsys)
     assert f"its settings are taken with --config {config}{goes_on}" in said
 

@@ -97,7 +97,7 @@ def _no_run(word: str) -> str:
         return f"{word}: no run folder but a file{meant}{goes_on}"
     if is_step(path):
         return f"{word}: no run folder but a step folder: its weights are taken with --init {word}{goes_on}"
-    return f"{word}: no run folder: {word} has no config.json{goes_on}"
+    return f"{word}: no run folder: it has no config.json{goes_on}"
 
 
 def read_file(path: Path) -> dict[str, Any]:
