@@ -50,6 +50,7 @@ AXES = {
     *("--parallel.replicate", "--parallel.etp", "--parallel.cp-by", "--parallel.schedule"),
     "--parallel.chunks",
 }
+OURS = {"--gpus", "--tokens", "--batch-tokens", "--parts", "--check", "--fit", "--gpu", "--constants"}
 WORLDS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 
 
@@ -117,6 +118,8 @@ def main() -> None:
         console.print("\n".join([] if args.check else unheld(m)), soft_wrap=True)
         raise SystemExit(not good)
     words = [w for w in args.train if w != "--"]
+    if late := [w for w in words if w.split("=")[0] in OURS]:
+        parser.error(f"{late[0]}: stands before train.py's words: {late[0]} ... -- {words[0]}")
     taken = [w for w in words if w.split("=")[0] in AXES]
     if taken and not args.parts:
         parser.error(f"{taken[0]}: leave it out: the page compares every layout; --parts takes one")

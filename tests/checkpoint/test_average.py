@@ -213,7 +213,7 @@ def test_every_difference_is_listed(tmp_path):
         save(tmp_path, 4, first, settings(2, balance_coeff=0.5, jitter=0.1)),
     ]
     # model.i alone: of training's settings none
-    assert "1 differences" in refused("average", *same, tmp_path / "mean")
+    assert "1 difference\n" in refused("average", *same, tmp_path / "mean")
     assert {p.name for p in tmp_path.iterdir()} == {"step-1", "step-2", "step-3", "step-4"}
 
 

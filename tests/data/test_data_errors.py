@@ -164,7 +164,7 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
         data(tmp_path / "base-shards", tmp_path / "chat-shards", vocab=300)
     with pytest.raises(DataError, match=r"base-shards: made with .* end documents alike"):
         data(tmp_path / "base-shards", tokenizer=str(chat / "tokenizer.json"), vocab=300)
-    with pytest.raises(DataError, match=r"ids up to 255: --model\.vocab=128 is too small"):
+    with pytest.raises(DataError, match=r"ids up to 255: .*vocab=128 is too small; valid: 256 or more"):
         data(texts, vocab=128)
     with pytest.raises(DataError, match=r"\d+ tokens in its val split, one sample needs 50001"):
         data(texts, split="val", seq=50000)
@@ -176,6 +176,9 @@ def test_bad_combinations(texts: Path, shards: Path, bpe: Path, tmp_path: Path):
         data(tmp_path / "empty")
     with pytest.raises(DataError, match=r"--data\.tokenizer=gone\.json: no such file"):
         data(texts, tokenizer="gone.json")
+    says = r"--data\.tokenizer=.*empty: this folder holds no tokenizer\.json and no tokenizer\.model; valid"
+    with pytest.raises(DataError, match=says):
+        data(texts, tokenizer=str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to a folder"])

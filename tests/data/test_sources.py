@@ -250,18 +250,18 @@ def test_what_a_source_was_taken_for_is_said(tmp_path: Path, texts: Path):
     said = done.stdout.splitlines()
     tokens = sum(len(text.encode()) + 1 for text in TEXTS)
     first = repr(TEXTS[0][:60])
-    assert f"a.json: JSON lines in 1 files, 20 documents, the first begins {first}; {tokens:,} tokens" in said
+    assert f"a.json: JSON lines in 1 file, 20 documents, the first begins {first}; {tokens:,} tokens" in said
     assert any(
         line.startswith(f"{texts}: plain text in 30 files, 30 documents, the first begins") for line in said
     )
     assert (
         data(tmp_path / "out")
         .sources[0]
-        .taken.startswith(f"token shards in 1 files, 50 documents, the first begins {first}")
+        .taken.startswith(f"token shards in 1 file, 50 documents, the first begins {first}")
     )
     assert beginning(("专" * 100).encode()) == beginning("专" * 100) == "专" * 60
     taken = data(tmp_path / "a.json").sources[0].taken
-    assert taken == f"JSON lines in 1 files, 20 documents, the first begins {first}"
+    assert taken == f"JSON lines in 1 file, 20 documents, the first begins {first}"
 
 
 # ---- malformed documents ----

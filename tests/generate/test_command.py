@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_one_message(run, tmp_path, capsys, monkeypatch):
         ([str(run), "--file", str(tmp_path / "none.txt")], "holds no prompt"),
         ([str(run), "x", "--top-p", "2"], "--top-p=2.0: must be above 0 and at most 1"),
         ([str(run), "x" * 97], "97 tokens, but model.rope.max_seq=96"),
-        ([str(run), "x", "--tokenizer", "nofile"], "--data.tokenizer=nofile: no such file"),
+        ([str(run), "x", "--tokenizer", "nofile"], "--tokenizer=nofile: no such file"),
         ([str(run), "x", "-n", "0"], "-n=0: must be at least 1"),
     ):
         with pytest.raises(SystemExit) as end:

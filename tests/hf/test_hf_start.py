@@ -7,9 +7,11 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from hf_tiny import assert_bits, broken, load_step, saved, tensors_of
+from hf_tiny import SIZES, assert_bits, broken, load_step, saved, tensors_of
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.checkpoint.errors import MismatchError
@@ -38,6 +40,17 @@ def start(rank: int, world: int, ep: int, folders: dict[Path, ModelConfig]):
         )
         found.append({name: p.full_tensor() for name, p in model.named_parameters()})
     return found
+
+
+def test_a_start_says_whose_weights_it_has(tmp_path):
+    """Embedding, norm, head, and seven tensors a block: qkv, o, two norms, router and two of the experts."""
+    sizes = SIZES | dict(vocab_size=256)
+    AutoModelForCausalLM.from_config(MixtralConfig(**sizes, num_local_experts=4)).save_pretrained(tmp_path)
+    words = ["--init", str(tmp_path), "--train.seq", "32", "--train.batch", "1", "--train.eval-batches", "1"]
+    done = forked.run(["train.py", "--eval-only", "--no-compile", *words])
+    assert done.returncode == 0, done.stderr
+    assert f"\nweights of {tmp_path}, {3 + 2 * 7} tensors\n" in done.stdout + done.stderr
+    assert "validation loss" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2)])

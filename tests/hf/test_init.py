@@ -98,7 +98,7 @@ def test_a_step_of_another_model_is_refused(gloo, tmp_path, flags):
             assert not said if rank else (f"error: {step} is not this model's" in said and words in said), (
                 said
             )
-            assert rank or "1 differences" in said
+            assert rank or "1 difference\n" in said
         assert [(code, changed) for code, _, changed in results[-2:]] == [(0, True)] * 2
 
 

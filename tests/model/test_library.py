@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import logging
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -73,6 +75,25 @@ def test_own_model_and_loop(gloo, world, ep):
     assert want.keys() == got.keys()
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+
+
+def gathers(rank: int, world: int) -> list[str]:
+    """What torch says while experts over (dp, ep) are gathered whole."""
+    model = tmoe.parallel.parallelize(Theirs(), tmoe.parallel.build_mesh(ep=2))
+    said: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(heard)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for p in model.parameters():
+            p.full_tensor()
+    return [*said, *(str(one.message) for one in warned)]
+
+
+def test_whole_experts_are_gathered_in_silence(gloo):
+    """torch would tell each rank of two all-gathers, which there must be."""
+    assert gloo(4, gathers) == [[]] * 4
 
 
 def test_bf16_trains_fp32_masters(gloo):

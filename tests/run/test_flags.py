@@ -1,6 +1,9 @@
 """A setting in errors: a flag on a command line, a name in Python; and which flag a wrong one meant."""
 
+import io
+import os
 import re
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,7 @@ from tmoe.config.check import ConfigError, as_names
 from tmoe.config.run import Config, TrainConfig
 from tmoe.run.cli import parse
 from tmoe.run.flags import SYNONYMS, flags_of_settings, meant_by
-from tmoe.run.process import Runtime
+from tmoe.run.process import Runtime, signed
 
 KNOWN = [flag for flag, _ in flags_of_settings(Config)]
 
@@ -105,6 +108,19 @@ def test_a_place_where_no_folder_can_be_made(place):
         ConfigError, match=rf"--out={place}: no files can be made there \((No|Not)[^E]*\); name"
     ):
         Runtime.claim(alone, place)
+
+
+def test_a_run_folder_in_use_names_its_process(tmp_path):
+    """The lock holds process and host, and a later holder's alone: the text of the longer one is gone."""
+    alone = SimpleNamespace(rank=0, together=lambda work: work())
+    (tmp_path / ".lock").write_text("1234567890 a-longer-name-than-any-host-has-here.example.org\n" * 2)
+    held = Runtime.claim(alone, tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
+    with open(tmp_path / ".lock", "rb") as file:
+        assert signed(file) == f", {os.getpid()} on {socket.gethostname()},"
+    held.close()
+    with io.BytesIO() as empty:
+        assert signed(empty) == ""
 
 
 def test_no_steps_are_nothing_to_do(capsys):

@@ -62,6 +62,11 @@ def test_a_file_lies_between_preset_and_flags(tmp_path, capsys):
     assert parse(["--config", str(tmp_path / "a.json")], "") == cfg
 
 
+def test_a_word_is_a_list_of_one(tmp_path):
+    (tmp_path / "a.toml").write_text("[data]\npath = 'x'")
+    assert parse(["--config", str(tmp_path / "a.toml")], "").data.path == ("x",)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -73,7 +78,7 @@ def test_a_file_lies_between_preset_and_flags(tmp_path, capsys):
         ("a.toml", "a-b = 1\n", "a.toml: a-b: no such setting; there are: task, out"),
         ("a.toml", "eval_only = true\neval-only = true", "a.toml: eval-only: is there twice"),
         ("a.json", "[]", "a.json: must be an object of settings"),
-        ("a.json", '{"data": {"path": "x"}}', "a.json: data.path='x': must be a list, each text"),
+        ("a.json", '{"data": {"path": 3}}', "a.json: data.path=3: must be a list, each text"),
         ("a.yaml", "", "a.yaml: must be a .toml or .json file"),
     ],
 )
@@ -111,8 +116,12 @@ def test_a_run_folder_goes_on_with_its_settings(gloo, tmp_path, capsys):
     # What is no run folder says what it is.
     step = moved / "checkpoints/step-2"
     assert f"its weights are taken with --init {step}" in refusal([str(step)], capsys)
-    assert f"{moved / 'checkpoints'} has no config.json" in refusal([str(moved / "checkpoints")], capsys)
-    assert "preset 'tinny': must be one of tiny, " in refusal(["tinny"], capsys)
+    goes_on = f"; its run goes on with train.py {moved}\n"
+    assert refusal([str(step)], capsys).endswith(goes_on)
+    said = refusal([str(moved / "checkpoints")], capsys)
+    assert f"{moved / 'checkpoints'}: no run folder: it has no config.json{goes_on}" in said
+    said = refusal([config], capsys)
+    assert f"its settings are taken with --config {config}{goes_on}" in said
 
     # A step says its run's model.
     model = parse(["--init", str(step), "--dry-run"], "").model
@@ -179,6 +188,29 @@ def test_no_folder_to_start_from(capsys, monkeypatch):
     said = refusal(["--init", "Qwen/Qwen3-30B-A3B"], capsys)
     assert "--init=Qwen/Qwen3-30B-A3B: no such folder here, and the hub does not give it" in said
     assert "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen/Qwen3-30B-A3B" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tinny"], r"preset 'tinny': must be one of tiny, .*; or a run folder; did you mean tiny\?"),
+        (["Qwen3_30B"], r"; did you mean qwen3-30b-a3b\?"),
+        (["zzz"], r"preset 'zzz': must be one of tiny, .*; or a run folder$"),
+        (["runs/none"], "^error: runs/none: no such run folder$"),
+        (["--steps", "5", "tiny"], r"tiny: a preset or .* the first word: train.py tiny --steps"),
+        (["tiny", "tiny"], "tiny: one preset or run folder at most, and tiny is the first"),
+        (["--eval-only", "tiny"], r"--eval-only=tiny: .*; a preset .*: train.py tiny --eval-only$"),
+        (["--eval-only", "tino"], "--eval-only=tino: must be true or false$"),
+    ],
+)
+def test_a_first_word_that_is_none_or_stands_elsewhere(capsys, words, says):
+    assert re.search(says, refusal(words, capsys), re.M)
+
+
+def test_an_environment_without_a_compiler_is_heard(monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert not parse(["tiny"], "").compile
+    assert "note: TORCH_COMPILE_DISABLE=1 in the environment: running eager" in capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_no_run(tmp_path, capsys):

@@ -47,7 +47,7 @@ from tmoe.checkpoint import manifest as files
 from tmoe.checkpoint.dcp import RNG, Files, Planner, Reader, Tensors, Writer, write_stock_metadata
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from tmoe.listing import listed
+from tmoe.listing import counted, listed
 from tmoe.parallel.agree import attempt, by_reason, gathered, named
 from tmoe.parallel.mesh import patience
 
@@ -338,7 +338,8 @@ class Checkpoints:
         found = {line for _, lines in votes for line in lines}
         found |= {f"{name}: in the checkpoint, but not asked for" for name in saved.keys() - asked}
         if found:
-            raise MismatchError(listed(f"{path} does not fit: {len(found)} differences", sorted(found)))
+            what = f"{path} does not fit: {counted(len(found), 'difference')}"
+            raise MismatchError(listed(what, sorted(found)))
 
     # ---- deciding together ----
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tmoe.checkpoint.manifest import CheckpointError
-from tmoe.listing import listed
+from tmoe.listing import counted, listed
 
 
 class MismatchError(CheckpointError, ValueError):
@@ -19,5 +19,5 @@ def refuse(what: str, problems: list[str], remedy: str = "") -> None:
     remedy: a last line, what to do about it.
     """
     if problems:
-        message = listed(f"{what}: {len(problems):,} differences", problems)
+        message = listed(f"{what}: {counted(len(problems), 'difference')}", problems)
         raise MismatchError(f"{message}\n{remedy}" if remedy else message)

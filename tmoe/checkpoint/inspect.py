@@ -30,6 +30,7 @@ from tmoe.checkpoint.manifest import (
     read_chunk,
     read_manifest,
 )
+from tmoe.listing import counted
 from tmoe.parallel.layout import EXPERTS
 
 BLOCK = 4 << 20  # elements that statistics widen to fp64 at once
@@ -77,7 +78,7 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "path", str(path)
     yield "step", f"{manifest.step}"
     yield "tokens", "unknown" if manifest.tokens is None else f"{manifest.tokens:,}"
-    yield "world", f"{manifest.world} ranks"
+    yield "world", counted(manifest.world, "rank")
     yield "saved", datetime.fromtimestamp(manifest.saved_ns / 1e9).astimezone().isoformat(" ", "seconds")
     sizes = [entry.size for entry in manifest.files.values()]
     yield "files", f"{len(sizes)}, {decimal(sum(sizes))} ({sum(sizes)} bytes)"

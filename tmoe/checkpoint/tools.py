@@ -260,7 +260,7 @@ def plan_average(steps: Sequence[Path], ema: bool = False) -> Plan:
     if ema and not any(sources):
         raise CheckpointError(f"{steps[0]}: holds no ema.* tensors; training keeps them with --optim.ema")
     if found := _differences(steps, manifests, weights, sources, prefix):
-        raise CheckpointError(listed(f"the steps do not fit: {len(found)} differences", found))
+        raise CheckpointError(listed(f"the steps do not fit: {counted(len(found), 'difference')}", found))
     for step, manifest, entries in zip(steps, manifests, sources, strict=True):
         check_sizes(step, manifest, entries)
     outputs = [Output(name, e.shape, dtype_of(e.dtype), *_layout_of(e)) for name, e in weights.items()]

@@ -1,17 +1,22 @@
 """GPUs by name: what their data sheets say of memory and speed, for plans made before one is rented.
 
+Speeds are the vendors' own: NVIDIA's data sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU", "A100 Tensor
+Core GPU" and "Blackwell" (its HGX B200), AMD's "Instinct MI300X". NVIDIA prints tensor cores with sparsity,
+twice what stands here, but for the A100. Memory is what nvidia-smi and rocm-smi show, which data sheets
+round. None of it was measured here.
+
 next: run/fitting.py
 """
 
 from typing import Literal, NamedTuple, get_args
 
-GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200"]
+GpuName = Literal["h100", "h200", "a100", "a100-40gb", "b200", "mi300x"]
 DRIVER = 3 * 2**30  # bytes that CUDA, its context and NCCL take beside torch
 FRAGMENTS = 1.05  # how much more the allocator takes than tensors need (benchmarks/cost/h200.json)
 
 
 class Gpu(NamedTuple):
-    """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM module."""
+    """One GPU of an eight-GPU node, from the vendor's data sheet of the SXM or OAM module."""
 
     title: str
     memory: float
@@ -21,7 +26,7 @@ class Gpu(NamedTuple):
     bandwidth: float
     """of its memory, bytes a second"""
     links: float
-    """NVLink, bytes a second, both ways together"""
+    """NVLink or Infinity Fabric, bytes a second, both ways together"""
 
     @property
     def room(self) -> float:
@@ -34,6 +39,9 @@ GPUS: dict[str, Gpu] = {
     "h200": Gpu("H200 SXM 141 GB", 143_771 * 2**20, 989.4e12, 4.8e12, 900e9),
     "a100": Gpu("A100 SXM 80 GB", 81_920 * 2**20, 312e12, 2.039e12, 600e9),
     "a100-40gb": Gpu("A100 SXM 40 GB", 40_960 * 2**20, 312e12, 1.555e12, 600e9),
-    "b200": Gpu("B200 SXM 180 GB", 180e9, 2250e12, 8e12, 1800e9),
+    # 7.7 TB/s on HGX B200; 8 TB/s is the family's "up to"
+    "b200": Gpu("B200 SXM 180 GB", 183_359 * 2**20, 2250e12, 7.7e12, 1800e9),
+    # 7 links of 128 GB/s to the node's other GPUs
+    "mi300x": Gpu("MI300X OAM 192 GB", 196_592 * 2**20, 1307.4e12, 5.3e12, 896e9),
 }
 assert set(GPUS) == set(get_args(GpuName))

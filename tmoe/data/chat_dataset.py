@@ -323,7 +323,8 @@ def open_chat(
     tokenizer = _choose_tokenizer(cfg.tokenizer, carried)
     if tokenizer.vocab > vocab:
         raise DataError(
-            f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small"
+            f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small; "
+            f"valid: {tokenizer.vocab} or more"
         )
     if carried:
         carried.require("--data.tokenizer", tokenizer.fingerprint)

@@ -69,7 +69,7 @@ def convert(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    chosen = load_tokenizer(tokenizer)
+    chosen = load_tokenizer(tokenizer, "--tokenizer")
     counts = [Counts() for _ in surveyed]
 
     # Documents are read, encoded and written one after another: these are generators.

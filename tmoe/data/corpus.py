@@ -30,7 +30,8 @@ class Run(NamedTuple):
         at = self.offset + (position - self.inserted(position)) * self.tokens.itemsize
         token = int(self.tokens[position])
         return DataError(
-            f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1"
+            f"{self.where}: token id {token} at byte {at}: valid ids are 0 to --model.vocab={vocab} - 1; "
+            "the model needs the tokenizer's vocabulary"
         )
 
 

@@ -127,8 +127,8 @@ def open_prompts(cfg: Config, split: Split, carried: Carried | None = None) -> P
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
     if tokenizer.vocab > cfg.model.vocab:
-        vocab = f"--model.vocab={cfg.model.vocab}"
-        raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab} is too small")
+        vocab = f"--model.vocab={cfg.model.vocab} is too small; valid: {tokenizer.vocab} or more"
+        raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab}")
     template = load_template(tokenizer, cfg.data.chat_template)
     try:
         sources = [_open(cfg, name, split, tokenizer, template) for name in names]

@@ -49,6 +49,7 @@ from tmoe.data.indexed import eos_of, is_indexed, open_indexed
 from tmoe.data.rows import PACKED_SUFFIXES, Form, Found, kind_of_row, look, no_text, opened, read_rows
 from tmoe.data.shards import _publish, _write_shard, open_shard
 from tmoe.data.tokenizer import NAMES, SETTINGS, TEMPLATE, Carried, DataError, Tokenizer
+from tmoe.listing import counted
 
 IN_MEMORY = 16_000_000  # bytes of a source's files
 SHOWN = 60  # characters of a source's first document
@@ -118,7 +119,8 @@ def open_corpus(
         carried.require(name, tokenizer.fingerprint)
     if tokenizer.vocab > vocab:
         raise DataError(
-            f"{name}: the tokenizer gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too small"
+            f"{name}: the tokenizer gives ids up to {tokenizer.vocab - 1}: --model.vocab={vocab} is too "
+            f"small; valid: {tokenizer.vocab} or more"
         )
     texts = _Texts(source, tokenizer, shares, field, Skips(malformed))
     if sum(path.stat().st_size for path, _ in source.files) > IN_MEMORY:
@@ -413,9 +415,9 @@ class Survey(NamedTuple):
         among = sum(bool(found.rows) for _, found in self.files) if self.form == "plain text" else 0
         form = f"{self.form} ({','.join(packed)})" if packed else self.form
         parts = [
-            f"{form} in {len(self.files):,} files",
+            f"{form} in {counted(len(self.files), 'file')}",
             *([f"{among} of them JSON, taken as text like the others"] if among else []),
-            f"{facts.documents:,} documents" if facts.documents >= 0 else "documents not counted",
+            counted(facts.documents, "document") if facts.documents >= 0 else "documents not counted",
             *([f"the first begins {facts.first!r}"] if facts.first else []),
             *([facts.skipped] if facts.skipped else []),
         ]

@@ -382,8 +382,9 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
     inside = [path for name in NAMES if (path := Path(spec, name)).is_file()]
     path = (inside or [Path(spec, NAMES[0])])[0] if Path(spec).is_dir() else Path(spec)
     if not path.is_file():
+        what = f"this folder holds no {' and no '.join(NAMES)}" if Path(spec).is_dir() else "no such file"
         raise DataError(
-            f"{flag}={spec}: no such file; valid: 'bytes', or the path of a tokenizer.json, of a "
+            f"{flag}={spec}: {what}; valid: 'bytes', or the path of a tokenizer.json, of a "
             "sentencepiece model, or of a folder that holds one"
         )
     settings = path.with_name("tokenizer_config.json")
@@ -397,6 +398,6 @@ def tokenizer_files(spec: str, flag: str = "--data.tokenizer") -> TokenizerFiles
     )
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer named by `--data.tokenizer`: 'bytes', or the path of its file or folder."""
-    return ByteTokenizer() if spec == "bytes" else of_files(tokenizer_files(spec))
+def load_tokenizer(spec: str, flag: str = "--data.tokenizer") -> Tokenizer:
+    """The tokenizer named by `flag`: 'bytes', or the path of its file or folder."""
+    return ByteTokenizer() if spec == "bytes" else of_files(tokenizer_files(spec, flag))

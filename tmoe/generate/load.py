@@ -20,13 +20,13 @@ from tmoe.checkpoint.rewrite import read_whole
 from tmoe.config.check import require
 from tmoe.config.model import ModelConfig
 from tmoe.config.same import build_config
-from tmoe.data.tokenizer import ByteTokenizer, DataError, Tokenizer, load_tokenizer
+from tmoe.data.tokenizer import NAMES, ByteTokenizer, DataError, Tokenizer, load_tokenizer
 from tmoe.generate.engine import Engine
 from tmoe.hf.files import CONFIG, FILE, MODEL, Folder, is_folder
 from tmoe.hf.hub import folder_of
 from tmoe.hf.plan import plan_folder
 from tmoe.hf.start import load_hf
-from tmoe.hf.tokenizer import carried_by
+from tmoe.hf.tokenizer import beside_data, carried_by
 from tmoe.model.transformer import Transformer
 
 GENERATION = "generation_config.json"
@@ -149,7 +149,7 @@ def tokenizer_of(path: Path, manifest: Manifest | None, spec: str | None) -> Tok
     """The tokenizer that --tokenizer names, else the folder's. DataError for none, or for another than it."""
     carried = carried_by(path)
     if spec is not None:
-        found = load_tokenizer(spec)
+        found = load_tokenizer(spec, "--tokenizer")
         if carried is not None and carried.fingerprint != found.fingerprint:
             raise DataError(
                 f"--tokenizer={spec}: is {found.fingerprint}; the weights of {path} are of "
@@ -162,8 +162,11 @@ def tokenizer_of(path: Path, manifest: Manifest | None, spec: str | None) -> Tok
         return ByteTokenizer()
     config: Any = manifest.info.get("config", {}) if manifest else {}
     named = config.get("data", {}).get("tokenizer") if isinstance(config, dict) else None
-    if carried is not None and isinstance(named, str) and Path(named).exists():
-        found = load_tokenizer(named)
+    places = [named] if isinstance(named, str) and Path(named).exists() else []
+    if manifest is not None:  # the shards' folder
+        places += [str(path) for name, path in beside_data(manifest).items() if name in NAMES]
+    for place in places if carried is not None else ():
+        found = load_tokenizer(place)
         if found.fingerprint == carried.fingerprint:
             return found
     which = (

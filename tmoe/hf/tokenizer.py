@@ -101,16 +101,24 @@ def of_run(
     if trained_on == "bytes":
         print(f"{step}: trained on bytes: there is no tokenizer file, an id is a byte and 0 ends a text")
         return config, files
-    for place in _places(manifest):
-        found = {name: place / name for name in (*NAMES, SETTINGS, TEMPLATE) if (place / name).is_file()}
-        carried = _of_files(place, {name: path.read_bytes() for name, path in found.items()})
-        if carried and trained_on in (carried.fingerprint, *carried.others):
-            return config, files | {name: path.read_bytes for name, path in found.items()}
+    if beside := beside_data(manifest):
+        return config, files | {name: path.read_bytes for name, path in beside.items()}
     print(
         f"{step}: no tokenizer is written: it was trained on data of {trained_on}, whose {TOKENIZER} is not "
         f"where the run found it; copy it into the folder"
     )
     return config, files
+
+
+def beside_data(manifest: Manifest) -> dict[str, Path]:
+    """Files of the tokenizer of a run's data, by name, where they still lie where the run found them."""
+    trained_on = of_data(manifest)
+    for place in _places(manifest):
+        found = {name: place / name for name in (*NAMES, SETTINGS, TEMPLATE) if (place / name).is_file()}
+        carried = _of_files(place, {name: path.read_bytes() for name, path in found.items()})
+        if carried and trained_on in (carried.fingerprint, *carried.others):
+            return found
+    return {}
 
 
 def _places(manifest: Manifest) -> list[Path]:

@@ -56,6 +56,8 @@ def parse(argv: Sequence[str], description: str, *, rank: int = 0, world: int = 
         code = error.code if isinstance(error, SystemExit) else 2
         # The first rank of each node speaks too: rank 0 does not see what is wrong on another node alone.
         launch = launcher_world()
+        if rank == 0 and isinstance(error, SystemExit) and (hint := misplaced(heard.in_short(), argv)):
+            print(hint, file=sys.stderr)
         if code:
             last_line.leave(f"error: {error if isinstance(error, ValueError) else heard.in_short()}")
         if (rank == 0 or launch.local_rank == 0) and isinstance(error, ValueError):
@@ -89,6 +91,17 @@ class Heard(io.StringIO):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue())
         rows = [row.strip(" │") for row in plain.splitlines() if not row.startswith(("╭", "╰"))]
         return " ".join(itertools.takewhile(lambda row: row.strip("─"), rows))
+
+
+def misplaced(said: str, argv: Sequence[str]) -> str:
+    """What to type where tyro did not know a preset or a run folder behind the flags; "" elsewhere."""
+    found = re.search(r"Unrecognized options: (\S+)", said)
+    word = found[1] if found else ""
+    if not word or (word not in presets() and not Path(word).is_dir()):
+        return ""
+    if argv[0] == word or not argv[0].startswith("-"):
+        return f"error: {word}: one preset or run folder at most, and {argv[0]} is the first"
+    return f"error: {word}: a preset or a run folder is the first word: train.py {word} {argv[0]} ..."
 
 
 def notes(cfg: Config, world: int) -> Iterator[str]:
@@ -176,6 +189,9 @@ def _parse(argv: list[str], description: str, rank: int, world: int) -> tuple[Co
         cfg = replace(cfg, init=str(start_of(cfg.init, weights=not cfg.dry_run).absolute()))
     if not (cfg.dry_run or cfg.eval_only):  # those write nothing
         require_places(cfg)
+    if cfg.compile and not cfg.dry_run and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        cfg = replace(cfg, compile=False)
+        source.notes.append("TORCH_COMPILE_DISABLE=1 in the environment: running eager (--no-compile)")
     return cfg, source.notes
 
 
@@ -260,7 +276,9 @@ def spell_booleans(argv: list[str]) -> list[str]:
         if not equals:
             value = words.pop() if words and not words[-1].startswith("-") else "true"
         if value.lower() not in ("true", "false"):
-            raise ConfigError(f"{flag}={value}: must be true or false")
+            first = value in presets() or Path(value).is_dir()
+            hint = f"; a preset or a run folder is the first word: train.py {value} {flag}" if first else ""
+            raise ConfigError(f"{flag}={value}: must be true or false{hint}")
         section, dot, last = flag[2:].rpartition(".")
         out.append(flag if value.lower() == "true" else f"--{section}{dot}no-{last}")
     return out

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.config.axes import Axes
 from tmoe.config.run import Config
+from tmoe.listing import counted
 from tmoe.model.count import count_parameters, flops_per_token
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.parallelize import parallelize
@@ -74,7 +75,7 @@ def dry_run(cfg: Config) -> None:
     peaks = list(map(peak_bytes, per_stage))
     fullest = peaks.index(max(peaks))
     console = Console(width=150)
-    console.print(f"{axes.world} ranks: {axes}")
+    console.print(f"{counted(axes.world, 'rank')}: {axes}")
     console.print("\n".join(meaning(cfg, axes)))
     console.print(
         f"parameters: {counts.total:,} total, {counts.active:,} active a token; "

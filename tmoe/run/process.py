@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -174,7 +175,7 @@ class Runtime:
                 return None
             try:
                 Path(out).mkdir(parents=True, exist_ok=True)
-                file = open(Path(out, ".lock"), "ab")  # noqa: SIM115 (stays open)
+                file = open(Path(out, ".lock"), "a+b")  # noqa: SIM115 (stays open)
             except OSError as error:
                 raise ConfigError(
                     f"--out={out}: no files can be made there ({error.strerror}); name a folder on a disk"
@@ -183,12 +184,15 @@ class Runtime:
             while True:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    sign(file)
                     return file
                 except (BlockingIOError, PermissionError):
                     if time.monotonic() > deadline:
+                        holder = signed(file)
                         file.close()
                         raise ConfigError(
-                            f"--out={out}: another process trains into it; end that one, or choose another"
+                            f"--out={out}: another process{holder} trains into it; "
+                            "end that one, or choose another"
                         ) from None
                     time.sleep(0.1)
                 except OSError:  # no locks here
@@ -223,6 +227,20 @@ class Runtime:
             for signum, handler in self.handlers.items():
                 signal.signal(signum, handler)
         dist.destroy_process_group()
+
+
+def sign(lock: BinaryIO) -> None:
+    """Writes into a run's lock who holds it: process and host. A disk that is full now keeps no run out."""
+    with suppress(OSError):
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
+
+
+def signed(lock: BinaryIO) -> str:
+    """Who holds a run's lock, to stand behind "another process"; "" where it does not say."""
+    lock.seek(0)
+    words = lock.read(300).decode(errors="replace").split()
+    return f", {words[0]} on {words[1]}," if len(words) == 2 else ""
 
 
 def launched() -> tuple[int, int]:

@@ -69,18 +69,35 @@ def read_settings(words: list[str]) -> Source:
 
 def of_run(word: str) -> Config:
     """The settings of a run folder, to go on with it wherever it lies now. ConfigError for another word."""
-    run = Path(word)
-    others = f"preset {word!r}: must be one of {', '.join(presets())}; or a run folder"
-    require(run.is_dir(), others)
-    if is_step(run):
-        raise ConfigError(f"{others}; {word} is a step folder: its weights are taken with --init {word}")
-    path = run / "config.json"
-    require(path.is_file(), f"{others}; {word} has no config.json")
+    run, path = Path(word), Path(word, "config.json")
+    if not path.is_file() or is_step(run):
+        raise ConfigError(_no_run(word))
     told = _parsed(path)
     if "model_type" in told:
-        raise ConfigError(f"{others}; {word} is a Hugging Face folder: start from it with --init {word}")
+        raise ConfigError(
+            f"{word}: no run folder but a Hugging Face folder: start from it with --init {word}"
+        )
     require(isinstance(told.get("config"), dict), f"{path}: no config.json of a run")
     return replace(with_settings(Config(), _settings_of(told), str(path)), out=word)
+
+
+def _no_run(word: str) -> str:
+    """Why the first word is neither preset nor run folder, and which words were meant."""
+    path = Path(word)
+    if not path.exists() and len(path.parts) == 1:
+        near = get_close_matches(word.replace("_", "-").lower(), presets(), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"preset {word!r}: must be one of {', '.join(presets())}; or a run folder{hint}"
+    if not path.exists():
+        return f"{word}: no such run folder"
+    runs = [folder for folder in path.absolute().parents[:2] if Path(folder, "config.json").is_file()]
+    goes_on = f"; its run goes on with train.py {runs[0]}" if runs else ""
+    if path.is_file():
+        meant = f": its settings are taken with --config {word}" if path.suffix in (".toml", ".json") else ""
+        return f"{word}: no run folder but a file{meant}{goes_on}"
+    if is_step(path):
+        return f"{word}: no run folder but a step folder: its weights are taken with --init {word}{goes_on}"
+    return f"{word}: no run folder: it has no config.json{goes_on}"
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -131,6 +148,8 @@ def with_settings(cfg: Any, told: dict[str, Any], where: str, section: str = "")
             require(isinstance(value, dict), f"{shown}={value!r}: must be settings of its own, as {key}.NAME")
             found[name] = with_settings(getattr(cfg, name), value, where, f"{section}{key}.")
             continue
+        if isinstance(value, str) and not fits(value, kind) and fits([value], kind):
+            value = [value]  # a list of one, as behind a flag
         require(fits(value, kind), f"{shown}={value!r}: must be {spell(kind)}")
         found[name] = tuple(value) if isinstance(value, list) else value
     try:

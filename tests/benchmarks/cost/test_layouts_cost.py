@@ -203,3 +203,7 @@ def test_the_command_names_the_best(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command.main()
     assert "--parallel.pp: leave it out: the page compares every layout" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", "model olmoe-1b-7b --gpus 16".split())
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--gpus: stands before train.py's words: --gpus ... -- olmoe-1b-7b" in capsys.readouterr().err
