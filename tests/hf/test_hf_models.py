@@ -40,7 +40,7 @@ from tmoe.model.transformer import Transformer
 
 def in_the_fast_tier(name: str) -> bool:
     """One model of each family, but of those whose parts another family has."""
-    again = ("minimax_m2", "mellum", "granitemoe_swa")
+    again = ("minimax_m2", "mellum", "granitemoe_swa", "flint")
     return first_hand(name) or ("," not in name and name not in again)
 
 
@@ -248,6 +248,10 @@ APART = {  # those whose blocks are set apart, with settings of RoPE
     "hunyuan_v1_moe": dict(qk_norm="rotated", moe=dict(shared_dim=8)),
     "granitemoe_swa": dict(
         sinks=True, rotary=(1, 0), **WINDOWS, residual_multiplier=0.5, moe=dict(softmax="after", shared_dim=6)
+    ),
+    "flint": dict(
+        **dict(dense_blocks=(1,), qk_norm="head", sinks=True, rotary=(1, 0), **WINDOWS),
+        moe=dict(score="sigmoid", shared_dim=6),
     ),
 }
 CASES = [(kind, scaling) for kind in KINDS for scaling in ("none", "llama3", "yarn")]

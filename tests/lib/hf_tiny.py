@@ -21,6 +21,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
     FlexOlmoConfig,
+    FlintConfig,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -367,10 +368,20 @@ MODELS |= {
         rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
     ),
 }
+FLINT = dict(moe_intermediate_size=10, shared_expert_intermediate_size=14, head_dim=8, sliding_window=5)
+MODELS |= {
+    "flint": lambda: FlintConfig(
+        **SIZES | dict(num_hidden_layers=4), **MOE, **FLINT, layer_types=["full_attention", *TYPED]
+    ),
+    "flint, layers by number, weights as they are, biases, tied": lambda: FlintConfig(
+        **SIZES | dict(num_hidden_layers=5, tie_word_embeddings=True),
+        **MOE | FLINT | dict(norm_topk_prob=False, attention_bias=True, mlp_only_layers=[1]),
+    ),
+}
 # Families made of parts that others test: in some tests they are left to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
-COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa")
+COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint")
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

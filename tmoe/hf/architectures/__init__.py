@@ -12,6 +12,7 @@ from tmoe.hf.architectures import (
     ernie,
     exaone,
     flex_olmo,
+    flint,
     glm,
     glm45,
     gpt_oss,
@@ -56,4 +57,5 @@ ARCHITECTURES = (
     qwen3_vl.QWEN3_VL_MOE,
     glm45.GLM4V_MOE,
     granite.GRANITEMOE_SWA,
+    flint.FLINT,
 )
