@@ -98,7 +98,10 @@ def row(arch: Architecture) -> str:
     kinds = {"head": "norms of heads", "full": "norms of queries and keys", "rotated": "norms behind RoPE"}
     norm = kinds.get(ours.get("qk_norm", ""), "")
     attention = ["latent" if ours.get("attention") == "mla" else "grouped", norm]
-    attention += ["sinks"] * bool(ours.get("sinks")) + ["windows"] * bool(arch.windows)
+    attention += ["sinks"] * bool(ours.get("sinks")) + ["sinks in windows"] * bool(ours.get("window_sinks"))
+    attention += ["windows"] * bool(arch.windows)
+    attention += ["other key heads in windows"] * ("window_kv_heads" in settings)
+    attention += ["values of another width"] * ("v_head_dim" in settings)
     attention += ["biases"] * ("qkv_bias" in settings) + ["gate"] * bool(ours.get("attention_gate"))
     attention += ["part of the channels turns"] * bool(arch.partial)
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))

@@ -249,6 +249,10 @@ APART = {  # those whose blocks are set apart, with settings of RoPE
     "granitemoe_swa": dict(
         sinks=True, rotary=(1, 0), **WINDOWS, residual_multiplier=0.5, moe=dict(softmax="after", shared_dim=6)
     ),
+    "mimo_v2_flash": dict(
+        **dict(dense_layers=1, window_kv_heads=4, window_sinks=True, v_head_dim=6, value_multiplier=0.5),
+        **dict(rope=dict(dim=2, window_theta=300.0), moe=SIGMOID) | WINDOWS,
+    ),
     "flint": dict(
         **dict(dense_blocks=(1,), qk_norm="head", sinks=True, rotary=(1, 0), **WINDOWS),
         moe=dict(score="sigmoid", shared_dim=6),

@@ -33,6 +33,7 @@ from transformers import (
     HYV3Config,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -376,6 +377,20 @@ MODELS |= {
     "flint, layers by number, weights as they are, biases, tied": lambda: FlintConfig(
         **SIZES | dict(num_hidden_layers=5, tie_word_embeddings=True),
         **MOE | FLINT | dict(norm_topk_prob=False, attention_bias=True, mlp_only_layers=[1]),
+    ),
+}
+MIMO = SIGMOID_MOE | dict(head_dim=12, v_head_dim=6, sliding_window=5)
+MODELS |= {
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(**SIZES | dict(num_hidden_layers=3), **MIMO),
+    "mimo_v2_flash, types of layers, groups, biases, one key head, wide values": lambda: MiMoV2FlashConfig(
+        **SIZES | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True),
+        **MIMO | dict(v_head_dim=14, n_group=2, attention_bias=True, attention_value_scale=None),
+        **dict(layer_types=TYPED, mlp_layer_types=["sparse", "dense", "sparse"], routed_scaling_factor=None),
+        rope_parameters=dict(
+            full_attention=YARN | dict(partial_rotary_factor=0.5),
+            sliding_attention=NEAR | dict(partial_rotary_factor=0.5),
+        ),
+        sliding_window_size=5,
     ),
 }
 # Families made of parts that others test: in some tests they are left to the slow tier.

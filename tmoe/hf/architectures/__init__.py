@@ -20,6 +20,7 @@ from tmoe.hf.architectures import (
     hunyuan,
     llama,
     mellum,
+    mimo,
     minimax,
     mixtral,
     olmoe,
@@ -58,4 +59,5 @@ ARCHITECTURES = (
     glm45.GLM4V_MOE,
     granite.GRANITEMOE_SWA,
     flint.FLINT,
+    mimo.MIMO_V2_FLASH,
 )

@@ -1,4 +1,4 @@
-"""Flint's entry: Qwen3-MoE with sinks, positions in windows alone, sigmoid scores and an ungated shared expert.
+"""Flint's entry: Qwen3-MoE with sinks, positions in windows alone, sigmoid scores, no gate on shared experts.
 
 next: hf/architectures/qwen.py
 """
