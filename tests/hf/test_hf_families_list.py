@@ -106,7 +106,8 @@ def row(arch: Architecture) -> str:
     attention += ["part of the channels turns"] * bool(arch.partial)
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
     attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)
-    attention += [f"{ours.get('norms')} norms"] * ("norms" in ours)
+    norms = ours.get("norms", "")
+    attention += ["a norm behind an MoE" if norms == "moe" else f"{norms} norms"] * bool(norms)
     moe = []
     if "moe.experts" in settings:
         moe = [ours.get("moe.score", "softmax")]

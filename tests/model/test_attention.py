@@ -302,7 +302,7 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     monkeypatch.setattr(attend_module, "fused", lambda fn, *sizes: fn)
     ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
     ids[1, 40:49] = -1
-    q, k, v = (torch.randn(2, S, n, C) for n in (4, 2, 2))
+    q, k, v = (torch.randn(2, S, heads, width) for heads, width in ((4, C), (2, C), (2, 16)))
     sink = torch.randn(4) if sinks else None
     want = attend(q, k, v, document_mask(ids), None, window, sink)
     got = attend(q, k, v, block_mask(ids, window, S, CPU), None, window, sink)

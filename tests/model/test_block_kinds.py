@@ -64,7 +64,7 @@ def test_a_query_meets_a_key_by_their_distance():
         (dict(window_kv_heads=3), r"--model\.window-kv-heads=3: must divide --model\.heads=4, or be 0"),
         (dict(v_head_dim=-1), r"--model\.v-head-dim=-1: must be at least 0"),
         (dict(value_multiplier=0.0), r"--model\.value-multiplier=0\.0: must be positive"),
-        (dict(norms="none"), r"--model\.norms=none: must be one of pre, post, sandwich"),
+        (dict(norms="none"), r"--model\.norms=none: must be one of pre, post, sandwich, moe"),
     ],
 )
 def test_what_cannot_be_is_named(settings, says):
@@ -153,7 +153,7 @@ def test_a_gate_multiplies_before_the_output_projection():
     torch.testing.assert_close(with_gate(x, *tables, None), want)
 
 
-@pytest.mark.parametrize("norms", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("norms", ["pre", "post", "sandwich", "moe"])
 def test_norms_stand_where_they_are_said_to(norms):
     torch.manual_seed(0)
     cfg = ModelConfig(dim=16, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, dense_layers=1, norms=norms)
@@ -172,7 +172,9 @@ def test_norms_stand_where_they_are_said_to(norms):
     torch.testing.assert_close(block.compute(x, *tables, None, None)[0], want)
     held = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
     before, behind = {"attention_norm", "ffn_norm"}, {"attention_post_norm", "ffn_post_norm"}
-    assert held == dict(pre=before, post=behind, sandwich=before | behind)[norms]
+    assert held == dict(pre=before, post=behind, sandwich=before | behind, moe=before)[norms]
+    moe = {name.split(".")[0] for name, _ in Block(replace(cfg, dense_layers=0), 0).named_parameters()}
+    assert {name for name in moe if "norm" in name} == held | ({"ffn_post_norm"} if norms == "moe" else set())
 
 
 @pytest.mark.slow

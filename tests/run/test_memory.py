@@ -155,6 +155,7 @@ def test_counts_worked_by_hand():
         dataclasses.replace(ODD, moe=dataclasses.replace(ODD.moe, latent_dim=7, bias=True)),
         dataclasses.replace(ODD, attention_gate=True, qkv_bias=True, norms="sandwich", rotary=(1, 0)),
         dataclasses.replace(ODD, norms="post"),
+        dataclasses.replace(ODD, norms="moe"),
         dataclasses.replace(ODD, **NARROW_VALUES, qkv_bias=True, attention_gate=True, window=9),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),

@@ -479,9 +479,10 @@ class ModelConfig:
     """hidden width of the dense feed-forward blocks"""
     tied: bool = False
     """output head shares the embedding's weight"""
-    norms: Literal["pre", "post", "sandwich"] = "pre"
+    norms: Literal["pre", "post", "sandwich", "moe"] = "pre"
     """where a block has RMSNorms: on what attention and feed-forward read (pre),
-    on what they give (post, FlexOlmo), or on both (sandwich, AFMoE)"""
+    on what they give (post, FlexOlmo), on both (sandwich, AFMoE),
+    or on what they read and what an MoE gives (moe, A.X-K1)"""
     norm_eps: float = 1e-6
     """added to the mean square in every RMSNorm"""
     dropout: float = 0.0
@@ -565,6 +566,12 @@ class ModelConfig:
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this block, itself included; 0: all before it."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
+
+    def norms_of(self, layer: int) -> tuple[int, int]:
+        """How many RMSNorms of the model's width are around this block's attention, and its feed-forward."""
+        more = self.norms == "moe" and self.is_moe(layer)
+        around = 2 if self.norms == "sandwich" else 1
+        return around, around + more
 
     @property
     def value_dim(self) -> int:

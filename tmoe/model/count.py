@@ -58,7 +58,7 @@ def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shap
     """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
     D = model.dim
     moe = model.moe
-    dense = [(D,)] * (4 if model.norms == "sandwich" else 2) + attention_shapes(model, layer)
+    dense = [(D,)] * sum(model.norms_of(layer)) + attention_shapes(model, layer)
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
     width = moe.cosine_dim if moe.score == "cosine" else D

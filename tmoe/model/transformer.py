@@ -39,13 +39,13 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
         self.window = cfg.window_of(layer)
         self.rope = cfg.rope_of(layer)
-        before, behind = cfg.norms != "post", cfg.norms != "pre"
+        before, behind = cfg.norms != "post", cfg.norms in ("post", "sandwich")
         self.attention_norm = norm_if(before, cfg)
         latent = cfg.attention == "mla"
         self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
         self.attention_post_norm = norm_if(behind, cfg)
         self.ffn_norm = norm_if(before, cfg)
-        self.ffn_post_norm = norm_if(behind, cfg)
+        self.ffn_post_norm = norm_if(behind or (cfg.norms == "moe" and cfg.is_moe(layer)), cfg)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False

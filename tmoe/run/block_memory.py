@@ -47,13 +47,13 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
 
     # the residual stream, operand of qkv itself unless a norm stands between: its output, root mean square
     norm = T * (D * width + FP32)  # a norm behind a branch keeps what that gave
-    norms = norm * (2 if model.norms == "sandwich" else 1)
-    attention = T * D * width + norms
+    around_attention, around_feed_forward = model.norms_of(layer)
+    attention = T * D * width + around_attention * norm
     latent = model.attention == "mla"
     attention += (latent_elements(cfg, axes) if latent else grouped_elements(cfg, axes, layer)) * width
     attention += statistics(cfg, axes, layer) * FP32
 
-    feed_forward = T * D * width + norms
+    feed_forward = T * D * width + around_feed_forward * norm
     feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
 
     feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tmoe.hf.architectures import (
     afmoe,
+    axk1,
     deepseek,
     dots,
     ernie,
@@ -60,4 +61,5 @@ ARCHITECTURES = (
     granite.GRANITEMOE_SWA,
     flint.FLINT,
     mimo.MIMO_V2_FLASH,
+    axk1.AXK1,
 )
