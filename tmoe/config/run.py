@@ -19,7 +19,7 @@ from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, too_few_devices
 from tmoe.config.policies import SELECTIONS
 
-MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
+MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
 
 
@@ -709,8 +709,8 @@ def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
     heads = model.heads
     degrees = divisors(heads)
-    if model.attention == "gqa":
-        groups = model.kv_heads
+    kinds = {model.kv_heads_in(model.window_of(layer)) for layer in range(model.layers)}
+    for groups in sorted(kinds) if model.attention == "gqa" else ():
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
         ok = p.tp in degrees
         fit = f"must divide --model.heads={heads} and fit {groups} key heads; valid: {degrees}"

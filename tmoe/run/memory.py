@@ -129,9 +129,9 @@ def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
 
 
-def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool]:
-    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without."""
-    return model.is_moe(layer), model.rope_of(layer) is not None
+def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int]:
+    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without, its window."""
+    return model.is_moe(layer), model.rope_of(layer) is not None, model.window_of(layer)
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:

@@ -52,11 +52,12 @@ def experts(
 
 def qkv(kind: str) -> Rule:
     """Their three projections, which are one product in tmoe. kind: weight or bias."""
-    heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
-    parts = (
-        Part(f"{LAYER}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim)
-        for n in heads
+    rows = dict(
+        q=lambda cfg: cfg.heads * cfg.head_dim,
+        k=lambda cfg: cfg.kv_heads * cfg.head_dim,
+        v=lambda cfg: cfg.kv_heads * cfg.value_dim,
     )
+    parts = (Part(f"{LAYER}.self_attn.{n}_proj.{kind}", rows[n]) for n in rows)
     return Rule(f"{BLOCK}.attention.qkv.{kind}", tuple(parts))
 
 
