@@ -12,7 +12,7 @@ next: moe/dispatch.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Load(NamedTuple):
 
 def with_fields(load: Load, **given: Tensor | None) -> Load:
     """The load with these fields set. (dynamo of torch 2.11 cannot return what a `_replace` has made.)"""
-    return Load(*(given.get(name, value) for name, value in zip(Load._fields, load, strict=True)))
+    fields: Any = [given.get(name, value) for name, value in zip(Load._fields, load, strict=True)]
+    return Load(*fields)
 
 
 class Totals(NamedTuple):
