@@ -42,11 +42,10 @@ from benchmarks.moe_layer import (
     shape,
     time_all,
 )
-from benchmarks.train import at_least_one
 from tmoe.activations import ACTIVATIONS
 from tmoe.ops import moe_mlp
+from tmoe.ops.launch.launch import device_facts
 from tmoe.ops.launch.precompile import precompile, trace
-from tmoe.warmup import local_arch
 
 AGAIN = "swiglu again"
 NAMES = ["swiglu", *(name for name in ACTIVATIONS if name != "swiglu"), AGAIN]
@@ -107,19 +106,21 @@ def _experts(name: str, ids: Tensor, matrices: list[Tensor], x: Tensor, weights:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=["qwen3", "olmoe"], type=shape, metavar="SHAPE")
-    p.add_argument("--draws", type=at_least_one, default=5, help="times that inputs are drawn")
-    p.add_argument("--rounds", type=at_least_one, default=7, help="rounds over all, each draw")
+    p.add_argument("--draws", type=int, default=5, help="times that inputs are drawn")
+    p.add_argument("--rounds", type=int, default=7, help="rounds over all, each draw")
     p.add_argument("--json", type=Path, help="append each shape's result to this file as a JSON object")
     args = p.parse_args()
     if odd := [name for name in args.shapes if ALL[name][2] % 2]:
         p.error(f"--shapes {odd[0]}: F={ALL[odd[0]][2]} must be even, for 3F/2 without a gate")
+    if min(args.draws, args.rounds) < 1:
+        p.error(f"--draws={args.draws} --rounds={args.rounds}: must be 1 or more")
     require_gpu(p)
 
     # All kernels first, in as many processes as there are activations.
     layers: list[tuple[Any, ...]] = []
     for T, D, F, E, K in (ALL[name] for name in args.shapes):
         layers += [(trace, T, D, width(a, F), E, K, torch.bfloat16, None, a) for a in ACTIVATIONS]
-    precompile(local_arch(), layers, len(ACTIVATIONS))
+    precompile(device_facts(torch.device("cuda", 0))[0], layers, len(ACTIVATIONS))
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     about |= {
         "date": str(date.today()),

@@ -117,10 +117,12 @@ def of_rollout(cfg: Config) -> Config:
 def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
     """What a rollout launches for each token beside the model's layers: its attention, and the draw."""
     m = cfg.model
-    widths = layer_widths(m)
-    windows = sorted({m.window_of(layer) for layer in range(m.layers)})
+    kinds = sorted({(*layer_widths(m, layer), m.window_of(layer)) for layer in range(m.layers)})
     drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
-    attention = [(decode_attention.trace, m.heads, *widths, w, dtype, m.sinks) for w in windows]
+    latent = m.attention == "mla"
+    attention = [
+        (decode_attention.trace, m.heads, *kind, dtype, m.sinks_in(kind[-1]), latent) for kind in kinds
+    ]
     return [*attention, (sample.trace, m.vocab, dtype, drawn)]
 
 

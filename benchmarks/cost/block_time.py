@@ -91,10 +91,10 @@ def products(cfg: Config, axes: Axes, layer: int) -> list[tuple[int, int, int]]:
             found = [(own, D, queries), (T, D, latent)]
         found += [(seen, mla.kv_rank, H * (mla.nope_dim + mla.v_dim)), (own, H * mla.v_dim, D)]
     else:
-        C, G = model.head_dim, max(1, model.kv_heads // tp)
-        found = [(own, D, (H + 2 * G) * C), (own, H * C, D)]
+        C, V, G = model.head_dim, model.value_dim, max(1, model.kv_heads_in(model.window_of(layer)) // tp)
+        found = [(own, D, (H + G) * C + G * V), (own, H * V, D)]
     others = list(block_shapes(model, layer)[0])
-    for shape in attention_shapes(model):
+    for shape in attention_shapes(model, layer):
         others.remove(shape)
     return found + [(T, *shape) for shape in others if len(shape) == 2]
 

@@ -23,6 +23,7 @@ def test_every_activation_is_timed_beside_swiglu(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(moe_layer.ALL, "tiny", (5, 16, 8, 4, 2))
     monkeypatch.setattr(activations, "require_gpu", lambda parser: None)
     monkeypatch.setattr(activations, "make", lambda shape, device: make(shape, "cpu", torch.float32))
+    monkeypatch.setattr(activations, "device_facts", lambda device: ("none",))
     monkeypatch.setattr(activations, "precompile", lambda arch, traces, processes: compiled.extend(traces))
     monkeypatch.setattr(activations, "time_all", time_all)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
@@ -57,3 +58,7 @@ def test_a_width_that_has_no_equal_without_a_gate_is_refused(monkeypatch, capsys
     with pytest.raises(SystemExit):
         activations.main()
     assert "--shapes odd: F=7 must be even" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["activations", "--draws", "0"])
+    with pytest.raises(SystemExit):
+        activations.main()
+    assert "--draws=0 --rounds=7: must be 1 or more" in capsys.readouterr().err

@@ -81,6 +81,9 @@ LAYOUTS = [  # (processes, axes, model, what else differs)
     (2, dict(cp=2), "kinds", dict(parallel=dict(cp_by="heads"))),
     (2, dict(pp=2), "kinds", dict(micros=4, parallel=dict(schedule="v"))),
     (2, dict(ep=2), "kinds", dict(parallel=dict(checkpoint="attention"))),
+    (4, dict(tp=2, cp=2), "mimo", {}),
+    (2, dict(cp=2), "mimo", dict(parallel=dict(cp_by="heads"))),
+    (2, dict(pp=2), "mimo", dict(micros=4, parallel=dict(schedule="v"))),
 ]
 
 

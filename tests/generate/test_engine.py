@@ -185,6 +185,8 @@ def test_what_is_cached_of_a_token():
     deepseek = tmoe.presets()["deepseek-v2-lite"].model
     assert bytes_a_token(deepseek, torch.bfloat16) == 27 * (512 + 64) * 2  # 30 KiB
     assert bytes_a_token(tmoe.presets()["qwen3-30b-a3b"].model, torch.bfloat16) == 96 * 1024
+    kinds = replace(CFG, window=8, windowed=(1, 0, 0), window_kv_heads=4, v_head_dim=6)
+    assert bytes_a_token(kinds, torch.float32) == (4 + 2 + 2) * (8 + 6) * 4
 
 
 @pytest.mark.parametrize(

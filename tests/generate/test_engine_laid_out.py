@@ -3,6 +3,7 @@
 next: tests/generate/test_pages.py
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from layouts import GPT_OSS, GQA, LATENT, ROUTED
 from tiers import slow_but
 from torch.distributed.tensor import DTensor
 
+from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.transformer import Transformer
@@ -203,6 +205,37 @@ def held(rank, world):
 def test_weights_are_gathered_for_a_call_and_cut_after_it(gloo):
     for inside, after in gloo(2, held):
         assert not any(inside) and all(after)
+
+
+def refused(rank, world, prompts, more):
+    """What each rank is told, of prompts of its own."""
+    net = laid_out(dict(ep=2), "gqa")
+    engine = Engine(net, slots=2, **more)
+    said = []
+    for _ in range(2):  # nothing is left of a call that was refused
+        with pytest.raises(ConfigError) as caught:
+            engine.generate(prompts[rank], 1, GREEDY)
+        said.append(str(caught.value))
+    return said, [len(found) for found in engine.generate([[1, 2]], 1, GREEDY)] if not more else None
+
+
+BAD = [
+    ([[[1, 2]], [[3] * 5000]], {}, r"^rank \[1\]: prompts\[0\]: 5000 tokens, but .*max_seq"),
+    (
+        [[[1, 2], []], [[-1]]],
+        {},
+        r"^rank \[0\]: prompts\[1\]: is empty.*; rank \[1\]: prompts\[0\]: has the id",
+    ),
+    ([[[1, 2]], []], dict(pool_gib=1e-6), r"^rank \[0\]: --pool-gib: 0.000 GiB for keys and values"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "more", "words"), BAD, ids=["long", "several", "pool"])
+def test_a_bad_prompt_of_one_rank_is_one_error_of_all(gloo, prompts, more, words):
+    """Ranks would wait in the first collective for the one that has raised."""
+    for said, left in gloo(2, refused, prompts, more):
+        assert said[0] == said[1] and re.search(words, said[0])
+        assert left in (None, [1])
 
 
 def pipelined(rank, world):

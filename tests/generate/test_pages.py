@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import GPT_OSS, GQA, LATENT
+from layouts import GPT_OSS, GQA, LATENT, MIMO
+from tiers import slow_but
 
 from tmoe.generate import Engine, Sampling, slots, whole
+from tmoe.generate.cache import bytes_a_token
 from tmoe.generate.forward import attend_pages
 from tmoe.generate.pages import Pages, Span, alone, most_needed
 from tmoe.generate.prompt_chunks import chunks
@@ -20,8 +22,11 @@ from tmoe.ops.decode_attention import decode_attention
 
 LONG = {
     name: replace(cfg, rope=replace(cfg.rope, max_seq=400))
-    for name, cfg in dict(gqa=GQA, gpt_oss=replace(GPT_OSS, window=150), latent=LATENT).items()
+    for name, cfg in dict(
+        gqa=GQA, gpt_oss=replace(GPT_OSS, window=150), latent=LATENT, mimo=replace(MIMO, window=150)
+    ).items()
 }
+ALL = slow_but(["gqa", "gpt_oss", "latent"], LONG)
 
 
 def test_answers_share_full_pages_and_copy_the_last():
@@ -66,7 +71,7 @@ def test_admission_never_stops_and_no_page_has_two_writers(seed):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_over_pages_is_the_kernels(window, sinks):
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(s, generator=draw) for s in ((4, 6, 8), (9, 128, 2, 8), (9, 128, 2, 8)))
+    q, k, v = (torch.randn(s, generator=draw) for s in ((4, 6, 8), (9, 128, 2, 8), (9, 128, 2, 6)))
     table = torch.tensor([[1, 2, 3], [4, 0, 0], [5, 6, 0], [8, 7, 1]], dtype=torch.int32)
     lengths = torch.tensor([384, 1, 129, 300])
     how = dict(scale=0.3, window=window, sinks_H=torch.randn(6, generator=draw) if sinks else None)
@@ -84,7 +89,7 @@ def long_model(name: str) -> Transformer:
     return net
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", ALL)
 def test_prompts_and_answers_over_several_pages(name, monkeypatch):
     """Prompts in one chunk and in pieces; full and partial pages; a pool in which answers wait."""
     net = long_model(name)
@@ -99,14 +104,14 @@ def test_prompts_and_answers_over_several_pages(name, monkeypatch):
             expected = z.log_softmax(-1).gather(1, sample.ids[:, None])[:, 0]
             assert torch.allclose(sample.logprobs, expected, atol=2e-4)
     monkeypatch.setattr(whole, "ON_CPU", 60)
-    page = 128 * 4 * 4 * (8 + 8) * 2 if name != "latent" else 128 * 4 * 4 * 24
+    page = 128 * bytes_a_token(net.cfg, torch.float32)
     few = Engine(net, pool_gib=10 * page / 2**30).generate(prompts, 2, how, routes=True)
     for a, b in zip([s for x in want for s in x], [s for x in few for s in x], strict=True):
         assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
         assert torch.equal(a.prompt_routes.sort(-1).values, b.prompt_routes.sort(-1).values)
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("most", [1024, 128])
 def test_rows_of_blocks_change_no_token(name, most, monkeypatch):
     """What a GPU is given: prompts on blocks of 128, gaps behind them, keys of later pieces padded."""

@@ -98,12 +98,16 @@ def row(arch: Architecture) -> str:
     kinds = {"head": "norms of heads", "full": "norms of queries and keys", "rotated": "norms behind RoPE"}
     norm = kinds.get(ours.get("qk_norm", ""), "")
     attention = ["latent" if ours.get("attention") == "mla" else "grouped", norm]
-    attention += ["sinks"] * bool(ours.get("sinks")) + ["windows"] * bool(arch.windows)
+    attention += ["sinks"] * bool(ours.get("sinks")) + ["sinks in windows"] * bool(ours.get("window_sinks"))
+    attention += ["windows"] * bool(arch.windows)
+    attention += ["other key heads in windows"] * ("window_kv_heads" in settings)
+    attention += ["values of another width"] * ("v_head_dim" in settings)
     attention += ["biases"] * ("qkv_bias" in settings) + ["gate"] * bool(ours.get("attention_gate"))
     attention += ["part of the channels turns"] * bool(arch.partial)
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))
     attention += ["positions in windows alone"] * bool(arch.windows and arch.windows.rotary)
-    attention += [f"{ours.get('norms')} norms"] * ("norms" in ours)
+    norms = ours.get("norms", "")
+    attention += ["a norm behind an MoE" if norms == "moe" else f"{norms} norms"] * bool(norms)
     moe = []
     if "moe.experts" in settings:
         moe = [ours.get("moe.score", "softmax")]

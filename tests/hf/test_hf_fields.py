@@ -310,7 +310,7 @@ def test_a_null_that_is_refused_is_named():
     for line in (
         "num_key_value_heads=null: must have a value",
         "hidden_size: missing",
-        "hidden_act=None: only 'silu'",
+        "hidden_act=null: must have a value",
     ):
         assert line in str(error.value)
     assert "4 problems" in str(error.value)

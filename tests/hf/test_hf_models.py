@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tmoe.checkpoint.errors import MismatchError
 from tmoe.config.check import ConfigError
-from tmoe.config.model import ModelConfig, MoEConfig, RopeConfig
+from tmoe.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from tmoe.config.presets import presets
 from tmoe.config.same import differences
 from tmoe.hf import export_hf, import_hf
@@ -40,7 +40,7 @@ from tmoe.model.transformer import Transformer
 
 def in_the_fast_tier(name: str) -> bool:
     """One model of each family, but of those whose parts another family has."""
-    again = ("minimax_m2", "mellum", "granitemoe_swa")
+    again = ("minimax_m2", "mellum", "granitemoe_swa", "flint", "axk1")
     return first_hand(name) or ("," not in name and name not in again)
 
 
@@ -248,6 +248,19 @@ APART = {  # those whose blocks are set apart, with settings of RoPE
     "hunyuan_v1_moe": dict(qk_norm="rotated", moe=dict(shared_dim=8)),
     "granitemoe_swa": dict(
         sinks=True, rotary=(1, 0), **WINDOWS, residual_multiplier=0.5, moe=dict(softmax="after", shared_dim=6)
+    ),
+    "axk1": dict(
+        **dict(attention="mla", norms="moe", dense_blocks=(1,)),
+        **dict(mla=MLAConfig(q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)),
+        moe=SIGMOID | dict(shared_dim=8),
+    ),
+    "mimo_v2_flash": dict(
+        **dict(dense_layers=1, window_kv_heads=4, window_sinks=True, v_head_dim=6, value_multiplier=0.5),
+        **dict(rope=dict(dim=2, window_theta=300.0), moe=SIGMOID) | WINDOWS,
+    ),
+    "flint": dict(
+        **dict(dense_blocks=(1,), qk_norm="head", sinks=True, rotary=(1, 0), **WINDOWS),
+        moe=dict(score="sigmoid", shared_dim=6),
     ),
 }
 CASES = [(kind, scaling) for kind in KINDS for scaling in ("none", "llama3", "yarn")]

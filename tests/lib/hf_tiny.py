@@ -14,6 +14,7 @@ from transformers import (
     AfmoeConfig,
     AutoConfig,
     AutoModelForCausalLM,
+    AXK1Config,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     ExaoneMoeConfig,
     FlexOlmoConfig,
+    FlintConfig,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -32,6 +34,7 @@ from transformers import (
     HYV3Config,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -367,10 +370,43 @@ MODELS |= {
         rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0),
     ),
 }
+FLINT = dict(moe_intermediate_size=10, shared_expert_intermediate_size=14, head_dim=8, sliding_window=5)
+MODELS |= {
+    "flint": lambda: FlintConfig(
+        **SIZES | dict(num_hidden_layers=4), **MOE, **FLINT, layer_types=["full_attention", *TYPED]
+    ),
+    "flint, layers by number, weights as they are, biases, tied": lambda: FlintConfig(
+        **SIZES | dict(num_hidden_layers=5, tie_word_embeddings=True),
+        **MOE | FLINT | dict(norm_topk_prob=False, attention_bias=True, mlp_only_layers=[1]),
+    ),
+}
+MIMO = SIGMOID_MOE | dict(head_dim=12, v_head_dim=6, sliding_window=5)
+MODELS |= {
+    "axk1": lambda: AXK1Config(**SIZES | TYPED_MLA, n_routed_experts=6),
+    "axk1, a dense block between, halves, two shared, mscale": lambda: AXK1Config(
+        **SIZES | TYPED_MLA | dict(n_group=1, tie_word_embeddings=True),
+        n_routed_experts=5,
+        n_shared_experts=2,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_interleave=False,
+        rope_parameters=MSCALE | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "mimo_v2_flash": lambda: MiMoV2FlashConfig(**SIZES | dict(num_hidden_layers=3), **MIMO),
+    "mimo_v2_flash, types of layers, groups, biases, one key head, wide values": lambda: MiMoV2FlashConfig(
+        **SIZES | dict(num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True),
+        **MIMO | dict(v_head_dim=14, n_group=2, attention_bias=True, attention_value_scale=None),
+        **dict(layer_types=TYPED, mlp_layer_types=["sparse", "dense", "sparse"], routed_scaling_factor=None),
+        rope_parameters=dict(
+            full_attention=YARN | dict(partial_rotary_factor=0.5),
+            sliding_attention=NEAR | dict(partial_rotary_factor=0.5),
+        ),
+        sliding_window_size=5,
+    ),
+}
 # Families made of parts that others test: in some tests they are left to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
-COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa")
+COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint", "axk1")
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

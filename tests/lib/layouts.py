@@ -82,8 +82,21 @@ KINDS = replace(
     norms="sandwich",
     attention_gate=True,
 )
+# MiMo-V2-Flash's blocks: narrow values with a factor, and in windows twice the key heads, and sinks
+MIMO = replace(
+    GQA,
+    qk_norm="none",
+    kv_heads=1,
+    window=5,
+    windowed=(1, 1, 0),
+    window_kv_heads=2,
+    window_sinks=True,
+    v_head_dim=6,
+    value_multiplier=0.7,
+)
 MODELS = dict(
     kinds=KINDS,
+    mimo=MIMO,
     narrow=NARROW,
     gqa=GQA,
     deep=DEEP,

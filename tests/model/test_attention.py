@@ -172,20 +172,20 @@ def test_rotation_keeps_the_type():
 def naive(a: Attention, x_BSD, cos, sin, allowed):
     """One query and one head at a time, in fp64; allowed(b, i, j) says whether i may look at j."""
     cfg = a.cfg
-    H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
+    H, G, C, V = cfg.heads, a.key_heads, cfg.head_dim, cfg.value_dim
     x = x_BSD.double()
     qkv = a.qkv.weight.double()
     o = a.o.weight.double()
     bias = torch.zeros(len(qkv)) if a.qkv.bias is None else a.qkv.bias.double()
     scale = 1 / math.sqrt(C) if cfg.attention_multiplier is None else cfg.attention_multiplier
-    out = torch.zeros(*x.shape[:2], H * C, dtype=torch.float64)
+    out = torch.zeros(*x.shape[:2], H * V, dtype=torch.float64)
 
-    def head(b, s, row):
-        rows = slice(row * C, (row + 1) * C)
+    def head(b, s, first, width):
+        rows = slice(first, first + width)
         return qkv[rows] @ x[b, s] + bias[rows]
 
     def turned(b, s, row):
-        v = head(b, s, row)
+        v = head(b, s, row * C, C)
         flipped = torch.cat([-v[C // 2 :], v[: C // 2]])
         return v * cos[s].double() + flipped * sin[s].double()
 
@@ -197,8 +197,8 @@ def naive(a: Attention, x_BSD, cos, sin, allowed):
                 q = turned(b, i, h)
                 scores = [q @ turned(b, j, H + g) * scale for j in js]
                 scores = torch.stack(scores + ([] if a.sinks is None else [a.sinks[h].double()])).softmax(0)
-                values = [head(b, j, H + G + g) for j in js]
-                out[b, i, h * C : (h + 1) * C] = sum(p * v for p, v in zip(scores, values, strict=False))
+                values = [head(b, j, (H + G) * C + g * V, V) * cfg.value_multiplier for j in js]
+                out[b, i, h * V : (h + 1) * V] = sum(p * v for p, v in zip(scores, values, strict=False))
     return out @ o.T + (0 if a.o.bias is None else a.o.bias.double())
 
 
@@ -231,6 +231,9 @@ def test_document_mask_equals_softmax_over_allowed_keys():
         (0, dict(sinks=True, heads=4, kv_heads=4, head_dim=10)),
         (1, dict(attention_multiplier=0.7)),
         (7, dict(sinks=True, kv_heads=1, attention_multiplier=0.1)),  # as wide as the sequence: none
+        (3, dict(window_sinks=True, window_kv_heads=3, v_head_dim=6, value_multiplier=0.7)),  # MiMo's in turn
+        (0, dict(window_sinks=True, window_kv_heads=3, v_head_dim=6, value_multiplier=0.7, qkv_bias=True)),
+        (0, dict(v_head_dim=10)),
     ],
 )
 def test_windows_sinks_biases_and_scale_equal_softmax(window, changes, documents):
@@ -299,7 +302,7 @@ def test_attention_in_blocks_is_the_masks(monkeypatch, S, C, window, sinks):
     monkeypatch.setattr(attend_module, "fused", lambda fn, *sizes: fn)
     ids = torch.randint(4, (2, S // 16 + 1)).repeat_interleave(16, 1)[:, :S]
     ids[1, 40:49] = -1
-    q, k, v = (torch.randn(2, S, n, C) for n in (4, 2, 2))
+    q, k, v = (torch.randn(2, S, heads, width) for heads, width in ((4, C), (2, C), (2, 16)))
     sink = torch.randn(4) if sinks else None
     want = attend(q, k, v, document_mask(ids), None, window, sink)
     got = attend(q, k, v, block_mask(ids, window, S, CPU), None, window, sink)

@@ -59,7 +59,12 @@ def test_a_query_meets_a_key_by_their_distance():
         (dict(rotary=(1, 2)), r"--model\.rotary=\(1, 2\): must be one or more of 1"),
         (dict(rotary=(1, 0), attention="mla"), r"--model\.rotary=\(1, 0\): not with --model\.attention=mla"),
         (dict(attention_gate=True, attention="mla"), r"--model\.attention-gate=True: not with"),
-        (dict(norms="none"), r"--model\.norms=none: must be one of pre, post, sandwich"),
+        (dict(v_head_dim=32, attention="mla"), r"--model\.v-head-dim=32: not with --model\.attention=mla"),
+        (dict(window_sinks=True, attention="mla"), r"--model\.window-sinks=True: not with"),
+        (dict(window_kv_heads=3), r"--model\.window-kv-heads=3: must divide --model\.heads=4, or be 0"),
+        (dict(v_head_dim=-1), r"--model\.v-head-dim=-1: must be at least 0"),
+        (dict(value_multiplier=0.0), r"--model\.value-multiplier=0\.0: must be positive"),
+        (dict(norms="none"), r"--model\.norms=none: must be one of pre, post, sandwich, moe"),
     ],
 )
 def test_what_cannot_be_is_named(settings, says):
@@ -71,6 +76,7 @@ def test_settings_that_are_off_are_no_facts():
     """Facts of models without them, and what is made of these, are as before there were such settings."""
     old = facts(ModelConfig())
     off = {"rope.dim", "rope.interleave", "rope.no position", "norms", "attention_gate", "rotary"}
+    off |= {"v_head_dim", "value_multiplier", "window_kv_heads", "window_sinks"}
     assert not off & old.keys()
     assert differences(ModelConfig(), ModelConfig(rope=RopeConfig(dim=64))) == []  # all channels
     some = ModelConfig(rope=RopeConfig(dim=32, interleave=True))
@@ -102,6 +108,24 @@ def test_each_kind_of_block_has_its_own_positions():
         RopeConfig(window_theta=1.0)
 
 
+def test_each_kind_of_block_has_its_own_key_heads_and_sinks():
+    cfg = ModelConfig(layers=3, window=8, windowed=(1, 0), window_kv_heads=2, window_sinks=True)
+    assert [cfg.kv_heads_in(cfg.window_of(i)) for i in range(3)] == [2, 4, 2]
+    assert [cfg.sinks_in(cfg.window_of(i)) for i in range(3)] == [True, False, True]
+    assert differences(cfg, replace(cfg, window_kv_heads=0)) == [
+        "model.kv_heads: [2, 4, 2] here, 4 there",
+    ]
+    # the same by other words
+    assert differences(replace(cfg, windowed=(1,)), replace(cfg, windowed=(1,), kv_heads=2, sinks=True)) == []
+    assert differences(replace(cfg, window=0), ModelConfig(layers=3)) == []
+    assert differences(ModelConfig(v_head_dim=64), ModelConfig()) == []
+    assert ModelConfig(v_head_dim=32).value_dim == 32 and ModelConfig().value_dim == 64
+    held = {name: p.shape for name, p in Attention(replace(cfg, v_head_dim=32), 8).named_parameters()}
+    assert held == dict(
+        [("sinks", (4,)), ("qkv.weight", ((4 + 2) * 64 + 2 * 32, 256)), ("o.weight", (256, 4 * 32))]
+    )
+
+
 def test_without_positions_the_order_of_earlier_tokens_is_unseen():
     """The last token's result stays when those before it change places; with positions it does not."""
     torch.manual_seed(0)
@@ -129,7 +153,7 @@ def test_a_gate_multiplies_before_the_output_projection():
     torch.testing.assert_close(with_gate(x, *tables, None), want)
 
 
-@pytest.mark.parametrize("norms", ["pre", "post", "sandwich"])
+@pytest.mark.parametrize("norms", ["pre", "post", "sandwich", "moe"])
 def test_norms_stand_where_they_are_said_to(norms):
     torch.manual_seed(0)
     cfg = ModelConfig(dim=16, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, dense_layers=1, norms=norms)
@@ -148,7 +172,9 @@ def test_norms_stand_where_they_are_said_to(norms):
     torch.testing.assert_close(block.compute(x, *tables, None, None)[0], want)
     held = {name.split(".")[0] for name, _ in block.named_parameters() if "norm" in name}
     before, behind = {"attention_norm", "ffn_norm"}, {"attention_post_norm", "ffn_post_norm"}
-    assert held == dict(pre=before, post=behind, sandwich=before | behind)[norms]
+    assert held == dict(pre=before, post=behind, sandwich=before | behind, moe=before)[norms]
+    moe = {name.split(".")[0] for name, _ in Block(replace(cfg, dense_layers=0), 0).named_parameters()}
+    assert {name for name in moe if "norm" in name} == held | ({"ffn_post_norm"} if norms == "moe" else set())
 
 
 @pytest.mark.slow
@@ -162,6 +188,7 @@ def test_compiled_blocks_of_each_kind_are_eager_ones(layer):
         dim=16, heads=2, kv_heads=1, head_dim=8, ffn_dim=24, dense_layers=2, layers=2, rope=rope
     )
     cfg = replace(cfg, window=3, windowed=(1, 0), rotary=(1, 0), norms="sandwich", attention_gate=True)
+    cfg = replace(cfg, window_kv_heads=2, window_sinks=True, v_head_dim=6, value_multiplier=0.7)
     block = Block(replace(cfg, qk_norm="head" if layer else "rotated"), layer)
     for name, p in block.named_parameters():
         p.data.normal_(1.0 if "norm" in name else 0.0, 0.3)

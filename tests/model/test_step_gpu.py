@@ -220,6 +220,9 @@ def test_every_block_is_read_in_the_backward(window, lengths, sinks):
     assert all(far(b, a) < 2e-5 for a, b in zip(*runs, strict=True))
 
 
+MIMO = dict(window_kv_heads=4, window_sinks=True, value_multiplier=0.7)
+
+
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -228,6 +231,10 @@ def test_every_block_is_read_in_the_backward(window, lengths, sinks):
         (127, 0, dict(heads=2, kv_heads=2, head_dim=8, qk_norm="full", o_bias=True)),
         (100, 30, dict(heads=8, kv_heads=1, head_dim=16, qk_norm="head", sinks=True)),
         (100, 0, dict(heads=4, kv_heads=1, head_dim=16, sinks=True)),
+        (100, 30, dict(heads=8, kv_heads=2, head_dim=24, v_head_dim=16) | MIMO),
+        (300, 128, dict(heads=16, kv_heads=4, head_dim=192, v_head_dim=128) | MIMO),
+        (300, 0, dict(heads=16, kv_heads=4, head_dim=192, v_head_dim=128) | MIMO),
+        (100, 30, dict(heads=4, kv_heads=2, head_dim=16, v_head_dim=32) | MIMO),
         (300, 0, dict(heads=2, kv_heads=1, head_dim=160)),
         (130, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(0, 32, 128, 16, 128))),
         (127, 0, dict(heads=2, kv_heads=2, attention="mla", mla=MLAConfig(24, 32, 16, 8, 8))),
@@ -257,7 +264,7 @@ def test_compiled_attention_is_the_dense_masks(S, window, settings, dtype, docum
         S,
         CUDA,
         8 if 8 in (cfg.head_dim, cfg.mla.v_dim) else 16,
-        cfg.sinks,
+        cfg.sinks_in(window),
     )
     limit = 1e-4 if dtype == torch.float32 else 0.06
     for _ in range(2):

@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_named(name, change, words):
     assert words in str(error.value) and str(error.value).startswith(name.removesuffix("_H"))
 
 
-SHAPES = [  # H, G, C, CV, window, type, sinks
+SHAPES = [  # H, G, C, CV, window, type, sinks, latent
     (32, 4, 128, 128, 0, bf16),  # Qwen3-30B
     (16, 16, 128, 128, 0, bf16),
     (16, 1, 576, 512, 0, bf16),  # DeepSeek-V2-Lite's latents
@@ -204,6 +204,8 @@ SHAPES = [  # H, G, C, CV, window, type, sinks
     (40, 2, 128, 128, 0, bf16),
     (48, 2, 96, 96, 0, torch.float16),
     (32, 4, 128, 128, 0, fp32),
+    (64, 8, 192, 128, 129, bf16, True, False),  # MiMo-V2-Flash
+    (64, 4, 192, 128, 0, bf16, False, False),
 ]
 
 

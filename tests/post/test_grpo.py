@@ -17,7 +17,7 @@ from tiers import slow_but
 import train
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
-from tmoe.config.model import IGNORE, ModelConfig
+from tmoe.config.model import IGNORE, ModelConfig, MoEConfig
 from tmoe.config.run import Config, DataConfig, GrpoConfig, LogConfig, ParallelConfig, TrainConfig
 from tmoe.data.prompt_dataset import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
@@ -232,6 +232,98 @@ def test_the_loss_is_that_of_its_formula(loss, micros):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
+SETTINGS = [
+    dict(loss="dapo", dual_clip=1.05, entropy=0.1, kl=0.2, kl_estimator="k3"),
+    dict(loss="grpo", clip_low=0.05, clip_high=0.05, ratio_cap=1.3, normaliser="constant", mismatch="off"),
+    dict(loss="cispo", ratio_cap=1.05, normaliser="sequence", entropy=0.2),
+    dict(loss="dppo", pull=0.5, clip_low=1e-4, clip_high=1e-4),
+    dict(loss="gspo", dual_clip=1.02, kl=0.3, entropy=0.1),
+    dict(loss="rloo", clip_high=0.01, kl=0.3, kl_estimator="k3", entropy=0.1),
+]
+
+
+def of_settings(g, logits, answers, advantages, old, reference):
+    """The loss of these settings, its formulas written out answer by answer in fp64."""
+    found = []
+    for i, answer in enumerate(answers):
+        n, A = len(answer.ids), advantages[i].double()
+        p = logits[i].log_softmax(-1)
+        lp = p[range(n), answer.ids]
+        entropy = -(p.exp() * p).sum(-1)
+        x = reference[i] - lp
+        beside = g.kl * (x.exp() - x - 1 if g.kl_estimator == "k3" else x**2 / 2) - g.entropy * entropy
+        w = (old[i] - answer.logprobs.double()).exp().clamp(max=2.0) ** (g.mismatch != "off")
+        moved = lp - old[i]
+        if g.loss in ("gspo", "rloo"):
+            moved = moved.mean() if g.loss == "gspo" else moved.sum()
+        rho = moved.exp()
+        low, high = (3e-4, 4e-4) if g.loss == "gspo" else (0.2, 0.28 if g.loss == "dapo" else 0.2)
+        low, high = g.clip_low or low, g.clip_high or high
+        if g.loss == "cispo":
+            each = -rho.detach().clamp(max=g.ratio_cap) * A * lp * w
+        elif g.loss == "dppo":
+            far = lp.exp() - old[i].exp()
+            keep = ~((far > high) if A > 0 else (far < -low))
+            each = (-keep.double() * rho * A + g.pull * moved**2) * w
+        else:
+            first = rho.clamp(max=g.ratio_cap) if g.ratio_cap else rho
+            each = -torch.minimum(first * A, rho.clamp(1 - low, 1 + high) * A)
+            if g.dual_clip and A < 0:
+                each = each.clamp(max=-g.dual_clip * A)
+            each = each if each.dim() == 0 else each * w
+        found.append((each, beside, n))
+    N, tokens = len(found), sum(n for *_, n in found)
+    per = g.normaliser or dict(grpo="sequence", gspo="sequence", rloo="sequence").get(g.loss, "token")
+    share = dict(
+        token=lambda n: 1 / tokens,
+        sequence=lambda n: 1 / (N * n),
+        constant=lambda n: 1 / (N * g.max_tokens),
+    )[per]
+    sums = [each / N if each.dim() == 0 else each.sum() * share(n) for each, _, n in found]
+    return sum(sums) + sum(beside.sum() * share(n) for _, beside, n in found)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda case: case["loss"])
+def test_every_setting_of_a_loss_is_in_its_formula(settings):
+    cfg = of_test(updates=2, **settings)
+    answers = some_answers()
+    advantages = torch.linspace(-1.5, 2, len(answers))
+    task = a_task(cfg, answers, advantages, 2)
+    draw = torch.Generator().manual_seed(2)
+    table = torch.randn(256, 8, generator=draw)
+    weight = (0.3 * torch.randn(256, 8, generator=draw)).requires_grad_()
+    old = None
+    for states in (table, table + 1.0):
+        mine = [states[[*a.prompt.ids, *a.ids[:-1]]][len(a.prompt.ids) - 1 :] for a in answers]
+        logits = [h.double() @ weight.double().T for h in mine]
+        now = [p.log_softmax(-1)[range(len(a.ids)), a.ids] for p, a in zip(logits, answers, strict=True)]
+        old = old or [p.detach() for p in now]
+        reference = [p - 0.3 for p in old]
+        if cfg.grpo.kl:  # by another model: 0.3 nats less likely than at the beginning
+            task.reference = []
+            for micro in task.packed.batch.micros(torch.device("cpu"), True):
+                h_TD = table[micro.tokens_BS.flatten()]
+                logp_T = (h_TD @ weight.detach().T).log_softmax(-1)
+                at_T = micro.targets_BS.flatten().clamp(min=0)
+                task.reference.append(logp_T.gather(1, at_T[:, None])[:, 0] - 0.3)
+        total = torch.zeros(())
+        for micro in task.micros(task.packed.batch, torch.device("cpu")):
+            given = {name: t.flatten() if t.dim() == 2 else t for name, t in micro.given.items()}
+            h_TD = states[micro.tokens_BS.flatten()]
+            total = total + task.objective(h_TD, weight, micro.targets_BS.flatten(), given)
+        loss_of = total / task.counts.tokens
+        want = of_settings(cfg.grpo, logits, answers, advantages, old, reference)
+        assert loss_of.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-7)
+        (got,) = torch.autograd.grad(loss_of, weight)
+        (expected,) = torch.autograd.grad(want, weight)
+        assert torch.allclose(got, expected, rtol=1e-4, atol=2e-6)
+    for name in settings.keys() - {"loss", "kl_estimator", "pull"}:  # each of them counts here
+        if (cfg.grpo.loss, name) != ("cispo", "ratio_cap"):
+            without = replace(cfg.grpo, **{name: getattr(GrpoConfig, name)}, kl_estimator=None)
+            other = of_settings(without, logits, answers, advantages, old, reference)
+            assert other.item() != pytest.approx(want.item(), rel=1e-3), name
+
+
 # ---- whole runs ----
 
 LOSSES = "dapo grpo dr_grpo gspo cispo dppo rloo".split()
@@ -337,6 +429,8 @@ def test_a_step_of_cut_answers_alone_trains_nothing(data, tmp_path, gloo):
     assert all(skipped == 0 for *_, skipped in found)
 
 
+DENSE = ModelConfig(dense_layers=ModelConfig().layers)
+ACAUSAL = ModelConfig(moe=MoEConfig(selection="expert-choice"))
 WRONG = [
     (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
     (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
@@ -347,6 +441,18 @@ WRONG = [
     (dict(grpo=dict(loss="cispo", clip_high=2.0)), r"--grpo.loss=cispo has neither"),
     (dict(grpo=dict(loss="gspo", mismatch="mask")), r"--grpo.mismatch=mask.*valid: off"),
     (dict(grpo=dict(temperature=0.0)), r"--grpo.temperature=0.0: must be positive"),
+    (dict(grpo=dict(dual_clip=1.0)), r"--grpo.dual-clip=1.0: must be above 1"),
+    (dict(grpo=dict(loss="dppo", dual_clip=3.0)), r"--grpo.dual-clip=3.0: valid with dapo.*not with .*dppo"),
+    (dict(grpo=dict(ratio_cap=1.25)), r"--grpo.ratio-cap=1.25: must be above 1 \+ --grpo.clip-high=0.28"),
+    (dict(grpo=dict(pull=0.1)), r"--grpo.pull=0.1: valid with dppo"),
+    (dict(grpo=dict(loss="gspo", normaliser="token")), r"--grpo.normaliser=token: valid with dapo"),
+    (dict(grpo=dict(entropy=-1.0)), r"--grpo.entropy=-1.0"),
+    (dict(grpo=dict(advantage_eps=0.0)), r"--grpo.advantage-eps=0.0: must be positive"),
+    (dict(grpo=dict(kl_estimator="k2")), r"--grpo.kl-estimator=k2: needs --grpo.kl above 0"),
+    (dict(grpo=dict(kl=0.1, kl_estimator="k1")), r"--grpo.kl-estimator=k1.*valid.*: k2, k3"),
+    (dict(grpo=dict(replay="old")), r"--grpo.replay=old.*--grpo.updates of at least 2"),
+    (dict(grpo=dict(replay="rollout"), model=DENSE), r"--grpo.replay=rollout: a model without MoE layers"),
+    (dict(grpo=dict(replay="rollout"), model=ACAUSAL), r"--grpo.replay=rollout.*expert-choice"),
     (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
     (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: a prompt is not cut"),
 ]
@@ -354,6 +460,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda case: case if isinstance(case, str) else "")
 def test_what_cannot_be_meant_is_one_error(given, said):
+    given = dict(given)
     with pytest.raises(ConfigError, match=said):
         grpo = GrpoConfig(**dict(rewards=("exact",), max_tokens=6) | given.pop("grpo", {}))
         train = TrainConfig(**dict(seq=32) | given.pop("train", {}))

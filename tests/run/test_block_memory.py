@@ -40,6 +40,8 @@ LATENT = ModelConfig(
 DIRECT = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, q_rank=0))
 NARROW = dataclasses.replace(LATENT, mla=dataclasses.replace(LATENT.mla, v_dim=40))
 SHARED = dataclasses.replace(GROUPED, kv_heads=1, qk_norm="head")
+SLIM = dataclasses.replace(GROUPED, v_head_dim=16, value_multiplier=0.5)
+PADDED = (NARROW, SLIM)  # whose values attention pads here
 
 OFTEN = [
     (dataclasses.replace(GROUPED, qk_norm="head"), 2, 1, "keys"),
@@ -61,6 +63,8 @@ ALL = [
     (dataclasses.replace(SHARED, attention_gate=True, norms="sandwich"), 2, 2, "keys"),
     (dataclasses.replace(GROUPED, attention_gate=True), 2, 2, "heads"),
     (dataclasses.replace(GROUPED, norms="post", rotary=(0,)), 1, 1, "keys"),
+    *((SLIM, *how) for how in ((1, 1, "keys"), (2, 1, "keys"), (1, 2, "heads"))),
+    (dataclasses.replace(GROUPED, value_multiplier=0.5), 1, 1, "keys"),
     (dataclasses.replace(GROUPED, norms="post", rope=RopeConfig(dim=16, interleave=True)), 2, 1, "keys"),
 ]
 
@@ -71,7 +75,7 @@ def test_attention_keeps_what_autograd_keeps(model, tp, cp, by):
     axes = Axes(dp=tp * cp, tp=tp, cp=cp)
     cfg = Config(
         model=model,
-        train=TrainConfig(batch=2, seq=S, isolate_documents=model is not NARROW),
+        train=TrainConfig(batch=2, seq=S, isolate_documents=model not in PADDED),
         parallel=ParallelConfig(tp=tp, cp=cp, cp_by=by),
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=axes.world)

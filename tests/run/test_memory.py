@@ -110,6 +110,10 @@ ODD = ModelConfig(
 )
 
 
+# MiMo-V2-Flash's: values of another width, and more key heads and sinks in some blocks
+NARROW_VALUES = dict(v_head_dim=6, window_kv_heads=3, window_sinks=True, windowed=(1, 0))
+
+
 @pytest.mark.parametrize(
     ("model", "total", "active", "digits"),
     [
@@ -151,6 +155,8 @@ def test_counts_worked_by_hand():
         dataclasses.replace(ODD, moe=dataclasses.replace(ODD.moe, latent_dim=7, bias=True)),
         dataclasses.replace(ODD, attention_gate=True, qkv_bias=True, norms="sandwich", rotary=(1, 0)),
         dataclasses.replace(ODD, norms="post"),
+        dataclasses.replace(ODD, norms="moe"),
+        dataclasses.replace(ODD, **NARROW_VALUES, qkv_bias=True, attention_gate=True, window=9),
         dataclasses.replace(QWEN3, layers=2),
         dataclasses.replace(PILOT, layers=2),
     ],
@@ -184,6 +190,9 @@ def test_flops_of_windows():
     assert flops_per_token(model, 64) == pytest.approx(plain + 12 * 6 * 10 * (2 * seen[0] + 3 * seen[1]))
     wide = dataclasses.replace(model, window=64)
     assert flops_per_token(wide, 64) == flops_per_token(ODD, 64)
+    narrow = dataclasses.replace(ODD, v_head_dim=6)  # 10 and 6 channels where there were twice 10
+    causal = 6 * 6 * (10 + 6) * 5 * 32
+    assert flops_per_token(narrow, 64) == 6 * count_parameters(narrow).active_flops + causal
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"])

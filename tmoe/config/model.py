@@ -401,6 +401,10 @@ def require_policy(moe: MoEConfig) -> None:
 
 # Settings that latent attention does not know, each with the value that switches it off.
 LATENT_LACKS = dict(
+    v_head_dim=0,
+    window_kv_heads=0,
+    window_sinks=False,
+    value_multiplier=1.0,
     qk_norm="none",
     qkv_bias=False,
     o_bias=False,
@@ -427,8 +431,13 @@ class ModelConfig:
     """grouped-query attention, or multi-head latent attention (DeepSeek) of the widths in mla"""
     kv_heads: int = 4
     """key/value heads, G; divides heads"""
+    window_kv_heads: int = 0
+    """key/value heads of blocks with a window, of which heads is a multiple (MiMo-V2-Flash);
+    0: as many as the others"""
     head_dim: int = 64
     """head width, C"""
+    v_head_dim: int = 0
+    """width of a value head (MiMo-V2-Flash); 0: that of queries and keys. Of mla it is mla.v-dim"""
     qk_norm: Literal["none", "head", "full", "rotated"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads at once (OLMoE);
     or per head, but behind the rotary positions (rotated, Hunyuan)"""
@@ -440,6 +449,8 @@ class ModelConfig:
     """multiply each channel of attention's result by sigmoid(x . w), before the output projection (AFMoE)"""
     sinks: bool = False
     """a learned logit for each query head that takes part in its softmax and adds nothing (gpt-oss)"""
+    window_sinks: bool = False
+    """sinks in blocks with a window alone (MiMo-V2-Flash)"""
     window: int = 0
     """sliding window: a token attends to itself and the window - 1 tokens before it; 0: to all before it"""
     windowed: tuple[int, ...] = (1,)
@@ -450,6 +461,8 @@ class ModelConfig:
     1 1 1 0: every fourth has none (NoPE: EXAONE 4, AFMoE). Grouped-query attention only"""
     attention_multiplier: float | None = None
     """factor on queries times keys; None gives 1/sqrt(head-dim) (Granite sets it)"""
+    value_multiplier: float = 1.0
+    """factor on values (MiMo-V2-Flash)"""
     embedding_multiplier: float = 1.0
     """factor on the embedding's output (Granite)"""
     residual_multiplier: float = 1.0
@@ -466,9 +479,10 @@ class ModelConfig:
     """hidden width of the dense feed-forward blocks"""
     tied: bool = False
     """output head shares the embedding's weight"""
-    norms: Literal["pre", "post", "sandwich"] = "pre"
+    norms: Literal["pre", "post", "sandwich", "moe"] = "pre"
     """where a block has RMSNorms: on what attention and feed-forward read (pre),
-    on what they give (post, FlexOlmo), or on both (sandwich, AFMoE)"""
+    on what they give (post, FlexOlmo), on both (sandwich, AFMoE),
+    or on what they read and what an MoE gives (moe, A.X-K1)"""
     norm_eps: float = 1e-6
     """added to the mean square in every RMSNorm"""
     dropout: float = 0.0
@@ -482,11 +496,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one = "vocab dim layers heads kv_heads head_dim moe_every ffn_dim"
-        zero, share = "dense_layers norm_eps init_std window", "dropout"
-        positive = "attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
+        zero, share = "dense_layers norm_eps init_std window window_kv_heads v_head_dim", "dropout"
+        positive = "attention_multiplier value_multiplier embedding_multiplier residual_multiplier"
+        positive += " logits_scaling"
         check(self, "--model.", one=one, zero=zero, positive=positive, share=share)
         h, g = self.heads, self.kv_heads
         require(self.attention == "mla" or h % g == 0, f"--model.kv-heads={g}: must divide --model.heads={h}")
+        near = self.window_kv_heads
+        require(
+            not near or h % near == 0,
+            f"--model.window-kv-heads={near}: must divide --model.heads={h}, or be 0",
+        )
         for name, off in LATENT_LACKS.items():
             value = getattr(self, name)
             flag = name.replace("_", "-")
@@ -546,6 +566,25 @@ class ModelConfig:
     def window_of(self, layer: int) -> int:
         """How many tokens a token attends to in this block, itself included; 0: all before it."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
+
+    def norms_of(self, layer: int) -> tuple[int, int]:
+        """How many RMSNorms of the model's width are around this block's attention, and its feed-forward."""
+        more = self.norms == "moe" and self.is_moe(layer)
+        around = 2 if self.norms == "sandwich" else 1
+        return around, around + more
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value head of grouped-query attention."""
+        return self.v_head_dim or self.head_dim
+
+    def kv_heads_in(self, window: int) -> int:
+        """Key/value heads of a block with this window (0: none)."""
+        return (window and self.window_kv_heads) or self.kv_heads
+
+    def sinks_in(self, window: int) -> bool:
+        """Whether a block with this window (0: none) has sinks."""
+        return self.sinks or (self.window_sinks and window > 0)
 
 
 IGNORE = -100  # target that counts in no loss

@@ -17,8 +17,9 @@ from typing import Literal
 from tmoe.config.check import FLOATS, MOST, TOP, check, divisors, require
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, too_few_devices
+from tmoe.config.policies import SELECTIONS
 
-MOST |= dict.fromkeys(("dim", "head_dim", "ffn_dim", "shared_dim"), 2**20)
+MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
 MOST |= dict.fromkeys(("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"), 2**20)
 
 
@@ -354,15 +355,32 @@ class GrpoConfig:
     """how far below 1 the ratio of new to old probability counts; None: the loss's own"""
     clip_high: float | None = None
     """how far above 1; None: the loss's own"""
+    dual_clip: float | None = None
+    """dapo, grpo, dr_grpo, gspo, rloo: where the advantage is negative, most that the ratio counts, above 1
+    (3 in Ye et al. 2020); None: no bound"""
+    ratio_cap: float | None = None
+    """cispo: most that a ratio weighs (None: 5); dapo, grpo, dr_grpo: ratios are at most this before all
+    else, above 1 + clip-high (None: no bound)"""
+    pull: float | None = None
+    """dppo: weight of the squared logarithm of the ratio, which draws tokens back; None: 0.001"""
+    entropy: float = 0.0
+    """weight of the policy's entropy, which is taken off the loss"""
+    normaliser: Literal["token", "sequence", "constant"] | None = None
+    """what a loss of tokens is a mean over: the step's tokens; an answer's tokens, then answers; answers x
+    max-tokens. None: the loss's own"""
     advantage: Literal["normalised", "mean", "leave-one-out"] | None = None
     """rewards of a prompt as advantages: less their mean, over their deviation (normalised), or by the mean
     of the others; None: mean for dr_grpo, leave-one-out for rloo, else normalised"""
+    advantage_eps: float = 1e-4
+    """normalised: what is added to the deviation"""
     updates: int = 1
     """optimizer updates with the answers of a step"""
     kl: float = 0.0
     """weight of the divergence from the model that the run began with; 0: no such model is kept"""
     kl_in: Literal["loss", "reward"] = "loss"
     """where it is counted"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """how it is estimated of a token; None: k2 in the loss, k1 in the reward; a loss of k1 teaches nothing"""
     overlong: Literal["train", "drop"] = "train"
     """answers that max-tokens cuts off: trained like others, or left out of the loss (drop);
     the reward `length` lowers rewards as answers come near it"""
@@ -374,6 +392,9 @@ class GrpoConfig:
     at most mismatch-cap (truncate), or 0 beyond it (mask); None: truncate, for gspo and rloo off"""
     mismatch_cap: float = 2.0
     """bound of that ratio, above 1"""
+    replay: Literal["none", "rollout", "old"] = "none"
+    """experts that updates take again, with weights of their own scores: those of the rollout (R3), or of the
+    step's first update in its later ones (R2)"""
     slots: int = 64
     """answers that a rank makes at the same time"""
     pool_gib: float | None = None
@@ -389,8 +410,9 @@ class GrpoConfig:
     """validation: the reward from which an answer is right, for pass@k"""
 
     def __post_init__(self) -> None:
-        one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries"
-        check(self, "--grpo.", one=one, zero=zero, positive="temperature clip_high pool_gib reward_timeout")
+        one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries pull entropy"
+        positive = "temperature clip_high pool_gib reward_timeout ratio_cap advantage_eps"
+        check(self, "--grpo.", one=one, zero=zero, positive=positive)
         group = f"--grpo.group={self.group}"
         require(self.group > 1, f"{group}: must be at least 2, for answers are compared with each other")
         require(0 < self.top_p <= 1, f"--grpo.top-p={self.top_p}: must be above 0 and at most 1")
@@ -399,6 +421,7 @@ class GrpoConfig:
         bounds = f"--grpo.clip-low={low}, --grpo.clip-high={self.clip_high}"
         none = low is None and self.clip_high is None
         require(none or self.loss != "cispo", f"{bounds}: --grpo.loss=cispo has neither; leave them out")
+        require_bounds(self)
         cap = self.mismatch_cap
         require(cap > 1, f"--grpo.mismatch-cap={cap}: must be above 1")
         whole = self.loss in ("gspo", "rloo") and self.mismatch in ("truncate", "mask")
@@ -406,6 +429,35 @@ class GrpoConfig:
         require(
             not whole, f"{name}: weighs tokens, and --grpo.loss={self.loss} has whole answers; valid: off"
         )
+
+
+CLIPPED = "dapo", "grpo", "dr_grpo"  # losses of tokens by PPO's clip
+LOSSES_WITH = dict(  # of settings that not every loss has
+    dual_clip=(*CLIPPED, "gspo", "rloo"),
+    ratio_cap=(*CLIPPED, "cispo"),
+    pull=("dppo",),
+    normaliser=(*CLIPPED, "cispo", "dppo"),
+)
+
+
+def require_bounds(g: GrpoConfig) -> None:
+    """ConfigError unless the loss has what is set for it, and bounds lie where they can bound."""
+    for name, losses in LOSSES_WITH.items():
+        value, flag = getattr(g, name), f"--grpo.{name.replace('_', '-')}"
+        valid = f"valid with {', '.join(losses)}, not with --grpo.loss={g.loss}"
+        require(value is None or g.loss in losses, f"{flag}={value}: {valid}")
+    dual, cap = g.dual_clip, g.ratio_cap
+    require(dual is None or 1 < dual < FLOATS[1], f"--grpo.dual-clip={dual}: must be above 1")
+    high = g.clip_high or (0.28 if g.loss == "dapo" else 0.2)
+    where = f"--grpo.ratio-cap={cap}: must be above 1 + --grpo.clip-high={high}, which bounds ratios as well"
+    require(cap is None or g.loss == "cispo" or cap > 1 + high, where)
+    name = f"--grpo.kl-estimator={g.kl_estimator}"
+    require(g.kl_estimator is None or g.kl > 0, f"{name}: needs --grpo.kl above 0")
+    silent = g.kl_estimator == "k1" and g.kl_in == "loss"
+    require(not silent, f"{name}: its gradient is 0 in the mean; valid with --grpo.kl-in=loss: k2, k3")
+    once = g.replay == "old" and g.updates == 1
+    again = "takes the first update's experts in later ones"
+    require(not once, f"--grpo.replay=old: {again}; needs --grpo.updates of at least 2, or rollout")
 
 
 @dataclass(frozen=True)
@@ -536,6 +588,13 @@ def require_grpo(cfg: Config) -> None:
     given = f"--train.accumulate={t.accumulate}, --train.global-batch={t.global_batch}"
     follows = "with --task grpo as many micro-batches follow as the answers fill; valid: 1 and 0"
     require(t.accumulate == 1 and t.global_batch == 0, f"{given}: {follows}")
+    replay, selection = f"--grpo.replay={g.replay}", model.moe.selection
+    if g.replay != "none":
+        has_moe = any(map(model.is_moe, range(model.layers)))
+        require(has_moe, f"{replay}: a model without MoE layers routes nothing; valid: none")
+        fixed = not SELECTIONS[selection].columns
+        several = f"--model.moe.selection={selection} gives tokens more or fewer experts than top-k"
+        require(fixed, f"{replay}: {several}; valid: none")
     drops = model.dropout or model.moe.jitter
     flags = "--model.dropout, --model.moe.jitter"
     require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
@@ -650,8 +709,8 @@ def require_heads(p: ParallelConfig, model: ModelConfig) -> None:
     """ConfigError unless tp, and cp by heads, divide the heads of this model's attention."""
     heads = model.heads
     degrees = divisors(heads)
-    if model.attention == "gqa":
-        groups = model.kv_heads
+    kinds = {model.kv_heads_in(model.window_of(layer)) for layer in range(model.layers)}
+    for groups in sorted(kinds) if model.attention == "gqa" else ():
         degrees = [tp for tp in degrees if groups % tp == 0 or tp % groups == 0]
         ok = p.tp in degrees
         fit = f"must divide --model.heads={heads} and fit {groups} key heads; valid: {degrees}"

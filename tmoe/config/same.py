@@ -76,8 +76,14 @@ def facts(cfg: ModelConfig) -> dict[str, Any]:
     found["MoE layers"] = sparse
     found["windows"] = [cfg.window_of(i) for i in range(cfg.layers)]
     found["attention_multiplier"] = softmax_scale(cfg)
+    # by blocks only where they differ
+    for name, of_a in (("kv_heads", cfg.kv_heads_in), ("sinks", cfg.sinks_in)):
+        each = [of_a(window) for window in found["windows"]]
+        found[name] = each if len({*each}) > 1 else each[0]
+        del found[f"window_{name}"]
     # what is off is left out, as before there was such a setting
-    off = dict(attention_gate=False, norms="pre")
+    off = dict(attention_gate=False, norms="pre", value_multiplier=1.0, v_head_dim=0)
+    found["v_head_dim"] = cfg.v_head_dim if cfg.v_head_dim != cfg.head_dim else 0
     found = {name: value for name, value in found.items() if name not in off or value != off[name]}
     if cfg.attention == "mla":
         found |= {f"mla.{f.name}": getattr(cfg.mla, f.name) for f in fields(cfg.mla)}

@@ -44,13 +44,14 @@ class Cache:
     """
 
     def __init__(self, cfg: ModelConfig, pages: int, device: torch.device, dtype: torch.dtype):
-        heads, width, values = layer_widths(cfg)
         self.pages = pages
         self.shared = cfg.attention == "mla"
         self.layers: list[Layer] = []
-        for _ in range(cfg.layers):
+        for layer in range(cfg.layers):
+            heads, width, values = layer_widths(cfg, layer)
             k = torch.zeros(pages, PAGE, heads, width, device=device, dtype=dtype)
-            self.layers.append(Layer(k, k[..., :values] if self.shared else torch.zeros_like(k)))
+            v = k[..., :values] if self.shared else k.new_zeros(pages, PAGE, heads, values)
+            self.layers.append(Layer(k, v))
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Writes what is in the first page of each pair into the second."""
@@ -63,15 +64,16 @@ class Cache:
                 v[to] = v[of]
 
 
-def layer_widths(cfg: ModelConfig) -> tuple[int, int, int]:
+def layer_widths(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
     """Heads that a block caches, channels of a key, channels of a value."""
     if cfg.attention == "mla":
         return 1, cfg.mla.kv_rank + cfg.mla.rope_dim, cfg.mla.kv_rank
-    return cfg.kv_heads, cfg.head_dim, cfg.head_dim
+    return cfg.kv_heads_in(cfg.window_of(layer)), cfg.head_dim, cfg.value_dim
 
 
 def bytes_a_token(cfg: ModelConfig, dtype: torch.dtype) -> int:
     """What all blocks together cache of one token."""
-    heads, width, values = layer_widths(cfg)
-    held = width if cfg.attention == "mla" else width + values
-    return cfg.layers * heads * held * dtype.itemsize
+    shared = cfg.attention == "mla"
+    widths = (layer_widths(cfg, layer) for layer in range(cfg.layers))
+    held = sum(heads * (width if shared else width + values) for heads, width, values in widths)
+    return held * dtype.itemsize

@@ -10,25 +10,28 @@ next: generate/slots.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.check import require
+from tmoe.config.check import ConfigError, require
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import alone, most_needed
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
-from tmoe.generate.whole import gathered, require_whole
+from tmoe.generate.whole import gathered, is_laid_out, require_whole
 from tmoe.model.transformer import Transformer
+from tmoe.parallel.agree import attempt, by_reason
 
 if TYPE_CHECKING:
     from tmoe.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Tensor
+T = TypeVar("T")
 FREE = 0.8  # of a GPU's free memory that a call takes at most, where pool_gib does not say
 
 
@@ -119,6 +122,7 @@ class Engine:
         *,
         numbers: Sequence[int] | None = None,
         routes: bool = False,
+        told: Callable[[], bool] = lambda: False,
     ) -> Samples:
         """n answers to each prompt.
 
@@ -130,13 +134,16 @@ class Engine:
             sampling: None: Sampling().
             numbers: the prompts' numbers in a batch that these are a part of; None: 0, 1, ...
             routes: keep the experts that tokens went to.
+            told: whether this rank is to stop, asked before each pass. Where one of an expert group is, all
+                of it raise Stopped at the same pass.
 
         Raises ValueError for prompts that are empty or longer than the model's range of positions, for ids
-        outside its vocabulary, and where the pool has no room for one answer.
+        outside its vocabulary, and where the pool has no room for one answer. Of a model that is laid out it
+        is raised on all ranks, whichever has the prompt.
         """
         found: list[list[Sample]] = [[] for _ in prompts]
         by_number: dict[tuple[int, int], Sample] = {}
-        for prompt, sample, _, done in self._pieces(prompts, n, sampling, numbers, routes, live=False):
+        for prompt, sample, _, done in self._pieces(prompts, n, sampling, numbers, routes, False, told):
             if done is not None:
                 by_number[prompt, sample] = done
         for (prompt, _), done in sorted(by_number.items(), key=lambda item: item[0]):
@@ -152,7 +159,7 @@ class Engine:
         numbers: Sequence[int] | None = None,
     ) -> Iterator[Piece]:
         """The same answers while they are made: a piece for each that a step has added to."""
-        return self._pieces(prompts, n, sampling, numbers, False, live=True)
+        return self._pieces(prompts, n, sampling, numbers, False, True, lambda: False)
 
     # ---- a call ----
 
@@ -164,17 +171,42 @@ class Engine:
         numbers: Sequence[int] | None,
         routes: bool,
         live: bool,
+        told: Callable[[], bool],
     ) -> Iterator[Piece]:
         """live: texts are made while tokens come, not at the end."""
         sampling = Sampling() if sampling is None else sampling
+        keys = list(range(len(prompts)) if numbers is None else numbers)
+        # before the first collective: ranks would wait for one whose prompts are none
+        ids = self.on_all(lambda: self.checked(prompts, n, sampling, keys))
+        return self._run(ids, n, sampling, keys, routes, live, told)
+
+    def checked(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, keys: list[int]
+    ) -> list[list[int]]:
+        """The prompts' tokens; ValueError unless all of a call can be made."""
         require(n >= 1, f"n={n}: must be at least 1")
         valid = "needs a tokenizer: Engine(model, tokenizer)"
         require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
         ids = [self.ids_of(i, prompt) for i, prompt in enumerate(prompts)]
-        keys = list(range(len(ids)) if numbers is None else numbers)
         ok = len(keys) == len(ids) and all(0 <= key < 2**63 for key in keys)
         require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
-        return self._run(ids, n, sampling, keys, routes, live)
+        return ids
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """What `work` gives. Of a model that is laid out, its error on any rank is a ConfigError on all.
+
+        A collective of these.
+        """
+        group = dist.group.WORLD if is_laid_out(self.model) else None
+        result, error, failures = attempt(
+            work, group, (ValueError, TypeError), lambda error: str(error.args[0])
+        )
+        if error is not None and group is None:
+            raise error
+        if failures:
+            reasons = by_reason(failures)
+            raise ConfigError("; ".join(f"rank {ranks}: {why}" for why, ranks in reasons.items()))
+        return cast(T, result)
 
     @torch.no_grad()
     def _run(
@@ -185,6 +217,7 @@ class Engine:
         keys: list[int],
         routes: bool,
         live: bool,
+        told: Callable[[], bool],
     ) -> Iterator[Piece]:
         live = live or bool(sampling.stop)
         most = [min(sampling.max_tokens, self.model.cfg.rope.max_seq - len(one) + 1) for one in ids]
@@ -202,9 +235,9 @@ class Engine:
         )
         ends = {*self.eos, *sampling.stop_ids}
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
-        with gathered(self.model, min(self.slots, len(queue))) as ranks:
+        with gathered(self.model, min(self.slots, len(queue)), told) as ranks:
             graphs = self.graphs and ranks.group is None and self.model.head_weight.is_cuda
-            room = self.room(queue, n)._replace(graphs=graphs)
+            room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):
                 for request in requests:

@@ -20,6 +20,7 @@ from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, Layer
 from tmoe.model.attention import Attention, gated
 from tmoe.model.attention_backend import Mask, attend, make_mask
+from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.rope import turns_of
 from tmoe.model.transformer import Block, Transformer
@@ -93,14 +94,12 @@ def prefill(
 def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
     """What the tokens of a chunk see, for a layer of this window."""
     cfg = model.cfg
-    width = (
-        cfg.head_dim if cfg.attention == "gqa" else min(cfg.mla.nope_dim + cfg.mla.rope_dim, cfg.mla.v_dim)
-    )
+    width, sinks = min(qk_width(cfg), v_width(cfg)), cfg.sinks_in(window)
     S, device = chunk.tokens_1S.shape[1], chunk.tokens_1S.device
     if chunk.seen_J is None:
-        return make_mask(chunk.documents_1S, window, S, device, width, cfg.sinks)
+        return make_mask(chunk.documents_1S, window, S, device, width, sinks)
     J = chunk.seen_J.shape[0]
-    return make_mask(None, window, J, device, width, cfg.sinks, queries_Q=chunk.at_1S[0])
+    return make_mask(None, window, J, device, width, sinks, queries_Q=chunk.at_1S[0])
 
 
 def decode(

@@ -13,7 +13,7 @@ next: generate/slots.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -27,8 +27,16 @@ from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.layer import MoE
 from tmoe.parallel.collectives import group_of
 
+STOP = 2**30  # in place of a number of rows: a rank of the group was told to stop
 AT_ONCE = 8192  # tokens of prompts in one pass, at most
 ON_CPU = 1024  # where a mask is [S, S]
+
+
+class Stopped(Exception):
+    """A call has ended early, because a rank was told to stop: on all ranks of its expert group at one pass.
+
+    What there is of its answers is lost.
+    """
 
 
 def require_whole(model: object) -> None:
@@ -40,11 +48,17 @@ def require_whole(model: object) -> None:
     require(isinstance(model, Transformer), f"model: got a {kind}, {valid}")
 
 
+def is_laid_out(model: Transformer) -> bool:
+    """Whether a call is one of several ranks: weights or experts lie on others."""
+    spread = bool(model.expert_group) or any(isinstance(module, FSDPModule) for module in model.modules())
+    return spread and dist.is_initialized() and dist.get_world_size() > 1
+
+
 @contextmanager
-def gathered(model: Transformer, slots: int) -> Iterator[Ranks]:
+def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: False) -> Iterator[Ranks]:
     """Inside, modules hold their weights whole, in the type of computation, and compute as in evaluation.
 
-    slots: of this rank. A collective of all ranks that the model lies on, in the beginning
+    slots: of this rank. told: see `Ranks`. A collective of all ranks that the model lies on, in the beginning
     alone; what it gives are the ranks that must pass the experts together.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -63,7 +77,7 @@ def gathered(model: Transformer, slots: int) -> Iterator[Ranks]:
                 unit.unshard()
             for module in model.modules():
                 stack.enter_context(getattr(module, "standing_in", nullcontext)())
-        ranks = Ranks(model, layers)
+        ranks = Ranks(model, layers, told)
         stack.enter_context(room(layers, ranks.join(max(slots, ranks.at_once))))
         try:
             model.eval()
@@ -78,9 +92,13 @@ def gathered(model: Transformer, slots: int) -> Iterator[Ranks]:
 
 
 class Ranks:
-    """The ranks that pass the experts together. Without an expert group: this one alone."""
+    """The ranks that pass the experts together. Without an expert group: this one alone.
 
-    def __init__(self, model: Transformer, layers: list[MoE]):
+    told: asked before each pass; whether this rank is to stop.
+    """
+
+    def __init__(self, model: Transformer, layers: list[MoE], told: Callable[[], bool]):
+        self.told = told
         self.group = group_of(model.expert_group) if model.expert_group else None
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
@@ -93,8 +111,16 @@ class Ranks:
         """The most rows that any rank has in the next pass, which all must make; below 0: none has one.
 
         rows: of this rank; -1: it has no pass to make. A collective, beside the work on the device, of which
-        the host waits for none.
+        the host waits for none. Raises Stopped on all of these ranks where one of them was told to stop.
         """
+        rows = STOP if self.told() else rows
+        most = self._most(rows)
+        if most == STOP:
+            raise Stopped
+        return most
+
+    def _most(self, rows: int) -> int:
+        """The largest number of any of these ranks. A collective."""
         if self.group is None:
             return rows
         with torch.cuda.stream(self.side) if self.side else nullcontext():

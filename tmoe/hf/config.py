@@ -37,10 +37,10 @@ WHOLE = (
     *AHEAD,
 )
 # The types of keys of config.json that no Field reads: those of all architectures, then those of some. A
-# type counts for every model_type, whether it reads the key or not.
+# type counts for every model_type, whether it reads the key or not, unless its entry says another.
 READ: dict[str, Any] = dict.fromkeys(WHOLE, int) | dict.fromkeys(("rope_parameters", "rope_scaling"), dict)
 READ |= dict(use_sliding_window=bool, layer_types=tuple[str, ...])
-READ |= {key.name: key.kind for arch in ARCHITECTURES for key in arch.keys}
+READ |= {key.name: key.kind for arch in reversed(ARCHITECTURES) for key in arch.keys}
 # The smallest valid numbers of some of them.
 LEAST = dict(max_position_embeddings=1, n_shared_experts=0) | dict.fromkeys(AHEAD, 0)
 
@@ -87,7 +87,8 @@ def read_config(hf: HF) -> ModelConfig:
     arch = architecture(hf)
     hf = text_settings(arch, hf)
     by_name = {field.ours: field for field in arch.fields}  # of two fields for a setting the later one counts
-    kinds = READ | {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
+    kinds = READ | {key.name: key.kind for key in arch.keys}
+    kinds |= {key: KINDS[field.ours] for field in by_name.values() for key in field.keys}
     mistyped = [
         _mistyped(key, hf[key], kind) for key, kind in kinds.items() if not fits(hf.get(key), kind | None)
     ]
@@ -117,10 +118,19 @@ def read_config(hf: HF) -> ModelConfig:
     _refuse(arch, list(dict.fromkeys(problems)))  # a missing key that others are derived from is named once
 
     try:
-        return build_config(nested(found))
+        cfg = build_config(nested(found))
     except ConfigError as error:
         _refuse(arch, [_in_their_words(arch, hf, str(error))])
         raise
+    key = next(iter(by_name["moe.activation"].keys), "")
+    if key in hf and cfg.moe.activation != "swiglu" and (_has_dense(cfg) or cfg.moe.shared_dim):
+        words = "in dense blocks and shared experts, which have the same, only 'silu' is computed"
+        _refuse(arch, [f"{key}={hf[key]!r}: {words}"])
+    return cfg
+
+
+def _has_dense(cfg: ModelConfig) -> bool:
+    return not all(map(cfg.is_moe, range(cfg.layers)))
 
 
 def _read_field(field: Field, hf: HF, said: HF) -> Any:
@@ -137,7 +147,11 @@ def _read_field(field: Field, hf: HF, said: HF) -> Any:
     value = value(said) if callable(value) else value
     if value is None:
         raise KeyError(field.keys[0] if field.keys else field.ours)
-    return value
+    if field.words is not None and value not in field.words:
+        raise ConfigError(
+            f"{field.keys[0]}={value!r}: only {' or '.join(map(repr, field.words))} is computed"
+        )
+    return value if field.words is None else field.words[value]
 
 
 def _null(key: str) -> str:
@@ -152,13 +166,15 @@ def _unknown(arch: Architecture, hf: HF, said: HF) -> list[str]:
         if key in hf and not any(_same(hf[key], one) for one in valid):
             problems.append(f"{key}={hf[key]!r}: only {value!r} is computed")
     for key, repeated in arch.copies.items():
+        if key not in hf:
+            continue
         try:
             value = repeated(said)
         except KeyError:  # reported as missing where its own setting is read
             continue
-        if key in hf and key not in said:
+        if key not in said:
             problems.append(_null(key))
-        elif not _same(said.get(key, value), value):
+        elif not _same(said[key], value):
             problems.append(f"{key}={hf[key]!r}: only {value!r} is computed, by the other settings")
     return problems
 
@@ -208,6 +224,7 @@ def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
         "rope.max_seq": "max_position_embeddings",
         "rope.theta": "rope_theta",
         "window": "sliding_window",
+        "window_kv_heads": "swa_num_key_value_heads",
     }
     keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
 
@@ -224,9 +241,11 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
     An entry fits if its config.json reads back as the same mathematics.
     """
     flat = flattened(cfg) | dict(attention_multiplier=softmax_scale(cfg))
+    if not any(map(cfg.is_moe, range(cfg.layers))):
+        flat["moe.activation"] = "swiglu"  # that of dense blocks
     for arch in (arch for arch in ARCHITECTURES if not arch.nested):
         hf = dict(architectures=[arch.class_name], model_type=arch.model_type, torch_dtype=dtype)
-        hf |= {field.keys[0]: flat[field.ours] for field in arch.fields if field.keys}
+        hf |= {field.keys[0]: field.written(flat[field.ours]) for field in arch.fields if field.keys}
         # The defaults of the classes are tokens of other models.
         hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         hf |= {key: value[0] if isinstance(value, tuple) else value for key, value in arch.theirs.items()}
@@ -382,15 +401,19 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
     partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
-    written = dict(max_position_embeddings=rope.max_seq) | partial
+    written = dict(max_position_embeddings=rope.max_seq)
     if arch.rope_by_kind:
-        whole = given | dict(rope_theta=rope.theta)
+        whole = given | dict(rope_theta=rope.theta) | partial
         base = rope.window_theta
-        near = whole if base is None else dict(rope_type="default", rope_theta=base)
+        near = whole if base is None else dict(rope_type="default", rope_theta=base) | partial
         return written | dict(rope_parameters=dict(zip(KINDS_OF_BLOCKS, (whole, near), strict=True)))
-    return written | dict(
-        rope_theta=rope.theta,
-        rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
+    return (
+        written
+        | partial
+        | dict(
+            rope_theta=rope.theta,
+            rope_scaling=None if rope.scaling == "none" and not arch.rope else given,
+        )
     )
 
 
@@ -406,6 +429,8 @@ def read_windows(arch: Architecture, hf: HF, said: HF, found: dict[str, Any]) ->
 
     off = "use_sliding_window" in windows.keys and not said.get("use_sliding_window", False)
     width = None if off else hf.get("sliding_window", windows.width or None)
+    if windows.before and said.get(windows.before) is not None:
+        width = said[windows.before] + 1
     if width is not None and width < 1:
         return [f"sliding_window={width}: must be at least 1, or null"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,8 +34,8 @@ HEAD = "lm_head.weight"
 class Part(NamedTuple):
     """One of the tensors that make up one of ours. {layer} and {expert} stand for numbers.
 
-    rows: how many of our rows it fills (the second axis in a stack of experts, else the first). 0: it does
-        not exist. None: an equal share.
+    rows: how many of our rows it fills (the second axis in a stack of experts, else the first), by the
+        settings `of_layer`. 0: it does not exist. None: an equal share.
     transposed: its last two axes are exchanged.
     every, first: it is woven into a tensor with others: it has only every n-th row of that tensor, from the
         `first` on.
@@ -80,6 +80,8 @@ class Field(NamedTuple):
     null: what transformers' model makes of null, which seldom is the default. NO_NULL: its class refuses
         null, or its model fails.
     least: the smallest number that config.json may say. None: ModelConfig's own check decides.
+    words: what each word of config.json is as a setting; others are refused. The first of several for a
+        setting is the one written. None: both say the same.
     """
 
     ours: str
@@ -87,6 +89,11 @@ class Field(NamedTuple):
     default: Any = None
     null: Any = NO_NULL
     least: int | None = None
+    words: dict[str, str] | None = None
+
+    def written(self, value: Any) -> Any:
+        """A setting as config.json says it; where no word says it, as it is, which is then refused."""
+        return next((word for word, ours in (self.words or {}).items() if ours == value), value)
 
 
 class Key(NamedTuple):
@@ -141,6 +148,8 @@ class Windows(NamedTuple):
     """whether a sliding_window of null is no window; False: transformers fails where a block has one"""
     rotary: bool = False
     """whether blocks without a window have no rotary positions"""
+    before: str = ""
+    """the key that goes before sliding_window and counts the tokens before a token, without itself"""
 
 
 @dataclass(frozen=True)
@@ -252,6 +261,7 @@ def pieces(
     held: numbers of the layers whose tensors are spelled as transformers 5 holds them (see Rule).
     """
     generic, layer = _generic(ours)
+    here = of_layer(cfg, int(layer)) if layer else cfg
     rule = next((rule for rule in arch.rules if rule.ours == generic), Rule(ours, ()))
     parts = rule.held if rule.held and layer in held else rule.parts
     found = []
@@ -260,7 +270,7 @@ def pieces(
     for expert in range(shape[0]) if stacked else (None,):
         start = 0
         for part in parts:
-            rows = part.rows(cfg) if part.rows else shape[axis] // len(parts)
+            rows = part.rows(here) if part.rows else shape[axis] // len(parts)
             if not rows:
                 continue
             offset = [0] * len(shape)
@@ -285,6 +295,12 @@ def _generic(ours: str) -> tuple[str, str]:
     numbers = [word for word in ours.split(".") if word.isdigit()]
     generic = ".".join("{layer}" if word.isdigit() else word for word in ours.split("."))
     return generic, numbers[0] if numbers else ""
+
+
+def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
+    """The settings with this layer's own number of key heads."""
+    heads = cfg.kv_heads_in(cfg.window_of(layer))
+    return cfg if heads == cfg.kv_heads else replace(cfg, kv_heads=heads)
 
 
 def divide(

@@ -15,7 +15,7 @@ from tmoe.model.spread import ALONE
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over earlier tokens.
 
-    G key/value heads serve H query heads (Ainslie et al. 2023).
+    G key/value heads serve H query heads (Ainslie et al. 2023). Values may have other channels than keys.
     window: how many tokens one sees, itself among them; 0: itself and all before it. `sinks`: see attend.
     With `attention_gate` each channel of the result is multiplied by a sigmoid of the input's product.
     """
@@ -25,11 +25,12 @@ class Attention(nn.Module):
         self.cfg = cfg
         self.window = window
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
-        H, G, C = cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.key_heads = cfg.kv_heads_in(window)
+        H, G, C, V = cfg.heads, self.key_heads, cfg.head_dim, cfg.value_dim
         # rows: queries, keys, values, and gates of the queries' heads; one product
-        self.qkv = nn.Linear(cfg.dim, (H + 2 * G + H * cfg.attention_gate) * C, cfg.qkv_bias)
-        self.o = nn.Linear(H * C, cfg.dim, cfg.o_bias)
-        self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks else None
+        self.qkv = nn.Linear(cfg.dim, (H + G) * C + (G + H * cfg.attention_gate) * V, cfg.qkv_bias)
+        self.o = nn.Linear(H * V, cfg.dim, cfg.o_bias)
+        self.sinks = nn.Parameter(torch.empty(H)) if cfg.sinks_in(window) else None
         if cfg.qk_norm != "none":
             whole = cfg.qk_norm == "full"
             self.q_norm = nn.RMSNorm(H * C if whole else C, cfg.norm_eps)
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         spread, C = self.spread, self.cfg.head_dim
         q, k, v, gate = self.project(x_BSD, cos_SC, sin_SC)
         if spread.by_keys:  # together: one exchange
-            k, v = spread.gather_keys(torch.cat([k, v], -1)).split(C, -1)
+            k, v = spread.gather_keys(torch.cat([k, v], -1)).split([C, self.cfg.value_dim], -1)
         q, k, v = spread.to_heads(q, k, v)
         window = 0 if spread.by_keys else self.window  # which the mask holds, for queries that are not all
         sinks_H = spread.of_heads(self.sinks)
@@ -55,16 +56,16 @@ class Attention(nn.Module):
         self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys [B, S, heads, C], normed and rotated, values, gates, of this rank's heads."""
-        cfg, spread, C = self.cfg, self.spread, self.cfg.head_dim
-        H, G = cfg.heads, cfg.kv_heads
+        cfg, spread, C, V = self.cfg, self.spread, self.cfg.head_dim, self.cfg.value_dim
+        H, G = cfg.heads, self.key_heads
         heads, key_heads = spread.heads(H), spread.key_heads(G)
         spans = [
-            (0, heads),
-            (H, key_heads),
-            (H + G, key_heads),
-            *([(H + 2 * G, heads)] if cfg.attention_gate else []),
-        ]  # heads of queries, keys, values, gates in qkv's rows
-        rows = [slice((first + own.start) * C, (first + own.stop) * C) for first, own in spans]
+            (0, heads, C),
+            (H * C, key_heads, C),
+            ((H + G) * C, key_heads, V),
+            *([((H + G) * C + G * V, heads, V)] if cfg.attention_gate else []),
+        ]  # queries, keys, values, gates in qkv's rows: the first row, this rank's heads, rows of a head
+        rows = [slice(first + own.start * n, first + own.stop * n) for first, own, n in spans]
         qkv = spread.project(self.qkv, x_BSD, rows)
         q, k, v, *gates = qkv.split([part.stop - part.start for part in rows], -1)
         if cfg.qk_norm == "full":
@@ -72,7 +73,9 @@ class Attention(nn.Module):
             key_rows = slice(key_heads.start * C, key_heads.stop * C)
             k = spread.norm(self.k_norm, k, key_rows, max(1, spread.tp // G))
 
-        q, k, v, *gates = (t.unflatten(-1, (-1, C)) for t in (q, k, v, *gates))
+        q, k = (t.unflatten(-1, (-1, C)) for t in (q, k))
+        v, *gates = (t.unflatten(-1, (-1, V)) for t in (v, *gates))
+        v = v if cfg.value_multiplier == 1.0 else v * cfg.value_multiplier
         if cfg.qk_norm == "head":
             q = self.q_norm(q)
             k = self.k_norm(k)

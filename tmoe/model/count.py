@@ -24,9 +24,10 @@ class Counts(NamedTuple):
     """active without the input embedding (a look-up), with the output head (tied or not)"""
 
 
-def attention_shapes(model: ModelConfig) -> list[Shape]:
+def attention_shapes(model: ModelConfig, layer: int) -> list[Shape]:
     """Shapes of one block's attention parameters."""
-    D, H, G, C = model.dim, model.heads, model.kv_heads, model.head_dim
+    window = model.window_of(layer)
+    D, H, G, C, V = model.dim, model.heads, model.kv_heads_in(window), model.head_dim, model.value_dim
     if model.attention == "mla":
         mla = model.mla
         queries = H * qk_width(model)
@@ -38,9 +39,9 @@ def attention_shapes(model: ModelConfig) -> list[Shape]:
         ]
         return [*shapes, (mla.q_rank,), (queries, mla.q_rank)] if mla.q_rank else shapes
     norms = {"none": [], "full": [(H * C,), (G * C,)]}.get(model.qk_norm, [(C,), (C,)])
-    rows = (H + 2 * G + H * model.attention_gate) * C
-    biases = [(rows,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks
-    return [(rows, D), (D, H * C), *norms, *biases]
+    rows = (H + G) * C + (G + H * model.attention_gate) * V
+    biases = [(rows,)] * model.qkv_bias + [(D,)] * model.o_bias + [(H,)] * model.sinks_in(window)
+    return [(rows, D), (D, H * V), *norms, *biases]
 
 
 def qk_width(model: ModelConfig) -> int:
@@ -50,14 +51,14 @@ def qk_width(model: ModelConfig) -> int:
 
 def v_width(model: ModelConfig) -> int:
     """Channels of a value head."""
-    return model.mla.v_dim if model.attention == "mla" else model.head_dim
+    return model.mla.v_dim if model.attention == "mla" else model.value_dim
 
 
 def block_shapes(model: ModelConfig, layer: int) -> tuple[list[Shape], list[Shape]]:
     """Shapes of one block's parameters: (dense, experts); only the experts are spread over ep."""
     D = model.dim
     moe = model.moe
-    dense = [(D,)] * (4 if model.norms == "sandwich" else 2) + attention_shapes(model)
+    dense = [(D,)] * sum(model.norms_of(layer)) + attention_shapes(model, layer)
     if not model.is_moe(layer):
         return [*dense, (2 * model.ffn_dim, D), (D, model.ffn_dim)], []
     width = moe.cosine_dim if moe.score == "cosine" else D

@@ -15,6 +15,7 @@ from tmoe.config.model import IGNORE, ModelConfig
 from tmoe.init import initialise
 from tmoe.model.attention import Attention
 from tmoe.model.attention_backend import Mask, make_mask
+from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
 from tmoe.model.rope import Tables, turns_of
@@ -38,13 +39,13 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
         self.window = cfg.window_of(layer)
         self.rope = cfg.rope_of(layer)
-        before, behind = cfg.norms != "post", cfg.norms != "pre"
+        before, behind = cfg.norms != "post", cfg.norms in ("post", "sandwich")
         self.attention_norm = norm_if(before, cfg)
         latent = cfg.attention == "mla"
         self.attention = LatentAttention(cfg) if latent else Attention(cfg, cfg.window_of(layer))
         self.attention_post_norm = norm_if(behind, cfg)
         self.ffn_norm = norm_if(before, cfg)
-        self.ffn_post_norm = norm_if(behind, cfg)
+        self.ffn_post_norm = norm_if(behind or (cfg.norms == "moe" and cfg.is_moe(layer)), cfg)
         self.moe = MoE(cfg.dim, cfg.moe, init=False) if cfg.is_moe(layer) else None
         self.ffn = SwiGLU(cfg.dim, cfg.ffn_dim) if self.moe is None else None
         self.must_compile = False
@@ -318,12 +319,10 @@ class Transformer(nn.Module):
         if at is not None:
             turns = {rope: (cos_SC[at], sin_SC[at]) for rope, (cos_SC, sin_SC) in turns.items()}
 
-        mla = self.cfg.mla
-        latent = min(mla.nope_dim + mla.rope_dim, mla.v_dim)
-        width = self.cfg.head_dim if self.cfg.attention == "gqa" else latent
-        how = dict(sinks=self.cfg.sinks, queries_Q=rotated if self.spread.by_keys else None)
+        width = min(qk_width(self.cfg), v_width(self.cfg))
+        at_Q = rotated if self.spread.by_keys else None
         masks = {
-            window: make_mask(documents_BS, window, S, device, width, **how)
+            window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks_in(window), at_Q)
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
         return Context(turns, masks, padding_BS)

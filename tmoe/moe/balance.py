@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tmoe.config.balance import OF_NOISE
 from tmoe.config.model import MoEConfig
-from tmoe.moe.losses import LOSSES, Load, Scope, Totals, smooth_load
+from tmoe.moe.losses import LOSSES, Load, Scope, Totals, smooth_load, with_fields
 from tmoe.moe.quantile import Quantiles
 from tmoe.moe.router import Router, Routing
 from tmoe.moe.scores import SCORES
@@ -86,12 +86,13 @@ def measure(
     names = [] if cfg is None else cfg.losses
     if "gshard" in names:
         first_TE = chosen(routing.ids_TK[:, :1], E).to(probs_TE.dtype)
-        load = load._replace(first_BE=per_sequence(first_TE * keep_T[:, None]))
+        load = with_fields(load, first_BE=per_sequence(first_TE * keep_T[:, None]))
     if cfg is not None and any(name in names for name in OF_NOISE):
         clean_TE = routing.logits_TE if routing.clean_TE is None else routing.clean_TE
         last_T = routing.logits_TE.gather(1, routing.ids_TK[:, -1:].clamp(min=0).long())[:, 0]
         smooth_TE = smooth_load(clean_TE, last_T, cfg)
-        load = load._replace(
+        load = with_fields(
+            load,
             clean_BE=per_sequence(clean_TE.softmax(-1) * keep_T[:, None]),
             smooth_BE=per_sequence(smooth_TE * keep_T[:, None]),
         )

@@ -22,6 +22,7 @@ from tmoe.moe.balance import Balancer, Load, Totals, measure, stack
 from tmoe.moe.capacity import capacity, limited
 from tmoe.moe.dispatch import Dispatcher, LocalDispatcher
 from tmoe.moe.experts import Experts, LocalExperts
+from tmoe.moe.losses import with_fields
 from tmoe.moe.own_experts import OwnExperts, OwnLocal
 from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
@@ -288,8 +289,8 @@ class MoE(nn.Module):
             given = call is not None and call.ids_TK is not None
             K = cfg.top_k if given else chosen.ids_TK.shape[1]
             noted_BE = quantiles(chosen.logits_TE, chosen.noted_TX, K, sequences, padding_T)
-            load = load._replace(noted_BX=noted_BE)
-        return y_TD, load._replace(ids_TK=chosen.ids_TK) if self.traced else load
+            load = with_fields(load, noted_BX=noted_BE)
+        return y_TD, with_fields(load, ids_TK=chosen.ids_TK) if self.traced else load
 
     def mix(
         self, x: Tensor, padding: Tensor | None, experts: LocalExperts | OwnLocal, call: Call | None = None

@@ -12,7 +12,7 @@ next: moe/dispatch.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class Load(NamedTuple):
     # sums of what the selection notes: Sinkhorn's residual over tokens [B, 1], quantiles [B, E], else [B, 0]
     noted_BX: Tensor | None = None
     ids_TK: Tensor | None = None  # the choices themselves, where a trace of them is kept
+
+
+def with_fields(load: Load, **given: Tensor | None) -> Load:
+    """The load with these fields set. (dynamo of torch 2.11 cannot return what a `_replace` has made.)"""
+    fields: Any = [given.get(name, value) for name, value in zip(Load._fields, load, strict=True)]
+    return Load(*fields)
 
 
 class Totals(NamedTuple):

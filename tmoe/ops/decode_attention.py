@@ -378,13 +378,23 @@ def forward(
     return out
 
 
-def trace(H: int, G: int, C: int, CV: int, window: int, dtype: torch.dtype, sinks: bool = False) -> None:
+def trace(
+    H: int,
+    G: int,
+    C: int,
+    CV: int,
+    window: int,
+    dtype: torch.dtype,
+    sinks: bool = False,
+    latent: bool | None = None,
+) -> None:
     """Launch the kernels on meta tensors, inside compile_only: tables of one chunk, and of more.
 
-    With C != CV the values are views of the keys, as latents are.
+    latent: whether the values are views of the keys; None: where they have other widths.
     """
     q, k = (torch.empty(1, *shape, C, dtype=dtype, device="meta") for shape in ((H,), (128, G)))
-    v = k[..., :CV] if C != CV else torch.empty_like(k)
+    latent = C != CV if latent is None else latent
+    v = k[..., :CV] if latent else k.new_empty(*k.shape[:3], CV)
     lengths = torch.empty(1, dtype=torch.int32, device="meta")
     for M in (1, 2 * CHUNK // 128):
         table = torch.empty(1, M, dtype=torch.int32, device="meta")

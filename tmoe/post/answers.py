@@ -31,6 +31,8 @@ class Answer(NamedTuple):
     """fp32 [n] on the CPU, of the sampler, over the whole tempered softmax"""
     finish: Literal["stop", "length"]
     text: str
+    routes: Tensor | None = None
+    """int16 [MoE layers, rows, K], for a replay: where the sampler sent each token that a row has"""
 
     @property
     def truncated(self) -> bool:
@@ -49,6 +51,8 @@ class Packed(NamedTuple):
     batch: ChatBatch
     drawn_ABS: Tensor
     """the sampler's log-prob of each target, 0 where nothing is trained"""
+    routes_AYBSK: Tensor | None = None
+    """int16: where the sampler sent each token, -1 for what is left of a row; None: answers have no routes"""
 
 
 def rows_of(answers: Sequence[Answer], seq: int) -> list[list[int]]:
@@ -75,6 +79,7 @@ def pack(
     tokens, documents, positions = (np.zeros((A * B, S), np.int64) for _ in range(3))
     targets, sequences = np.full((A * B, S), IGNORE), np.full((A * B, S), -1)
     drawn = np.zeros((A * B, S), np.float32)
+    routes = routes_for(answers, A * B, S)
     numbers: list[list[int]] = [[] for _ in range(A)]
     for r, row in enumerate(rows):
         mine = numbers[r // B]
@@ -86,6 +91,8 @@ def pack(
             if not untrained[i]:
                 targets[r, first:end] = answer.ids
                 drawn[r, first:end] = answer.logprobs.numpy()
+            if routes is not None and answer.routes is not None:
+                routes[:, r, at:end] = answer.routes
             documents[r, at:end] = document
             documents[r, end:] = document + 1
             positions[r, at:end] = np.arange(end - at)
@@ -96,8 +103,19 @@ def pack(
     padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
     five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))
     return Packed(
-        ChatBatch(*five, numbers_AN=torch.from_numpy(padded)), torch.from_numpy(drawn).view(A, B, S)
+        ChatBatch(*five, numbers_AN=torch.from_numpy(padded)),
+        torch.from_numpy(drawn).view(A, B, S),
+        None if routes is None else routes.unflatten(1, (A, B)).transpose(0, 1),
     )
+
+
+def routes_for(answers: Sequence[Answer], rows: int, seq: int) -> Tensor | None:
+    """Room for the routes of all tokens [Y, rows, S, K], -1 yet; None where answers have none."""
+    known = [answer.routes for answer in answers if answer.routes is not None]
+    if not known:
+        return None
+    Y, _, K = known[0].shape
+    return known[0].new_full((Y, rows, seq, K), -1)
 
 
 class Outcome(NamedTuple):

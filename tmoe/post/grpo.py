@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
 from tmoe.data.tokenizer import Carried
-from tmoe.generate.engine import Engine
+from tmoe.generate.engine import Engine, Sample, Samples
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.whole import Stopped
 from tmoe.model.loss import Given
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
+from tmoe.moe.trace import keeping, replaying
 from tmoe.ops import logprobs, token_loss
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
@@ -77,8 +80,17 @@ class Grpo(Task):
         self.baseline: Any = g.advantage or BASELINE.get(g.loss, "normalised")
         self.mismatch = g.mismatch or ("truncate" if LOSSES[g.loss].of == "tokens" else "off")
         self.kl = g.kl if g.kl_in == "loss" else 0.0
-        bounds = {k: v for k, v in dict(low=g.clip_low, high=g.clip_high).items() if v is not None}
-        self.policy = make_policy(g.loss, kl=self.kl, max_tokens=g.max_tokens, **bounds)
+        given = dict(low=g.clip_low, high=g.clip_high, dual=g.dual_clip, cap=g.ratio_cap, pull=g.pull)
+        bounds: dict[str, Any] = {name: bound for name, bound in given.items() if bound is not None}
+        self.policy = make_policy(
+            g.loss,
+            kl=self.kl,
+            entropy=g.entropy,
+            max_tokens=g.max_tokens,
+            estimator=g.kl_estimator or "k2",
+            per=g.normaliser,
+            **bounds,
+        )
         self.objective = self._by_tokens if LOSSES[g.loss].of == "tokens" else self._by_answers
         self.measures = (*OF_TOKENS, *OF_STEP)
         self.reference: list[Tensor] = []  # log-probs of each micro-batch by the model of the run's beginning
@@ -99,7 +111,7 @@ class Grpo(Task):
         return [f"{g.prompts} prompts a step, {g.group} answers each, rewards {', '.join(g.rewards)}"]
 
     def prepare(self, model: Transformer, data: Sequence[PromptDataset], run: Runtime, step: int) -> None:
-        self.data = data[0]
+        self.data, self.model = data[0], model
         self.frozen = Frozen(model, self.cfg, step) if self.g.kl else None
         self.ended = time.perf_counter()
         self.parts: dict[tuple[int, int], dict[str, float | None]] = {}
@@ -150,8 +162,8 @@ class Grpo(Task):
     ) -> list[Answer] | None:
         """Answers to this reader's part of the prompts, in order; None once any rank was told to stop.
 
-        A collective. In waves of as many prompts as fill the slots, between which ranks hear of a signal, or
-        of a rank that is gone.
+        A collective. In waves of as many prompts as fill the slots, between which ranks agree, and hear of a
+        rank that is gone. Of a signal they hear between tokens.
         """
         g, place, axes = self.g, self.mesh.place, self.mesh.axes
         reads = [numbers[i] for i in share(len(numbers), place.reader, axes.readers)]
@@ -167,21 +179,28 @@ class Grpo(Task):
             stop_ids=data.ends,
             seed=self.cfg.seed,
         )
+        replays = g.replay == "rollout" and base != HELD_OUT
         engine = Engine(model, data.tokenizer, slots=g.slots, pool_gib=g.pool_gib)
         answers: list[Answer] = []
         for w in range(-(-most // size)):
             wave = waves[w] if w < len(waves) else []
             prompts = [data.prompt(number) for number in wave]
             keys = [base + number for number in wave]
-            with run.watch.aside():
-                made = engine.generate([prompt.ids for prompt in prompts], g.group, sampling, numbers=keys)
-            for number, prompt, group in zip(wave, prompts, made, strict=True):
-                for i, s in enumerate(group):
-                    text = s.text or ""
-                    answers.append(Answer(prompt, number, i, s.ids.tolist(), s.logprobs, s.finish, text))
+            made = Samples()
+            ids = [prompt.ids for prompt in prompts]
+            with run.watch.aside(), suppress(Stopped):  # after which the sum below is not 0
+                made = engine.generate(ids, g.group, sampling, numbers=keys, routes=replays, told=run.hears)
             run.watch.moved()
             if run.sums(run.stop)[0]:
                 return None
+            for number, prompt, group in zip(wave, prompts, made, strict=True):
+                for i, s in enumerate(group):
+                    routes = routes_of(s) if replays else None
+                    answers.append(
+                        Answer(
+                            *(prompt, number, i, s.ids.tolist(), s.logprobs, s.finish, s.text or "", routes)
+                        )
+                    )
         if axes.parts > 1:
             everyone = gathered((place.reader, answers), run.control)
             answers = [answer for reader, some in everyone if reader == place.reader for answer in some]
@@ -228,7 +247,7 @@ class Grpo(Task):
                 own = {(answers[i].number, answers[i].sample): value for i, value in far.items()}
                 everyone = {key: value for one in gathered(own, run.control) for key, value in one.items()}
                 rewards -= g.kl * torch.tensor([everyone[one.number, one.sample] for one in told])
-        found = advantages(rewards, numbers, self.baseline)
+        found = advantages(rewards, numbers, self.baseline, g.advantage_eps)
         places = {(one.number, one.sample): i for i, one in enumerate(told)}
         mine = [places[answer.number, answer.sample] for answer in answers]
         trained = [one.tokens for one in told if not (g.overlong == "drop" and one.truncated)]
@@ -256,12 +275,16 @@ class Grpo(Task):
         """Before a step's updates: this reader's advantages, and the whole step's counts."""
         self.advantages_N, self.counts = advantages_N, counts
         self.old: list[Tensor] = []  # log-probs at the first update, of each micro-batch
+        self.routes: list[Tensor] = []  # of replay=old: the first update's experts, of each micro-batch
         self.update = 0
 
     # ---- the loss ----
 
     def micros(self, batch: ChatBatch, device: torch.device) -> Iterator[Micro]:
-        """With each token's weight and the sampler's log-prob of it, and its answer's advantage."""
+        """With each token's weight and the sampler's log-prob of it, and its answer's advantage.
+
+        Until the next one is asked for, the model takes the experts that --grpo.replay says.
+        """
         assert batch is self.packed.batch
         self.measure(self.of_step.to(device) * self.counts.tokens.clamp(min=1) / self.mesh.axes.world)
         for self.micro, micro in enumerate(batch.micros(device, True)):
@@ -281,8 +304,26 @@ class Grpo(Task):
                 drawn=self.packed.drawn_ABS[self.micro].to(device),
                 of_answers=torch.stack([advantages_N, lengths_N]).flatten(),
             )
-            yield micro._replace(given=more)
+            with self.replayed(device):
+                yield micro._replace(given=more)
         self.update += 1
+
+    @contextmanager
+    def replayed(self, device: torch.device) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: recomputed layers take the same experts again."""
+        if self.g.replay == "rollout" and self.packed.routes_AYBSK is not None:
+            ids_YBSK = self.packed.routes_AYBSK[self.micro].to(device)
+            with replaying(self.model, [self.model.own(ids_BSK) for ids_BSK in ids_YBSK]):
+                yield
+        elif self.g.replay == "old" and self.update:
+            with replaying(self.model, self.routes[self.micro]):
+                yield
+        elif self.g.replay == "old":
+            with keeping(self.model) as calls:
+                yield
+            self.routes += calls
+        else:
+            yield
 
     def _by_tokens(self, h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
         """The objective of losses that are sums over tokens."""
@@ -290,11 +331,13 @@ class Grpo(Task):
         reference = [self.reference[self.micro]] if self.reference and self.kl else []
         inputs = given["weights"], given["advantages"], given["drawn"], *old, *reference
 
-        def losses(logp: Tensor, _: Tensor, weights: Tensor, *more: Tensor) -> Tensor:
+        def losses(logp: Tensor, entropy: Tensor, weights: Tensor, *more: Tensor) -> Tensor:
             advantage, drawn, *rest = more
             before = rest.pop(0) if old else logp.detach()
             corrected = weights * self.corrected(before, drawn)
-            return self.policy(logp, before, advantage, corrected, *([weights, *rest] if reference else []))
+            H = [entropy] if self.policy.needs_entropy else []
+            beside = [weights, *rest] if reference or H else []
+            return self.policy(logp, *H, before, advantage, corrected, *beside)
 
         found = token_loss(
             h_TD, weight_VD, targets_T, losses, inputs, temperature=self.g.temperature, entropy=True
@@ -326,7 +369,10 @@ class Grpo(Task):
         # Each of the ranks that divide rows has the whole loss: its share of the value, all of the gradient.
         loss = loss - loss.detach() * (1 - 1 / parts)
         if self.reference and self.kl:
-            loss = loss + self.kl * (given["weights"] * kl(logp_T, self.reference[self.micro], "k2")).sum()
+            far_T = kl(logp_T, self.reference[self.micro], self.policy.estimator)
+            loss = loss + self.kl * (given["weights"] * far_T).sum()
+        if self.g.entropy:
+            loss = loss - self.g.entropy * (given["weights"] * entropy_T).sum()
         moved_N = (logp_N - old_N).detach()
         moved_N = moved_N / lengths_N.clamp(min=1) if self.g.loss == "gspo" else moved_N
         clipped_N = self.clipped(moved_N, torch.zeros_like(moved_N), advantages_N)
@@ -349,7 +395,7 @@ class Grpo(Task):
             return ((advantage > 0) & (moved > options["high"])) | (
                 (advantage < 0) & (moved < -options["low"])
             )
-        return is_clipped(logp, old, advantage, options["low"], options["high"])
+        return is_clipped(logp, old, advantage, **options)
 
     def note(
         self, logp_T: Tensor, entropy_T: Tensor, clipped_T: Tensor, targets_T: Tensor, given: Given
@@ -365,9 +411,11 @@ class Grpo(Task):
     def of_frozen(self, model: Transformer, run: Runtime) -> tuple[list[Tensor], dict[int, float]]:
         """By the model that the run began with: log-probs of this rank's own tokens, of each micro-batch.
 
-        And by how much each answer of this reader diverges from it: the sum of k1 over its tokens.
+        And by how much each answer of this reader diverges from it: the sum over its tokens. Its experts are
+        its own, whatever is replayed: it is another model.
         """
         assert self.frozen is not None
+        estimator = self.g.kl_estimator or "k1"
         found: list[Tensor] = []
         far: dict[int, float] = {}
 
@@ -375,8 +423,8 @@ class Grpo(Task):
             logp_T = logprobs(h_TD, weight_VD, targets_T, self.g.temperature)
             found.append(logp_T)
             numbers = given["numbers"].tolist()
-            k1_T = kl(given["drawn"], logp_T, "k1").where(targets_T != IGNORE, 0.0)
-            sums_N = sequence_sums(k1_T, given["sequences"].clamp(min=0), max(len(numbers), 1))
+            far_T = kl(given["drawn"], logp_T, estimator).where(targets_T != IGNORE, 0.0)
+            sums_N = sequence_sums(far_T, given["sequences"].clamp(min=0), max(len(numbers), 1))
             if self.mesh.axes.parts > 1:
                 dist.all_reduce(sums_N, group=self.mesh.groups["parts"])
             far.update(zip(numbers, sums_N.tolist(), strict=False))
@@ -435,6 +483,13 @@ class Grpo(Task):
         self.parts.clear()
         mean = found.pop(f"mean@{self.g.group}")
         return -mean, {"reward/mean": mean, "answers/truncated": found.pop("truncated"), **found}
+
+
+def routes_of(sample: Sample) -> Tensor:
+    """Where the sampler sent each token but the answer's last, from the prompt's first on [Y, rows, K]."""
+    assert sample.routes is not None
+    before = [] if sample.prompt_routes is None else [sample.prompt_routes]
+    return torch.cat([*before, sample.routes], 1)
 
 
 def of_groups(told: Sequence[Outcome]) -> tuple[Tensor, Tensor]:

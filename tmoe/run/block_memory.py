@@ -47,13 +47,13 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
 
     # the residual stream, operand of qkv itself unless a norm stands between: its output, root mean square
     norm = T * (D * width + FP32)  # a norm behind a branch keeps what that gave
-    norms = norm * (2 if model.norms == "sandwich" else 1)
-    attention = T * D * width + norms
+    around_attention, around_feed_forward = model.norms_of(layer)
+    attention = T * D * width + around_attention * norm
     latent = model.attention == "mla"
     attention += (latent_elements(cfg, axes) if latent else grouped_elements(cfg, axes, layer)) * width
-    attention += statistics(cfg, axes) * FP32
+    attention += statistics(cfg, axes, layer) * FP32
 
-    feed_forward = T * D * width + norms
+    feed_forward = T * D * width + around_feed_forward * norm
     feed_forward += moe_bytes(cfg, axes) if model.is_moe(layer) else 3 * T * model.ffn_dim * width
 
     feed_forward += slice_bytes(cfg, axes) if model.is_moe(layer) else 0
@@ -68,14 +68,14 @@ def layer_bytes(cfg: Config, axes: Axes, layer: int, checkpoint: str = "none") -
     return attention + feed_forward
 
 
-def statistics(cfg: Config, axes: Axes) -> int:
+def statistics(cfg: Config, axes: Axes, layer: int) -> int:
     """Elements in fp32 that attention keeps: logsumexp, and root mean squares of the norms inside it."""
     model, tp = cfg.model, axes.tp
     T = local_tokens(cfg, axes)
     kept = T * model.heads  # 1/tp of the heads for tp times the tokens
     if model.attention == "mla":
         return kept + T * (1 + (model.mla.q_rank > 0))
-    H, G = model.heads // tp, max(1, model.kv_heads // tp)
+    H, G = model.heads // tp, max(1, model.kv_heads_in(model.window_of(layer)) // tp)
     if model.qk_norm in ("head", "rotated"):
         kept += T * tp * (H + G)
     if model.qk_norm == "full":  # under tp q and k themselves in fp32: mean squares come of all ranks
@@ -88,24 +88,31 @@ def grouped_elements(cfg: Config, axes: Axes, layer: int) -> int:
 
     The result, operand of the output projection, is among them.
     """
-    model, C = cfg.model, cfg.model.head_dim
+    model, C, V = cfg.model, cfg.model.head_dim, cfg.model.value_dim
     own, cp = local_tokens(cfg, axes) * axes.tp, axes.cp  # tokens that tp gathers
-    H, G = model.heads // axes.tp, max(1, model.kv_heads // axes.tp)  # of this rank
-    gate = H * model.attention_gate
-    kept = own * (H + gate) * C  # the result, and what it was before a gate multiplied it
+    window = model.window_of(layer)
+    H, G = model.heads // axes.tp, max(1, model.kv_heads_in(window) // axes.tp)  # of this rank
+    by_keys = cp > 1 and cfg.parallel.cp_by == "keys"
+    # Attention pads v and the result, except in flex attention, and where it calls cuDNN.
+    masked = by_keys or cfg.train.isolate_documents or model.sinks_in(window) or 0 < window < cfg.train.seq
+    padded = V < C and not masked
+    read = C if padded else V  # channels of a value, and of a result, as attention has them
+    gate = H * V * model.attention_gate
+    kept = own * (H * V + gate)  # the result, and what it was before a gate multiplied it
     if axes.tp > 1:
-        kept += (H + 2 * G + gate) * C * model.dim  # the rows of qkv's weight, copied together
-    # q, k, v as one product gives them: v is a view into it, unless it travels; QK-norm reads q and k there.
-    # So is the gate, which else is kept alone.
-    whole = cp == 1 or model.qk_norm != "none"
-    kept += own * (H + 2 * G + gate if whole else gate) * C
-    if cp == 1:
-        moved = model.qk_norm != "none" or model.rope_of(layer) is not None
-        return kept + own * (H + G) * C * moved  # q and k after RoPE and norms
-    if cfg.parallel.cp_by == "keys":
-        return kept + own * H * C + own * cp * 2 * G * C  # keys and values of all tokens
+        kept += ((H + G) * C + G * V + gate) * model.dim  # the rows of qkv's weight, copied together
+    # q, k, v as one product gives them: v is a view into it, unless it travels, is padded or has a factor;
+    # QK-norm reads q and k there. So is the gate, which else is kept alone.
+    turned = model.qk_norm != "none" or model.rope_of(layer) is not None
+    copied = padded or model.value_multiplier != 1.0
+    whole = model.qk_norm != "none" or (cp == 1 and not (turned and copied))
+    kept += own * ((H + G) * C + G * V + gate if whole else gate)
+    if cp == 1:  # q and k after RoPE and norms; v and the result that are not as they came
+        return kept + own * ((H + G) * C * turned + G * read * copied + H * C * padded)
+    if by_keys:
+        return kept + own * H * C + own * cp * G * (C + V)  # keys and values of all tokens
     # all tokens of 1/cp of the heads: q, k, v, and the result before it travels home
-    return kept + own * (2 * H + 2 * key_copies(H, G, cp) * G) * C
+    return kept + own * (H + key_copies(H, G, cp) * G) * (C + read)
 
 
 def key_copies(H: int, G: int, cp: int) -> int:

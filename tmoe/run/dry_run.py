@@ -41,6 +41,9 @@ LEGEND = {
     "accumulated": "fp32 sums of gradients between micro-batches (--train.accumulate)",
     "activations": "what the backward needs of the forward: --train.batch, --parallel.checkpoint",
     "working": "the largest block's temporaries, or the loss's: --train.batch",
+    "reference": "the model that --grpo.kl keeps, this rank's share in fp32",
+    "rollout": "weights gathered for a rollout, and its passes: --grpo.slots; gone in an update",
+    "pool": "keys and values in a rollout: --grpo.slots, --grpo.pool-gib; gone in an update",
     "exchange": "buffers into which other ranks write rows for this one's experts (--parallel.dispatch)",
 }
 

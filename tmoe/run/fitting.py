@@ -126,6 +126,8 @@ def needed(cfg: Config, axes: Axes) -> tuple[int, str]:
     if cfg.eval_only:
         return parts["parameters"], "parameters"
     state = sum(parts[name] for name in ("parameters", "gradients", "moments"))
+    if "pool" in parts and cfg.grpo.pool_gib is None:  # answers wait where it is smaller
+        parts["pool"] = 0
     return max((state, "parameters, gradients and moments"), (peak_bytes(parts) // 2, "half of a step"))
 
 

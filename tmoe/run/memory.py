@@ -35,6 +35,7 @@ from tmoe.run.block_memory import (
     loss_bytes,
     uses_symm,
 )
+from tmoe.run.rollout_memory import several_micros, with_rollout
 
 
 def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
@@ -51,6 +52,8 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         or of all that a stage has in flight.
     working: temporaries of the backward, in the loss or in a block, whichever is more; messages of a stage.
     exchange: the peers' window into this rank with the symm dispatcher, which torch's allocator does not see.
+    reference, rollout, pool: of --task grpo alone. The weights that --grpo.kl keeps, fp32, sharded; weights
+        gathered for a rollout, in the compute type, with the temporaries of its passes; keys and values.
 
     Raises ConfigError if ep does not divide the experts, ValueError if a pipeline cannot be cut so.
     """
@@ -126,9 +129,9 @@ def blocks_bytes(cfg: Config, axes: Axes, span: range) -> int:
     return sum(bytes_of[kind_of(cfg.model, layer)] for layer in span)
 
 
-def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool]:
-    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without."""
-    return model.is_moe(layer), model.rope_of(layer) is not None
+def kind_of(model: ModelConfig, layer: int) -> tuple[bool, bool, int]:
+    """What the bytes of a block depend on: an MoE or dense, with rotary positions or without, its window."""
+    return model.is_moe(layer), model.rope_of(layer) is not None, model.window_of(layer)
 
 
 def chunk_root(model: ModelConfig, span: range) -> list[Shape]:
@@ -152,7 +155,7 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     model, shard, sharers = cfg.model, axes.shard, axes.sharers
     width = compute_bytes(cfg)
     alone = axes.stage == 1
-    several = cfg.train.accumulate > 1
+    several = several_micros(cfg, axes)
     own = held = whole = root_gathered = copies = working = 0
     passing_most = 0
     # blocks are of few kinds: (dense, experts) shapes, and temporaries of the backward
@@ -220,7 +223,8 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     }
     root = [shape for span in spans for shape in chunk_root(model, span)]
     dense_shapes = [shapes_of[kind_of(model, layer)][0] for span in spans for layer in span]
-    return without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+    parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
+    return with_rollout(parts, cfg, axes, whole, held if width == FP32 else 0, own)
 
 
 def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
@@ -232,7 +236,7 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
     unshared = axes.sharers * axes.replicate == 1
     own = dense // axes.shard + experts // (axes.ep * axes.sharers)
     held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
-    several, width = cfg.train.accumulate > 1, compute_bytes(cfg)
+    several, width = several_micros(cfg, axes), compute_bytes(cfg)
     again = second_table(cfg.model, spans) if matching(cfg.optim.freeze, ["embedding.weight"]) else []
     trained = own - numel(again) // axes.shard
     less = {
@@ -274,7 +278,7 @@ def kept_for_a_step(
     together = units([width * numel(shapes) for shapes in blocks])
     largest = max(sum(padded[i] for i in unit) for unit in together)
     parts["gathered"] += width * max(0, sum(padded) - 2 * largest)
-    if cfg.parallel.shard == 2 and cfg.train.accumulate > 1:
+    if cfg.parallel.shard == 2 and several_micros(cfg, axes):
         parts["accumulated"] -= FP32 * sum(numel(s) - sharded(s, shard) for s in [root, *blocks])
     return parts
 
@@ -283,11 +287,14 @@ def peak_bytes(memory: dict[str, int]) -> int:
     """Largest sum of `memory_per_rank`'s terms that live at the same time.
 
     Sharded gradients appear block by block while the backward frees activations (and unreduced gradients), so
-    the larger of the two counts, not their sum. CUDA's context, NCCL's buffers and the allocator's fragments
-    come on top.
+    the larger of the two counts, not their sum. An update and a rollout take turns. CUDA's context, NCCL's
+    buffers and the allocator's fragments come on top.
     """
-    always = sum(memory[name] for name in ("parameters", "moments", "ema", "gathered", "working", "exchange"))
-    return always + max(memory["activations"] + memory["accumulated"], memory["gradients"])
+    always = sum(memory[name] for name in ("parameters", "moments", "ema", "exchange"))
+    always += memory.get("reference", 0)
+    update = memory["gathered"] + memory["working"]
+    update += max(memory["activations"] + memory["accumulated"], memory["gradients"])
+    return always + max(update, memory.get("rollout", 0) + memory.get("pool", 0))
 
 
 def sharded(shapes: list[Shape], ranks: int) -> int:

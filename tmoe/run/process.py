@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TypeVar, cast
@@ -36,6 +37,8 @@ from tmoe.run.watch import Watch
 from tmoe.stack import find, lacks, take
 
 T = TypeVar("T")
+STORE_EVERY = 32  # steps of answers between two looks into the store: each takes a message there and back
+STARTS = count()  # of this process: as many on all ranks
 LINGERS = 10.0  # s that a killed run may take to be gone
 # Signals by which terminals, launchers and schedulers end a job, and what each is set to in a fresh process.
 ENDS = {
@@ -64,12 +67,32 @@ class Runtime:
     stop: bool = field(default=False)  # whether a signal that ends the run has arrived here
     told: str = field(default="")  # the name of that signal
     handlers: dict[int, Any] = field(default_factory=dict)  # what signals were set to before this run
+    key: str = field(default="")  # in the store, once any rank was told to stop
+    asked: int = field(default=0)
+    said: bool = field(default=False)
 
     def sums(self, *values: float) -> list[float]:
         """Sum of each value over all ranks."""
         t = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(t, group=self.control)
         return t.tolist()
+
+    def hears(self) -> bool:
+        """Whether this rank was told to stop, or another rank, of which it hears some calls later.
+
+        No collective, for ranks that are not at the same place: the others' word comes through the store,
+        which is asked in one call of STORE_EVERY. `sums(stop)` is what all agree on afterwards.
+        """
+        if self.world == 1:
+            return self.stop
+        store = self.watch.connection
+        if self.stop:
+            if not self.said:
+                store.set(self.key, "1")
+            self.said = True
+            return True
+        self.asked += 1
+        return self.asked % STORE_EVERY == 0 and store.check([self.key])
 
     def put(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor on the device.
@@ -276,6 +299,7 @@ def start(seed: int, timeout: float = PATIENCE.total_seconds(), also_stop_on: It
     control = dist.new_group(backend="gloo", timeout=patience())
     assert isinstance(control, dist.ProcessGroup)
     runtime = Runtime(rank, world, device, control, Watch(rank, world, default_store(), control))
+    runtime.key = f"tmoe stop {next(STARTS)}"
 
     if threading.current_thread() is threading.main_thread():
         hear_signals(runtime, also_stop_on)

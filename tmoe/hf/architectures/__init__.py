@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from tmoe.hf.architectures import (
     afmoe,
+    axk1,
     deepseek,
     dots,
     ernie,
     exaone,
     flex_olmo,
+    flint,
     glm,
     glm45,
     gpt_oss,
@@ -19,6 +21,7 @@ from tmoe.hf.architectures import (
     hunyuan,
     llama,
     mellum,
+    mimo,
     minimax,
     mixtral,
     olmoe,
@@ -57,4 +60,7 @@ ARCHITECTURES = (
     qwen3_vl.QWEN3_VL_MOE,
     glm45.GLM4V_MOE,
     granite.GRANITEMOE_SWA,
+    flint.FLINT,
+    mimo.MIMO_V2_FLASH,
+    axk1.AXK1,
 )

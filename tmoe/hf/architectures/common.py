@@ -52,11 +52,12 @@ def experts(
 
 def qkv(kind: str) -> Rule:
     """Their three projections, which are one product in tmoe. kind: weight or bias."""
-    heads = dict(q=lambda cfg: cfg.heads, k=lambda cfg: cfg.kv_heads, v=lambda cfg: cfg.kv_heads)
-    parts = (
-        Part(f"{LAYER}.self_attn.{n}_proj.{kind}", lambda cfg, n=n: heads[n](cfg) * cfg.head_dim)
-        for n in heads
+    rows = dict(
+        q=lambda cfg: cfg.heads * cfg.head_dim,
+        k=lambda cfg: cfg.kv_heads * cfg.head_dim,
+        v=lambda cfg: cfg.kv_heads * cfg.value_dim,
     )
+    parts = (Part(f"{LAYER}.self_attn.{n}_proj.{kind}", rows[n]) for n in rows)
     return Rule(f"{BLOCK}.attention.qkv.{kind}", tuple(parts))
 
 
@@ -92,6 +93,10 @@ def all_heads(hf: HF) -> int:
     return hf["num_attention_heads"]
 
 
+# A gate's activation as transformers says it, and tmoe's name for gate and up.
+HIDDEN_ACTS = {e.hidden_act: name for name, e in ACTIVATIONS.items() if e.gated and not e.constants}
+HIDDEN_ACTS |= {"swish": "swiglu", "gelu_new": "geglu", "gelu_fast": "geglu"}
+
 SIZES = (
     Field("vocab", ("vocab_size",)),
     Field("dim", ("hidden_size",)),
@@ -101,6 +106,7 @@ SIZES = (
     Field("norm_eps", ("rms_norm_eps",), 1e-6),
     Field("tied", ("tie_word_embeddings",), False),
     Field("init_std", ("initializer_range",), 0.02),
+    Field("moe.activation", ("hidden_act",), "silu", words=HIDDEN_ACTS),
 )
 NORM_EPS = Field("norm_eps", ("rms_norm_eps",), 1e-5)  # goes behind SIZES, whose default it replaces
 HEAD_DIM = Field("head_dim", ("head_dim",), width_of_head, width_of_head)
@@ -124,7 +130,7 @@ def key_heads(default: int, null: Any = NO_NULL) -> Field:
 
 
 # Keys that most classes have, with the only value that tmoe computes.
-PLAIN: HF = dict(hidden_act=ACTIVATIONS["swiglu"].hidden_act, quantization_config=None, per_layer_config=None)
+PLAIN: HF = dict(quantization_config=None, per_layer_config=None)
 
 
 # ---- which blocks are MoE ----

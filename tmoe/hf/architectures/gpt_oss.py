@@ -23,7 +23,7 @@ from tmoe.hf.architectures.common import (
     key_heads,
     one,
 )
-from tmoe.hf.rules import Architecture, Part, Rule, Windows
+from tmoe.hf.rules import Architecture, Field, Part, Rule, Windows
 
 ACTIVATION = "clamped"
 
@@ -56,15 +56,15 @@ GPT_OSS = Architecture(
         LOCAL_EXPERTS,
         TOP_K,
         AUXILIARY,
+        Field("moe.activation", (), ACTIVATION),
     ),
     ours={
         "sinks": True,
         "moe.softmax": "after",
         "moe.router_bias": True,
         "moe.bias": True,
-        "moe.activation": ACTIVATION,
     },
-    theirs=PLAIN | ACTIVATIONS[ACTIVATION].keys,
+    theirs=PLAIN | ACTIVATIONS[ACTIVATION].keys | dict(hidden_act=ACTIVATIONS[ACTIVATION].hidden_act),
     layers=ALL_MOE,
     theta=150000.0,
     rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),

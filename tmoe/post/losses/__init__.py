@@ -15,6 +15,7 @@ from tmoe.post.losses.dppo import dppo
 from tmoe.post.losses.gspo import gspo
 from tmoe.post.losses.hinge import hinge
 from tmoe.post.losses.ipo import ipo
+from tmoe.post.losses.kl import Estimator
 from tmoe.post.losses.kto import Completions, kto
 from tmoe.post.losses.orpo import orpo
 from tmoe.post.losses.pairs import Pairs
@@ -102,17 +103,31 @@ def preference_share(
 
 
 def make_policy(
-    name: str, kl: float = 0.0, entropy: float = 0.0, max_tokens: int | None = None, **options: Any
+    name: str,
+    kl: float = 0.0,
+    entropy: float = 0.0,
+    max_tokens: int | None = None,
+    estimator: Estimator = "k2",
+    per: Per | None = None,
+    **options: Any,
 ) -> Policy:
     """The policy loss of this name; ValueError for a name or an option that there is not.
 
-    max_tokens: the most tokens of a completion, which dr_grpo divides by.
+    max_tokens: the most tokens of a completion, which dr_grpo divides by. per: how tokens are weighed, if not
+    as the loss has it.
     """
     loss, chosen = find(name, "grpo", options)
-    if loss.per == "constant" and (max_tokens is None or max_tokens < 1):
+    per = per or loss.per
+    if per == "constant" and (max_tokens is None or max_tokens < 1):
         raise ValueError(f"max_tokens={max_tokens}: {name} needs the most tokens of a completion, at least 1")
-    fused = loss.of == "tokens"
-    assert loss.per is not None
+    assert per is not None
     return Policy(
-        loss.formula, loss.per, fused=fused, kl=kl, entropy=entropy, max_tokens=max_tokens, options=chosen
+        loss.formula,
+        per,
+        fused=loss.of == "tokens",
+        kl=kl,
+        entropy=entropy,
+        max_tokens=max_tokens,
+        estimator=estimator,
+        options=chosen,
     )

@@ -1,5 +1,7 @@
 """The clipped ratio of PPO, which GRPO, DAPO, Dr.GRPO, GSPO and RLOO share, with its two further bounds."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,17 @@ def clipped(
     return loss if dual is None else loss.where(advantage >= 0, torch.minimum(loss, -dual * advantage))
 
 
-def is_clipped(logp: Tensor, old: Tensor, advantage: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """Whether the clip takes a token's gradient away: for the log."""
+def is_clipped(
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Whether `clipped` takes a token's gradient away: for the log."""
     rho = ratio(logp, old)
-    return ((rho > 1 + high) & (advantage > 0)) | ((rho < 1 - low) & (advantage < 0))
+    most = min(math.inf if bound is None else bound for bound in (dual, cap))
+    bad = (rho < 1 - low) | (rho > most)
+    return ((rho > 1 + high) & (advantage > 0)) | (bad & (advantage < 0))

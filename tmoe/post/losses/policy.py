@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tmoe.post.losses.kl import kl
+from tmoe.post.losses.kl import Estimator, kl
 from tmoe.post.losses.sums import Per, StepCounts, sequence_sums, token_weights
 
 
@@ -48,6 +48,7 @@ class Policy:
         kl: float = 0.0,
         entropy: float = 0.0,
         max_tokens: int | None = None,
+        estimator: Estimator = "k2",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """A loss by name is made by `make_policy`.
@@ -56,13 +57,14 @@ class Policy:
             formula: (logp, old, advantage) of tokens to their losses; where not fused
                 (logp, old, tokens, advantage) of sequences, sums over them, to theirs.
             per: how tokens are weighed (`token_weights`).
-            kl: factor of k2 of the policy from the reference. entropy: factor of the entropy that is taken
-                off the loss.
+            kl: factor of the policy's divergence from the reference, by this estimator.
+            entropy: factor of the entropy that is taken off the loss.
             max_tokens: for per "constant": the most tokens of a completion.
             options: of the formula.
         """
         self.formula, self.per, self.fused = formula, per, fused
         self.kl, self.entropy, self.max_tokens = kl, entropy, max_tokens
+        self.estimator: Estimator = estimator
         self.options = dict(options or {})
 
     @property
@@ -132,7 +134,7 @@ class Policy:
         """KL and entropy of each token."""
         losses = torch.zeros_like(logp)
         if self.needs_reference:
-            losses = losses + self.kl * rest[0] * kl(logp, rest[1], "k2")
+            losses = losses + self.kl * rest[0] * kl(logp, rest[1], self.estimator)
         if self.needs_entropy:
             losses = losses - self.entropy * rest[0] * H[0]
         return losses

@@ -1,0 +1,58 @@
+"""Flint's entry: Qwen3-MoE with sinks, positions in windows alone, sigmoid scores, no gate on shared experts.
+
+next: hf/architectures/qwen.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tmoe.hf.architectures.common import (
+    AUXILIARY,
+    BLOCK,
+    EXPERTS,
+    LAYER,
+    RENORMALIZE,
+    SAID_HEAD_DIM,
+    also,
+    one,
+    swiglu,
+)
+from tmoe.hf.architectures.qwen import ONLY_DENSE, QWEN3_MOE, SPARSE_STEP, read_layers, write_layers
+from tmoe.hf.rules import HF, Field, Layers, Windows
+
+ATTN = f"{LAYER}.self_attn"
+
+
+def read_first_dense(said: HF, found: dict[str, Any]) -> list[str]:
+    """As Qwen says it, but the first two blocks are dense where mlp_only_layers is missing or null."""
+    first = [i for i in range(found.get("layers") or 0) if i < 2]
+    return read_layers({ONLY_DENSE.name: first} | said, found)
+
+
+def slides(hf: HF, layer: int) -> bool:
+    return layer >= 2 and layer % 4 != 1 and layer != hf["num_hidden_layers"] - 1
+
+
+FLINT = replace(
+    QWEN3_MOE,
+    model_type="flint",
+    class_name="FlintForCausalLM",
+    rules=(
+        *QWEN3_MOE.rules,
+        *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_expert"),
+        also(one(f"{BLOCK}.attention.sinks", f"{ATTN}.softmax_offset"), f"{ATTN}.sinks"),
+    ),
+    fields=(
+        *(*QWEN3_MOE.fields, SAID_HEAD_DIM._replace(default=128), EXPERTS._replace(keys=("num_experts",))),
+        Field("moe.shared_dim", ("shared_expert_intermediate_size",), 1024),
+        RENORMALIZE._replace(default=True),
+        AUXILIARY._replace(default=0.0005),
+    ),
+    ours={"qk_norm": "head", "sinks": True, "moe.score": "sigmoid"},
+    layers=Layers(read_first_dense, write_layers),
+    keys=(SPARSE_STEP, ONLY_DENSE),
+    windows=Windows(("sliding_window", "layer_types"), slides, 513, null=False, rotary=True),
+    fp32=("mlp.gate.weight", "softmax_offset", "sinks"),
+)

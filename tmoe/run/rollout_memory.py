@@ -1,0 +1,72 @@
+"""Bytes that a rank holds for the rollouts of --task grpo, by purpose, in closed form.
+
+next: tmoe/run/dry_run.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import torch
+
+from tmoe.config.axes import Axes
+from tmoe.config.run import Config
+from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.pages import Span, most_needed
+from tmoe.run.block_memory import FP32, compute_bytes, layer_bytes
+
+AT_ONCE = 8192  # tokens of prompts in one pass, as generate/whole.py has it on a GPU
+
+
+def several_micros(cfg: Config, axes: Axes) -> bool:
+    """Whether gradients add up over micro-batches.
+
+    With --task grpo as many follow as the answers fill; here none shares its row.
+    """
+    if cfg.task != "grpo":
+        return cfg.train.accumulate > 1
+    return ceil(cfg.grpo.prompts / axes.readers) * cfg.grpo.group > cfg.train.batch
+
+
+def answers_at_once(cfg: Config, axes: Axes) -> list[Span]:
+    """The answers of a rank's largest call, where every prompt is as long as --train.seq lets it be."""
+    g, seq = cfg.grpo, cfg.train.seq
+    own = ceil(ceil(g.prompts / axes.readers) / axes.parts)
+    prompts = min(own, max(1, 2 * g.slots // g.group))
+    return [Span(p, seq - g.max_tokens, seq) for p in range(prompts) for _ in range(g.group)]
+
+
+def pool_bytes(cfg: Config, axes: Axes) -> int:
+    """Keys and values: of all slots, or --grpo.pool-gib if that is less."""
+    dtype = torch.float32 if compute_bytes(cfg) == FP32 else torch.bfloat16
+    page = PAGE * bytes_a_token(cfg.model, dtype)
+    spans = answers_at_once(cfg, axes)
+    pages = 1 + most_needed(spans, min(cfg.grpo.slots, len(spans)))
+    pool = cfg.grpo.pool_gib
+    return page * (pages if pool is None else min(pages, int(pool * 2**30 // page)))
+
+
+def passing_bytes(cfg: Config, axes: Axes) -> int:
+    """Temporaries of a rollout: a block's, for a row of prompts, or the logits of all slots."""
+    rows = replace(cfg, train=replace(cfg.train, batch=-(-AT_ONCE // cfg.train.seq)))
+    whole = replace(axes, cp=1, tp=1)  # attention is not divided: each rank has prompts of its own
+    block = max(layer_bytes(rows, whole, layer) for layer in range(cfg.model.layers))
+    return max(block, cfg.grpo.slots * cfg.model.vocab * compute_bytes(cfg))
+
+
+def with_rollout(
+    parts: dict[str, int], cfg: Config, axes: Axes, whole: int, masters: int, own: int
+) -> dict[str, int]:
+    """The same parts, and with --task grpo those that it adds.
+
+    whole: elements of a rank's weights, gathered. masters: of these, what it computes with in place.
+    own: elements that it stores.
+    """
+    if cfg.task != "grpo":
+        return parts
+    return parts | {
+        "reference": FP32 * own if cfg.grpo.kl else 0,
+        "rollout": compute_bytes(cfg) * (whole - masters) + passing_bytes(cfg, axes),
+        "pool": pool_bytes(cfg, axes),
+    }
