@@ -162,8 +162,10 @@ def _read_bytes(file: Path) -> bytes:
         _require_regular(file)
         raw = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
+        hugging_face = file.parent.joinpath("config.json").is_file()
         raise CheckpointError(
             f"{file}: missing; {file.parent} is no step folder, or was never finished"
+            f"{'; python -m tmoe.hf import makes one of a Hugging Face folder' if hugging_face else ''}"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: {error}") from error

@@ -326,6 +326,8 @@ class Metrics:
                 self.records.close()
         self.lines = self.records = None
         if self.held:
+            with contextlib.suppress(OSError):
+                self.held.truncate(0)  # the process that it names is not to be signalled any more
             self.held.close()
         for look, sink in self.sinks:
             look(sink.close)
