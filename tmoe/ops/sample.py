@@ -512,7 +512,8 @@ def forward(logits: Tensor, keys: Keys, filters: Filters, barred: Tensor | None)
     )
     # Blocks under way, as many as the registers of two programs on a multiprocessor allow.
     stages = 4 if logits.dtype == torch.float32 and V % 16 == logits.stride(0) % 16 == 0 else 2
-    options = {} if device_facts(device)[0].startswith("hip") else {"maxnreg": 128}
+    on_cuda = device.type != "cpu" and device_facts(device)[0].startswith("cuda")  # the interpreter: a CPU
+    options = {"maxnreg": 128} if on_cuda else {}
     launch(
         sample_kernel, (B,), logits, logits if barred is None else barred, *keys[1:], tokens, logprobs, own,
         greatest, sums, groups, ids, seed, float(filters.temperature), filters.top_k,
