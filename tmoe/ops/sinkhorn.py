@@ -21,6 +21,7 @@ from tmoe.ops.launch.launch import cdiv, device_facts, launch
 from tmoe.ops.register import register
 
 WARPS = 8
+REGISTERS = 64  # a thread, at most
 PARTS = 16  # programs whose sums are read at a time
 
 
@@ -129,15 +130,18 @@ def forward(logits: Tensor, live: Tensor | None, iterations: int) -> tuple[Tenso
         return reference.sinkhorn(logits, live, iterations)
     logits = logits.contiguous()
     T, E = logits.shape
-    programs = max(1, min(device_facts(logits.device)[1], cdiv(T, rows_a_turn(E))))
+    arch, processors, _ = device_facts(logits.device)
+    programs = max(1, min(processors, cdiv(T, rows_a_turn(E))))
     potentials, residual = logits.new_empty(E), logits.new_empty(())
     parts = logits.new_empty(2, programs, 2, power_of_2(E))
     arrived = torch.zeros(1, dtype=torch.int32, device=logits.device)
     marks = None if live is None else live.contiguous()
+    # ptxas would spill for a second program beside, which never comes; AMD's compiler knows no such option
+    room = {} if arch.startswith("hip") else {"maxnreg": REGISTERS}
     launch(
         sinkhorn_kernel, (programs,), logits, marks, potentials, residual, parts, arrived, T, iterations,
         0, programs, E, power_of_2(E), rows_a_turn(E), PARTS, live is not None,
-        num_warps=WARPS, launch_cooperative_grid=True,
+        num_warps=WARPS, launch_cooperative_grid=True, **room,
     )  # fmt: skip
     return potentials, residual
 
