@@ -49,6 +49,7 @@ from tmoe.model.rope import rotate
 from tmoe.model.transformer import Transformer
 from tmoe.ops import softmax_topk
 from tmoe.ops.decode_attention import decode_attention
+from tmoe.ops.decode_in_blocks import decode_in_blocks
 from tmoe.ops.logprob import logprobs
 from tmoe.ops.norm import rms_norm
 from tmoe.ops.router_product import router_product
@@ -268,7 +269,7 @@ def log_probs(model: Transformer, T: int, counts: Sequence[int]) -> tuple[Found,
 
 def decoding_kernels() -> dict[str, Callable[..., Tensor]]:
     """Kernels that attend over pages."""
-    return {"decode_attention": decode_attention}
+    return {"decode_attention": decode_attention, "decode_in_blocks": decode_in_blocks}
 
 
 def attentions(model: Transformer, B: int, S: int) -> Iterator[tuple[str, Found, str]]:

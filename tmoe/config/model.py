@@ -588,3 +588,20 @@ class ModelConfig:
 
 
 IGNORE = -100  # target that counts in no loss
+
+
+def no_bits(cfg: ModelConfig) -> str | None:
+    """Why rollouts of this model cannot have training's log-probs in every bit; None: they can."""
+    windows = {cfg.window_of(i) for i in range(cfg.layers)}
+    if cfg.attention != "gqa":
+        return f"--model.attention={cfg.attention}: decoding absorbs its matrices; valid: gqa"
+    if windows != {0}:
+        return f"--model.window={cfg.window}: not built for windows; valid: 0"
+    if cfg.sinks_in(0):
+        return "--model.sinks: not built for sinks; valid: False"
+    if cfg.value_dim != cfg.head_dim:
+        return f"--model.v-head-dim={cfg.value_dim}: must be --model.head-dim={cfg.head_dim}"
+    noisy = cfg.moe.jitter or cfg.moe.noise or cfg.moe.capacity_factor
+    if noisy and any(map(cfg.is_moe, range(cfg.layers))):
+        return "--model.moe.jitter, noise, capacity-factor: are training's alone; valid: 0, 0 and None"
+    return None if not cfg.dropout else f"--model.dropout={cfg.dropout}: is training's alone; valid: 0"

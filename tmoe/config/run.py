@@ -16,7 +16,7 @@ from typing import Literal
 
 from tmoe.config.check import FLOATS, MOST, TOP, check, divisors, require
 from tmoe.config.gpus import GpuName
-from tmoe.config.model import ModelConfig, too_few_devices
+from tmoe.config.model import ModelConfig, no_bits, too_few_devices
 from tmoe.config.policies import SELECTIONS
 
 MOST |= dict.fromkeys(("dim", "head_dim", "v_head_dim", "ffn_dim", "shared_dim"), 2**20)
@@ -395,6 +395,9 @@ class GrpoConfig:
     replay: Literal["none", "rollout", "old"] = "none"
     """experts that updates take again, with weights of their own scores: those of the rollout (R3), or of the
     step's first update in its later ones (R2)"""
+    bits: bool = False
+    """the rollout's log-probs are those of the update's forward in every bit, so ratios are exactly 1;
+    slower: docs/grpo.md says by how much; needs --no-compile and a --train.seq that is a multiple of 128"""
     slots: int = 64
     """answers that a rank makes at the same time"""
     pool_gib: float | None = None
@@ -598,6 +601,8 @@ def require_grpo(cfg: Config) -> None:
     drops = model.dropout or model.moe.jitter
     flags = "--model.dropout, --model.moe.jitter"
     require(not drops, f"{flags}: {drops} changes log-probs; --task grpo needs 0")
+    if g.bits:
+        require_bits(cfg)
     most = f"--grpo.max-tokens={g.max_tokens}"
     require(g.max_tokens < t.seq, f"{most}: must be below --train.seq={t.seq}, which prompts share")
     routes = f"--log.routes={cfg.log.routes}"
@@ -608,6 +613,16 @@ def require_grpo(cfg: Config) -> None:
     require(
         cut != "truncate", f"--data.overlong={cut}: a prompt is not cut; valid for --task grpo: drop, error"
     )
+
+
+def require_bits(cfg: Config) -> None:
+    """ConfigError unless rollouts and updates can be equal in bits."""
+    why, p, seq = no_bits(cfg.model), cfg.parallel, cfg.train.seq
+    require(why is None, f"--grpo.bits: {why}")
+    require(not cfg.compile, "--grpo.bits: compiled blocks round otherwise; needs --no-compile")
+    require(seq % 128 == 0, f"--train.seq={seq}: must be a multiple of 128 with --grpo.bits")
+    divided = f"--parallel.tp={p.tp}, --parallel.cp={p.cp}, --parallel.etp={p.etp}"
+    require(p.tp == p.cp == p.etp == 1, f"{divided}: divide what rollouts do whole; --grpo.bits needs 1")
 
 
 TOP |= {one.name for one in fields(Config)}

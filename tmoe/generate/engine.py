@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tmoe.config.check import ConfigError, require
+from tmoe.config.model import no_bits
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import alone, most_needed
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, is_laid_out, require_whole
-from tmoe.model.transformer import Transformer
+from tmoe.model.transformer import Block, Transformer
 from tmoe.parallel.agree import attempt, by_reason
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class Piece(NamedTuple):
     """the answer, once it is over"""
 
 
+def require_bits(model: Transformer) -> None:
+    """ConfigError unless rollouts of a model can have the bits of its forward."""
+    why = no_bits(model.cfg)
+    require(why is None, f"bits: {why}")
+    eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
+    require(eager, "bits: compiled blocks round otherwise than single steps; needs --no-compile")
+
+
 class Engine:
     """Samples answers of a model, many at a time.
 
@@ -89,6 +98,8 @@ class Engine:
     pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
         does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
     graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group.
+    bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It sets
+        `model.bits`, by which that forward attends in the same order; its blocks may not be compiled.
     """
 
     def __init__(
@@ -101,6 +112,7 @@ class Engine:
         slots: int = 64,
         pool_gib: float | None = None,
         graphs: bool = False,
+        bits: bool = False,
     ):
         require_whole(model)
         require(slots >= 1, f"--slots={slots}: must be at least 1")
@@ -113,6 +125,9 @@ class Engine:
         self.slots = slots
         self.pool_gib = pool_gib
         self.graphs = graphs
+        if bits:
+            require_bits(model)
+            model.bits = True
 
     def generate(
         self,

@@ -28,6 +28,7 @@ from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
 from tmoe.ops.decode_attention import decode_attention
+from tmoe.ops.decode_in_blocks import decode_in_blocks
 
 
 class Turns(NamedTuple):
@@ -97,9 +98,9 @@ def mask_of(model: Transformer, chunk: Chunk, window: int) -> Mask:
     width, sinks = min(qk_width(cfg), v_width(cfg)), cfg.sinks_in(window)
     S, device = chunk.tokens_1S.shape[1], chunk.tokens_1S.device
     if chunk.seen_J is None:
-        return make_mask(chunk.documents_1S, window, S, device, width, sinks)
+        return make_mask(chunk.documents_1S, window, S, device, width, sinks, in_blocks=model.bits)
     J = chunk.seen_J.shape[0]
-    return make_mask(None, window, J, device, width, sinks, queries_Q=chunk.at_1S[0])
+    return make_mask(None, window, J, device, width, sinks, chunk.at_1S[0], model.bits)
 
 
 def decode(
@@ -110,10 +111,10 @@ def decode(
     table_BM: Tensor,
     turns: AllTurns,
     rows: int,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Logits [B, V] behind one token of each of B sequences, which also goes into the cache.
 
-    Also the experts that the tokens go to, ids [B, K] of each MoE layer.
+    Also what the head took [B, D], and the experts that the tokens go to, ids [B, K] of each MoE layer.
 
     at_B: its position. table_BM: int32, the pages of each, as far as any has tokens. turns: of all positions.
     rows: see feed_forward.
@@ -133,16 +134,20 @@ def decode(
             q, k, v, gate = attention.project(normed, *now)
         layer.put(places_B, k[:, 0], None if v is None else v[:, 0])
         scale, sinks_H = softmax_of(attention)
-        how = dict(scale=scale, window=block.window or None, sinks_H=sinks_H)
-        # the kernel's twin goes through sequences one by one
-        attend_one = decode_attention if q.is_cuda else attend_pages
-        y_BHC = attend_one(q[:, 0].contiguous(), *layer, table_BM, at_B + 1, **how)
+        pages = q[:, 0].contiguous(), *layer, table_BM, at_B + 1
+        if model.bits:
+            y_BHC = decode_in_blocks(*pages, scale=scale)
+        else:
+            # the kernel's twin goes through sequences one by one
+            attend_one = decode_attention if q.is_cuda else attend_pages
+            y_BHC = attend_one(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
         y_BHC = gated(y_BHC, None if gate is None else gate[:, 0])
         x = x + block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
         x, routing = feed_forward(block, x, None, rows)
         if routing is not None:
             routes.append(routing.ids_TK)
-    return F.linear(model.scaled(model.norm(x[:, 0])), model.head_weight), routes
+    h_BD = model.scaled(model.norm(x[:, 0]))
+    return F.linear(h_BD, model.head_weight), h_BD, routes
 
 
 def idle(model: Transformer, rows: int) -> None:

@@ -29,7 +29,13 @@ from tmoe.generate.sampler import Sampling
 from tmoe.generate.text import Text
 from tmoe.generate.whole import Ranks
 from tmoe.model.transformer import Transformer
+from tmoe.ops.logprob import logprobs
 from tmoe.ops.sample import Keys, sample
+
+# With bits, rows of a step are a multiple of this: of fewer, libraries choose other kernels. On an H200 with
+# torch 2.11 cuBLAS splits an inner width of 4096 below 128 rows. MKL has a kernel of its own below 4, and a
+# sigmoid of fewer than 32 numbers is not in the CPU's vectors.
+FEW = {"cuda": 128, "cpu": 32}
 
 
 @dataclass(eq=False)
@@ -99,6 +105,8 @@ class Slots:
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
         self.slots = room.slots
+        self.few = FEW.get(device.type, 1) if model.bits else 1
+        self.graphs = Graphs() if room.graphs else None
         self.cache = Cache(cfg, room.pages, device, weight.dtype)
         M = -(-room.capacity // PAGE)
         # tables are kept: of few lengths
@@ -106,7 +114,7 @@ class Slots:
         self.rows: list[Request] = []  # those of the first slots
         # A slot's next token and its position, how many tokens its answer has, 1: it has one, and the numbers
         # of prompt and answer that draws depend on. Then its pages. Slots without an answer are all 0.
-        B = rounded(room.slots) if room.graphs else room.slots
+        B = self.size(room.slots)
         self.state_6B = torch.zeros(6, B, dtype=torch.int64, device=device)
         self.table_BM = torch.zeros(B, M, dtype=torch.int32, device=device)
         self.unknown_V = torch.arange(cfg.vocab, device=device) >= known if known < cfg.vocab else None
@@ -114,7 +122,6 @@ class Slots:
         self.ending_V = torch.isin(torch.arange(cfg.vocab, device=device), ends_I)
         self.routes = routes
         self.prompt_routes: dict[int, Tensor] = {}
-        self.graphs = Graphs() if room.graphs else None
 
     def run(self, queue: deque[Request]) -> Iterator[list[Request]]:
         """Makes all answers of the queue, which lists those of a prompt one after the other.
@@ -170,7 +177,8 @@ class Slots:
         found = []
         device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
-        for chunk in chunks(prompts, self.ranks.at_once, device, blocks=device.type == "cuda"):
+        blocks = self.model.bits or device.type == "cuda"
+        for chunk in chunks(prompts, self.ranks.at_once, device, blocks):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
             routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
             if self.routes and routes:
@@ -215,20 +223,25 @@ class Slots:
     def step(self) -> Flight:
         """Starts a step of all rows: a token of each into the cache, the next one drawn."""
         B = len(self.rows)
-        rows = self.ranks.rows(B)
+        size = self.size(B)
+        rows = self.ranks.rows(size)
         early = any(request.launched < self.sampling.min_tokens for request in self.rows)
         if self.graphs is not None:
             M = self.table_BM.shape[1]
-            size = rounded(B)
             numbers_4B, routes_YBK = self.graphs.run((size, early), lambda: self.advance(size, M, early, 0))
-            numbers_4B = numbers_4B[:, :B]
-            routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
         else:
             longest = 1 + max(request.first + request.launched for request in self.rows)
-            numbers_4B, routes_YBK = self.advance(B, -(-longest // PAGE), early, rows)
+            numbers_4B, routes_YBK = self.advance(size, -(-longest // PAGE), early, rows)
+        numbers_4B = numbers_4B[:, :B]
+        routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
         for request in self.rows:
             request.launched += 1
         return take_off(list(self.rows), numbers_4B, routes_YBK)
+
+    def size(self, slots: int) -> int:
+        """The slots that a step of so many has; those behind them are without an answer."""
+        slots = rounded(slots) if self.graphs is not None else slots
+        return -(-slots // self.few) * self.few
 
     def advance(self, B: int, M: int, early: bool, rows: int) -> tuple[Tensor, Tensor | None]:
         """A step of the first B slots on the device: numbers_4B and routes_YBK of a Flight.
@@ -237,11 +250,16 @@ class Slots:
         rows: see feed_forward.
         """
         token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
-        logits_BV, chosen = decode(
+        logits_BV, h_BD, chosen = decode(
             self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows
         )
         keys = Keys(self.sampling.seed, prompt_B, sample_B, made_B)
         drawn = sample(logits_BV, keys, self.sampling, self.barred(made_B, early))
+        if self.model.bits:  # as training takes it, whose sum has another order than the sampler's
+            heat = self.sampling.temperature or 1.0
+            drawn = drawn._replace(
+                logprobs_B=logprobs(h_BD, self.model.head_weight, drawn.tokens_B.long(), heat)
+            )
         numbers_4B = torch.stack([t.double() for t in (*drawn, self.ending_V[drawn.tokens_B])])
         routes_YBK = torch.stack(chosen).to(torch.int16) if self.routes and chosen else None
         token_B.copy_(drawn.tokens_B)

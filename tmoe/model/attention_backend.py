@@ -6,7 +6,7 @@ next: moe/layer.py
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from tmoe.ops.decode_in_blocks import tiles_in_order
 from tmoe.stack import take
 
 _PADDED = "values narrower than queries are padded before attention"
@@ -21,7 +22,14 @@ no_dispatch = take("torch.utils._mode_utils.no_dispatch", _PADDED)
 no_transforms = take("torch._C._DisableFuncTorch", _PADDED)
 choice = take("torch._fused_sdp_choice", _PADDED)
 
-Mask = Tensor | BlockMask | None  # what `attend` takes, see make_mask
+
+class InOrder(NamedTuple):
+    """A mask whose blocks are to be gone through in flex attention's order on a CPU."""
+
+    mask: BlockMask
+
+
+Mask = Tensor | BlockMask | InOrder | None  # what `attend` takes, see make_mask
 
 # Flex attention's kernels. Below 128 tokens torch would take one for decoding, which does not compile where
 # S * H / G, rounded up to a power of two, is above the mask's 128: KERNEL names the other.
@@ -133,6 +141,7 @@ def make_mask(
     width: int,
     sinks: bool = False,
     queries_Q: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> Mask:
     """What `attend` takes as mask for a layer of this window (0: none).
 
@@ -142,7 +151,11 @@ def make_mask(
         64, 4 x 4096 tokens, H200: 7.4 and 28.3 ms forward and backward).
     queries_Q: positions of the queries among the S keys, where these are not all; the mask then holds the
         window as well. None: all.
+    in_blocks: blocks of 128 in flex attention's order whatever else would be faster, on a CPU too.
     """
+    if in_blocks:
+        blocks = block_mask(documents_BS, window, S, device, queries_Q)
+        return InOrder(blocks) if device.type == "cpu" else blocks
     if device.type == "cpu" or width < NARROWEST:
         if queries_Q is not None:
             return position_mask(documents_BS, window, S, queries_Q)
@@ -266,6 +279,10 @@ def attend(
         zero, so that a head can attend to nothing (gpt-oss, OpenAI 2025; Xiao et al. 2023).
     """
     S, H, C = q_BSHC.shape[1:]
+    if isinstance(mask, InOrder):
+        assert sinks_H is None
+        q, k, v = (t.transpose(1, 2) for t in (q_BSHC, k_BSGC, v_BSGC))
+        return plain_in_blocks(q, k, v, mask.mask, C**-0.5 if scale is None else scale).transpose(1, 2)
     if isinstance(mask, BlockMask):
         return attend_in_blocks(q_BSHC, k_BSGC, v_BSGC, mask, C**-0.5 if scale is None else scale, sinks_H)
     if 0 < window < S:
@@ -352,3 +369,39 @@ def add_zeros(t: Tensor, n: int, dim: int) -> Tensor:
     shape = list(t.shape)
     shape[dim] = n
     return torch.cat([t, t.new_zeros(shape)], dim)
+
+
+def plain_in_blocks(q_BHSC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Flex attention's order on a CPU, where torch's own takes whole rows: [B, H, S, C].
+
+    A row's bits depend on its document alone, as ops/decode_in_blocks.py has them too.
+    """
+    B, H, S, _ = q_BHSC.shape
+    short_q, short_k = -S % BLOCK, -k_BGNC.shape[2] % BLOCK
+    q = F.pad(q_BHSC, (0, 0, 0, short_q))
+    k, v = (F.pad(t, (0, 0, 0, short_k)).repeat_interleave(H // t.shape[1], 1) for t in (k_BGNC, v_BGNC))
+    (counts, order), (full_counts, full_order) = (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
+    assert full_counts is not None and full_order is not None
+    zero = torch.zeros((), dtype=torch.int64)
+    rows = []
+    for b in range(B):
+        at = min(b, counts.shape[0] - 1)
+        blocks = []
+        for m in range(q.shape[2] // BLOCK):
+            i = torch.arange(m * BLOCK, (m + 1) * BLOCK)
+            tiles: list[tuple[Tensor, Tensor, Tensor | None]] = []
+            for n in order[at, 0, m, : counts[at, 0, m]].tolist():
+                j = torch.arange(n * BLOCK, (n + 1) * BLOCK)
+                inside = (i < S)[:, None] & (j < k_BGNC.shape[2])
+                i_in, j_in = i.clamp(max=S - 1)[:, None], j.clamp(max=k_BGNC.shape[2] - 1)
+                seen = mask.mask_mod(zero + at, zero, i_in, j_in) & inside
+                tiles.append((k[b, :, j], v[b, :, j], seen))
+            for n in full_order[at, 0, m, : full_counts[at, 0, m]].tolist():
+                here = slice(n * BLOCK, (n + 1) * BLOCK)
+                tiles.append((k[b, :, here], v[b, :, here], None))
+            blocks.append(tiles_in_order(q[b, :, i], tiles, scale))
+        rows.append(torch.cat(blocks, 1)[:, :S])
+    return torch.stack(rows)

@@ -158,6 +158,9 @@ class Transformer(nn.Module):
         # model/parallelize.py: how tp and cp divide sequences, and the name of the ranks that divide experts
         self.spread = ALONE
         self.expert_group = ""
+        # Whether attention goes through its blocks in one order, which a rollout's decoding has as well, and
+        # a gap behind a sequence is of its document, as `documents_BS` says. Set by an Engine with bits.
+        self.bits = False
         self.init_weights()
         whole = self.first and self.last
         if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
@@ -306,8 +309,10 @@ class Transformer(nn.Module):
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
         if padding_BS is not None:
-            documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
-            documents_BS = documents_BS.masked_fill(padding_BS, -1)
+            if documents_BS is None:
+                documents_BS = padding_BS.long() if self.bits else torch.zeros_like(tokens_BS)
+            if not self.bits:
+                documents_BS = documents_BS.masked_fill(padding_BS, -1)
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
@@ -322,7 +327,9 @@ class Transformer(nn.Module):
         width = min(qk_width(self.cfg), v_width(self.cfg))
         at_Q = rotated if self.spread.by_keys else None
         masks = {
-            window: make_mask(documents_BS, window, S, device, width, self.cfg.sinks_in(window), at_Q)
+            window: make_mask(
+                documents_BS, window, S, device, width, self.cfg.sinks_in(window), at_Q, self.bits
+            )
             for window in {self.cfg.window_of(i) for i in range(self.cfg.layers)}
         }
         return Context(turns, masks, padding_BS)

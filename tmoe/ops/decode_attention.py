@@ -60,7 +60,7 @@ def decode_attention(
     launches one kernel, or two where a table is wider than a chunk, allocates B H (M T / CHUNK) sums in fp32,
     asks the GPU nothing, and so may be captured in a graph. Raises ValueError for what does not fit.
     """
-    _check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
+    check(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B)
     H = q_BHC.shape[1]
     if sinks_H is not None:
         require(tuple(sinks_H.shape) == (H,), "sinks", f"shape {tuple(sinks_H.shape)}", f"[H={H}]")
@@ -73,7 +73,7 @@ def decode_attention(
     return torch.ops.tmoe.decode_attention(q_BHC, k_PTGC, v_PTGC, table_BM, lengths_B, *how)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> None:
     """Raise ValueError unless queries, pages and their table fit each other."""
     require(q.dim() == 3 and q.is_contiguous(), "q", f"shape {tuple(q.shape)}", "[B, H, C], contiguous")
     types = torch.bfloat16, torch.float16, torch.float32

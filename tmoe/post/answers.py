@@ -55,17 +55,21 @@ class Packed(NamedTuple):
     """int16: where the sampler sent each token, -1 for what is left of a row; None: answers have no routes"""
 
 
-def rows_of(answers: Sequence[Answer], seq: int) -> list[list[int]]:
-    """Which answers share a row: best fit, longest first."""
+def rows_of(answers: Sequence[Answer], seq: int, to: int = 1) -> list[list[int]]:
+    """Which answers share a row: best fit, longest first. to: as `pack`'s."""
     if not answers:
         return []
-    found = plan(np.array([answer.rows for answer in answers]), seq)
+    found = plan(np.array([-(-answer.rows // to) * to for answer in answers]), seq)
     order, starts = found.order[found.places].tolist(), found.starts.tolist()
     return [order[starts[r] : starts[r + 1]] for r in range(found.rows)]
 
 
 def pack(
-    answers: Sequence[Answer], rows: list[list[int]], shape: tuple[int, int, int], untrained: Sequence[bool]
+    answers: Sequence[Answer],
+    rows: list[list[int]],
+    shape: tuple[int, int, int],
+    untrained: Sequence[bool],
+    to: int = 1,
 ) -> Packed:
     """Rows of answers as A micro-batches of B rows of S tokens, the last of which may be empty.
 
@@ -73,6 +77,7 @@ def pack(
     apart.
 
     untrained: answers that are left out of the loss.
+    to: sequences begin at multiples of this; the gap behind one is of its document, and of no sequence.
     """
     A, B, S = shape
     assert len(rows) <= A * B
@@ -94,11 +99,13 @@ def pack(
             if routes is not None and answer.routes is not None:
                 routes[:, r, at:end] = answer.routes
             documents[r, at:end] = document
-            documents[r, end:] = document + 1
+            after = -(-end // to) * to
+            documents[r, end:after] = document
+            documents[r, after:] = document + 1
             positions[r, at:end] = np.arange(end - at)
             sequences[r, at:end] = len(mine)
             mine.append(i)
-            at = end
+            at = after
     most = max(map(len, numbers))
     padded = np.array([mine + [-1] * (most - len(mine)) for mine in numbers], np.int64).reshape(A, most)
     five = (torch.from_numpy(t).view(A, B, S) for t in (tokens, targets, documents, positions, sequences))

@@ -34,6 +34,7 @@ from tmoe.data.tokenizer import Carried
 from tmoe.generate.engine import Engine, Sample, Samples
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
+from tmoe.model.attention_backend import BLOCK
 from tmoe.model.loss import Given
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
@@ -180,7 +181,7 @@ class Grpo(Task):
             seed=self.cfg.seed,
         )
         replays = g.replay == "rollout" and base != HELD_OUT
-        engine = Engine(model, data.tokenizer, slots=g.slots, pool_gib=g.pool_gib)
+        engine = Engine(model, data.tokenizer, slots=g.slots, pool_gib=g.pool_gib, bits=g.bits)
         answers: list[Answer] = []
         for w in range(-(-most // size)):
             wave = waves[w] if w < len(waves) else []
@@ -235,10 +236,11 @@ class Grpo(Task):
     ) -> ChatBatch:
         """Packs this reader's answers, and works out what the objective needs beside them."""
         g, train = self.g, self.cfg.train
-        rows = rows_of(answers, train.seq)
+        to = BLOCK if g.bits else 1
+        rows = rows_of(answers, train.seq, to)
         micros = max(1, *gathered(-(-len(rows) // train.batch), run.control))
         untrained = [g.overlong == "drop" and answer.truncated for answer in answers]
-        self.packed = pack(answers, rows, (micros, train.batch, train.seq), untrained)
+        self.packed = pack(answers, rows, (micros, train.batch, train.seq), untrained, to)
         self.reference = []
         rewards, numbers = of_groups(told)
         if self.frozen is not None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tmoe.activations import activation as named
 
+FEW = 16  # rows of a product, at least, where bits must not depend on their number
+
 
 def route(ids_TK: Tensor, E: int) -> tuple[Tensor, list[int]]:
     """Sort rows by expert, stably: the order (row -> flat slot t*K+k), and the ends of the experts' rows.
@@ -69,11 +71,20 @@ def combine(rows_ND: Tensor, order: Tensor, weights_TK: Tensor | None, T: int, K
     return y_TD.to(rows_ND.dtype)
 
 
+def mm(a_RD: Tensor, b_DF: Tensor, out_RF: Tensor) -> None:
+    """a b, written into out. Of few rows MKL would take a kernel of its own, which gives a row other bits."""
+    R = a_RD.shape[0]
+    if R >= FEW:
+        torch.mm(a_RD, b_DF, out=out_RF)
+    else:
+        out_RF.copy_(torch.mm(torch.cat([a_RD, a_RD.new_zeros(FEW - R, a_RD.shape[1])]), b_DF)[:R])
+
+
 def pre_activations(
     x_TD: Tensor, tokens: Tensor, gate_up_FD: Tensor, bias_F: Tensor | None, out: Tensor
 ) -> None:
     """Write one expert's rows of H into out."""
-    torch.mm(x_TD.index_select(0, tokens), gate_up_FD.T, out=out)
+    mm(x_TD.index_select(0, tokens), gate_up_FD.T, out)
     if bias_F is not None:
         out.add_(bias_F)
 
@@ -96,7 +107,7 @@ def moe_mlp_forward(
     for e, lo, hi in spans(ends):
         bias_F = None if bias_E2F is None else bias_E2F[e]
         pre_activations(x_TD, tokens[lo:hi], gate_up_E2FD[e], bias_F, h[lo:hi])
-        torch.mm(named(activation).of(h[lo:hi]), down_EDF[e].T, out=out_ND[lo:hi])
+        mm(named(activation).of(h[lo:hi]), down_EDF[e].T, out_ND[lo:hi])
     return combine(out_ND, order, weights_TK, T, K)
 
 

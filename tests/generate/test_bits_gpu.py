@@ -1,0 +1,59 @@
+"""On a GPU an engine with bits gives the log-probs of training's forward in every bit, at published widths.
+
+next: tests/generate/test_rollout_bits.py
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rollout_bits import in_training, share_equal
+
+from tmoe.config.presets import presets
+from tmoe.generate import Engine, Sampling
+from tmoe.model.transformer import Transformer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
+GRANITE = dict(
+    embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.0078125, logits_scaling=4.0
+)
+SHAPES = {"qwen3-30b-a3b": {}, "moe-pilot-14b": GRANITE, "olmoe-1b-7b": {}}
+LENGTHS = 1, 7, 64, 127, 128, 129, 200, 300  # of prompts: below, at and behind blocks
+
+
+def cut(name: str, **changes) -> Transformer:
+    """Two layers of a preset at its widths, in bf16, with random norms too."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Transformer(replace(presets()[name].model, layers=2, **changes))
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "norm" in key:
+                p.uniform_(0.5, 1.5)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_log_probs_are_trainings(name, graphs):
+    model = cut(name, **SHAPES[name])
+    draw = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(model.cfg.vocab, (n,), generator=draw).tolist() for n in LENGTHS]
+    how = Sampling(temperature=0.8, max_tokens=80, seed=3)
+    found = Engine(model, slots=12, graphs=graphs, bits=True).generate(prompts, 2, how)
+    want = in_training(model, prompts, found, 0.8)
+    ours = [sample.logprobs for group in found for sample in group]
+    share, far = share_equal(ours, want)
+    print(f"{name}: {share:.2%} of tokens equal in bits, {far:.2g} at most")
+    assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+
+
+def test_without_bits_they_differ():
+    """So the flag is what makes them equal."""
+    model = cut("qwen3-30b-a3b")
+    prompts = [list(range(1, 200))]
+    found = Engine(model, slots=2).generate(prompts, 2, Sampling(max_tokens=40))
+    ours = [sample.logprobs for group in found for sample in group]
+    model.bits = True
+    share, _ = share_equal(ours, in_training(model, prompts, found, 1.0))
+    assert share < 1
