@@ -28,6 +28,7 @@ from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
+from tmoe.ops.swiglu import activate
 
 
 class SwiGLU(nn.Module):
@@ -39,7 +40,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        h = self.gate_up(x)
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or h.dtype == torch.float64
+        if h.is_cuda and not plain:  # rounded once, as when it is compiled
+            act, _ = activate(h.flatten(0, -2).contiguous())
+            return self.down(act.view(*h.shape[:-1], -1))
+        gate, up = h.chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
     @property
