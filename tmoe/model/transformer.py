@@ -305,6 +305,7 @@ class Transformer(nn.Module):
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
+        self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
         if padding_BS is not None:
             documents_BS = torch.zeros_like(tokens_BS) if documents_BS is None else documents_BS
             documents_BS = documents_BS.masked_fill(padding_BS, -1)
