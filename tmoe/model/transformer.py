@@ -18,7 +18,7 @@ from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
-from tmoe.model.rope import Tables, turns_of
+from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
@@ -146,6 +146,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         span = range(cfg.layers) if span is None else span
+        self.ropes = kinds_of(cfg)
         self.first = span.start == 0
         self.last = span.stop == cfg.layers
         has_table = self.first or (self.last and cfg.tied)
@@ -312,7 +313,7 @@ class Transformer(nn.Module):
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
-        turns = turns_of(self.cfg, S, device)
+        turns = turns_of(self.cfg, S, device, self.ropes)
         rotated = self.spread.queries(S, device)
         at = rotated
         if positions_BS is not None:
