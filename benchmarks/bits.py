@@ -13,6 +13,9 @@ Shapes are Qwen3-30B, the pilot (with Granite's multipliers) and OLMoE, of their
    breaks what follows. Training's blocks run eager, then compiled (there only blocks can be watched).
 3. The engine's own log-probs beside training's of the same answers.
 
+Lines that begin with "bits:" are of 2 and 3 once the model keeps its bits (tmoe.Engine(model, bits=True)), of
+128 sequences: all are to be 100%.
+
 "max diff" is the largest difference of any element. The table comes last. What --seconds did not leave time
 for is named.
 """
@@ -503,6 +506,13 @@ def measure(name: str, args: argparse.Namespace, ledger: Ledger) -> None:
         ledger.run(name, "attention", lambda: all_of(attentions(model, *sizes)))
     ledger.run(name, "chain", lambda: all_of(chain(model, given)))
     ledger.run(name, "engine", lambda: one("engine's log-probs, training eager", engine(model, given)))
+    model.keep_bits()
+    kept = given._replace(
+        tokens_BS=torch.randint(model.cfg.vocab, (B if args.tiny else 128, S)).to(args.device)
+    )
+    ledger.run(name, "bits: chain", lambda: all_of((f"bits: {a}", b, c) for a, b, c in chain(model, kept)))
+    ledger.run(name, "bits: engine", lambda: one("bits: engine's log-probs", engine(model, kept)))
+    model.keep_bits(False)
     if not args.compile:
         return
     ledger.run(name, "compiled blocks", lambda: all_of(in_compiled_blocks(model, given)))

@@ -65,7 +65,7 @@ EXPECTED = {  # tokens/s of all layers
     ("olmoe-1b-7b", 256): {"H100": 14600, "H200": 20500},
     ("qwen3-30b-a3b", 1): {"H100": 200, "H200": 260},
 }
-OURS = ("tmoe", "tmoe, graphs")
+OURS = ("tmoe", "tmoe, graphs", "tmoe, graphs, bits")
 AT_ONCE = 32768  # tokens of prompts that generate passes at once
 SKIPPED = 8  # tokens of each sequence before the timed ones
 TINY = dict(vocab=300, dim=32, heads=4, kv_heads=2, head_dim=8)
@@ -86,8 +86,11 @@ Decoder = Callable[[Prompts, int, bool], Answers]
 # ---- contestants ----
 
 
-def ours(model: Transformer, graphs: bool) -> Decoder:
+def ours(model: Transformer, graphs: bool, bits: bool = False) -> Decoder:
+    """bits: with the log-probs of training's forward in every bit."""
+
     def run(prompts: Prompts, tokens: int, greedy: bool) -> Answers:
+        model.keep_bits(bits)
         began = now()
         engine = Engine(model, eos=(), slots=len(prompts), graphs=graphs)
         stamps: list[list[float]] = [[] for _ in prompts]
@@ -394,7 +397,9 @@ def main() -> None:
             model = drawn(short, args.device)
         for i, B in enumerate(args.batch):
             until = time.monotonic() + (deadline - time.monotonic()) / (len(args.batch) - i)
-            named = {OURS[0]: ours(model, False)} | ({OURS[1]: ours(model, True)} if gpu else {})
+            named = {OURS[0]: ours(model, False)}
+            if gpu:
+                named |= {OURS[1]: ours(model, True), OURS[2]: ours(model, True, True)}
             named |= rivals(theirs, B) if theirs is not None else {}
             named = {name: run for name, run in named.items() if not args.only or name in args.only}
             found, missing = measure(Job(named, asked[B], args.tokens, args.rounds, until))

@@ -54,6 +54,6 @@ def test_without_bits_they_differ():
     prompts = [list(range(1, 200))]
     found = Engine(model, slots=2).generate(prompts, 2, Sampling(max_tokens=40))
     ours = [sample.logprobs for group in found for sample in group]
-    model.bits = True
+    model.keep_bits()
     share, _ = share_equal(ours, in_training(model, prompts, found, 1.0))
     assert share < 1

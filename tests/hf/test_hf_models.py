@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from hf_tiny import (
+    LACKING,
     LLAMA3,
     MODELS,
     assert_bits,
@@ -22,6 +24,7 @@ from hf_tiny import (
     train_and_save,
 )
 from huggingface_hub import ModelCard
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tiers import slow_but
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,6 +39,12 @@ from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.config import read_config, write_config
 from tmoe.hf.rules import divide, their_shapes
 from tmoe.model.transformer import Transformer
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has not all families")
+def test_no_family_is_left_out():
+    """A family whose class transformers lacks is in no test; a wrong name would be the same."""
+    assert not LACKING
 
 
 def in_the_fast_tier(name: str) -> bool:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tmoe.generate import Sample
 from tmoe.model.attention_backend import BLOCK
+from tmoe.model.loss import Given
 from tmoe.model.transformer import Transformer
+from tmoe.moe.balance import Totals
 from tmoe.ops import logprobs
 
 
@@ -41,11 +43,19 @@ def in_training(
         documents.append(torch.full((n + gap,), number, device=device))
         positions.append(F.pad(torch.arange(n, device=device), (0, gap)))
         padding.append(torch.arange(n + gap, device=device) >= n)
-    one = [torch.cat(parts)[None] for parts in (tokens, documents, padding, positions)]
-    h_1SD, _ = model.hidden(one[0], documents_BS=one[1], padding_BS=one[2], positions_BS=one[3])
-    h_TD, target_T = model.scaled(h_1SD)[0], torch.cat(targets)
-    logp_T = logprobs(h_TD.detach(), model.head_weight.detach(), target_T, temperature)
-    parts = logp_T.split([len(t) for t in targets])
+    found = []
+
+    def collect(h_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, given: Given) -> Tensor:
+        found.append(logprobs(h_TD.detach(), weight_VD.detach(), targets_T, temperature))
+        return h_TD.sum() * 0.0
+
+    marks = (torch.cat(parts)[None] for parts in (documents, padding, positions))
+    names = "documents_BS", "padding_BS", "positions_BS"
+    row_1S, targets_1S = torch.cat(tokens)[None], torch.cat(targets)[None]
+    one = torch.ones((), device=device)
+    more = dict(zip(names, marks, strict=True))
+    model(row_1S, targets_1S, **more, totals=Totals(one, one, one), objective=collect)
+    parts = found[0].split([len(t) for t in targets])
     return [part[first : len(row) - 1].cpu() for part, first, row in zip(parts, firsts, rows, strict=True)]
 
 

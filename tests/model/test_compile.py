@@ -102,3 +102,14 @@ def eager_in_disguise(rank: int, world: int) -> str:
 
 def test_a_block_that_ran_eager_fails_loudly(gloo):
     assert "ran eager" in gloo(1, eager_in_disguise)[0]
+
+
+def test_a_whole_model_with_two_rotations_compiles():
+    """By torch.compile over all of it, as somebody's own loop may: settings are made before, not inside."""
+    rope = RopeConfig(max_seq=SEQ, window_theta=100.0)
+    net = Transformer(replace(MODEL, layers=2, rope=rope, window=8, windowed=(1, 0)))
+    tokens, targets = torch.randint(64, (2, 2, SEQ))
+    want = net(tokens, targets)
+    got = torch.compile(net, fullgraph=True, backend="aot_eager")(tokens, targets)
+    torch.testing.assert_close(got, want)
+    got.backward()

@@ -168,6 +168,19 @@ def test_dropped_pairs_are_not_exchanged(gloo):
     assert found[0.25] < 0.7 * found[None]
 
 
+def unequal(rank: int, world: int) -> str:
+    moe = built(dict(capacity_factor=1.0, pad=True))
+    parallelize(moe, build_mesh(ep=2))
+    with pytest.raises(ValueError) as error:
+        moe(torch.randn(1, T + rank * 8, D))
+    return str(error.value)
+
+
+def test_ranks_with_other_numbers_of_tokens_are_told(gloo):
+    found = gloo(2, unequal)
+    assert all("--model.moe.pad" in words and "24 to 40 on its ranks" in words for words in found), found
+
+
 def test_pad_has_an_exchange_of_its_own():
     moe = replace(BASE, capacity_factor=1.0, pad=True)
     model = replace(Config().model, moe=moe)

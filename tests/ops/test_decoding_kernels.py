@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ["test_decode_attention.py", "test_decode_in_blocks.py", "test_sample.py", "test_norm.py"]
+FILES = [
+    "test_decode_attention.py",
+    "test_decode_heads.py",
+    "test_decode_in_blocks.py",
+    "test_one_token.py",
+    "test_sample.py",
+    "test_norm.py",
+]
 
 
 def in_the_interpreter(*which: str) -> None:

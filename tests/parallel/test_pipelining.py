@@ -114,3 +114,34 @@ def test_a_replay_goes_through_a_pipeline_by_micro_batch(gloo, world, axes, micr
 def test_a_replay_of_other_micro_batches_is_refused_before_anything_travels(gloo, wrong, said):
     with pytest.raises(Exception, match=said):
         gloo(2, replayed_step, dict(pp=2), 2, {}, wrong)
+
+
+def uneven_step(rank: int, world: int, axes: dict, parallel: dict, lengths: list[int]) -> str:
+    """What a stage says of micro-batches of these lengths."""
+    mesh = build_mesh(**axes)
+    net = pipeline(layouts.config(ParallelConfig(**axes, **parallel), "gqa", len(lengths)), mesh)
+    net.to_empty(device="cpu")
+    net.init_weights(0)
+    parts = [(torch.zeros(1, S, dtype=torch.int64),) * 2 for S in lengths]
+    with pytest.raises(ValueError) as error:
+        net.forward_backward(parts, Totals(*(torch.ones(()) for _ in range(3))))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "parallel", "lengths", "said"),
+    [
+        (
+            dict(pp=2, dp=2, tp=2),
+            {},
+            [15, 15],
+            "--train.seq=15 with --parallel.tp=2: must be a multiple of tp",
+        ),
+        (dict(pp=2, dp=2, cp=2), dict(cp_by="heads"), [15, 15], "--parallel.cp=2 --parallel.cp-by=heads"),
+        (dict(pp=2), {}, [16, 12], "micros: got tokens of shapes [(1, 12), (1, 16)]"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_every_stage(gloo, axes, parallel, lengths, said):
+    """Once a stage alone knew, and the others waited for it."""
+    found = gloo(2 * axes.get("dp", 1), uneven_step, axes, parallel, lengths)
+    assert all(said in words for words in found), found

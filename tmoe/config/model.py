@@ -556,7 +556,7 @@ class ModelConfig:
         """The rotary positions of this block; None: it has none."""
         if not self.rotary[layer % len(self.rotary)]:
             return None
-        if self.rope.window_theta is None:  # no copy, which torch.compile cannot trace
+        if self.rope.window_theta is None:
             return self.rope
         whole = replace(self.rope, window_theta=None)
         if not self.window_of(layer):

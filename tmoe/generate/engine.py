@@ -98,8 +98,8 @@ class Engine:
     pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
         does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
     graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group.
-    bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It sets
-        `model.bits`, by which that forward attends in the same order; its blocks may not be compiled.
+    bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It calls
+        `model.keep_bits`, by which that forward works in the same order; its blocks may not be compiled.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Engine:
         self.graphs = graphs
         if bits:
             require_bits(model)
-            model.bits = True
+            model.keep_bits()
 
     def generate(
         self,

@@ -10,11 +10,11 @@ next: generate/sampler.py
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.generate.cache import PAGE, Cache, Layer
@@ -27,7 +27,9 @@ from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.expert_tensor import ExpertTensorDispatcher
 from tmoe.moe.layer import Call
 from tmoe.moe.router import Routing
+from tmoe.ops.add_norm import WIDEST, add_norm
 from tmoe.ops.decode_attention import decode_attention
+from tmoe.ops.decode_heads import Heads, decode_heads, fits
 from tmoe.ops.decode_in_blocks import decode_in_blocks
 
 
@@ -86,7 +88,8 @@ def prefill(
             y = prompt_grouped(attention, normed, now, layer, chunk, mask)
         x = x + block.branch(block.attention_post_norm(y))
         if last or layer is not cache.layers[-1]:  # nothing reads what comes behind the last block's keys
-            x, routing = feed_forward(block, x, chunk.padding_1S, rows)
+            y, routing = feed_forward(block, block.ffn_norm(x), chunk.padding_1S, rows)
+            x = x + y
             if routing is not None:
                 routes.append(chunk.tokens(routing.ids_TK[None]))
     return routes
@@ -119,34 +122,35 @@ def decode(
     at_B: its position. table_BM: int32, the pages of each, as far as any has tokens. turns: of all positions.
     rows: see feed_forward.
     """
-    here = {rope: Turns(cos[at_B][:, None], sin[at_B][:, None]) for rope, (cos, sin) in turns.items()}
+    here = {rope: Turns(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
+    lengths_B = at_B + 1
+    # the kernel's twin goes through sequences one by one
+    attend_one = decode_attention if tokens_B.is_cuda else attend_pages
+    fused = tokens_B.is_cuda and not model.bits  # by kernels that round where training does not
     x = model.embed(tokens_B[:, None])
+    blocks = cast(list[Block], list(model.blocks))
+    normed = blocks[0].attention_norm(x)
+    norms = [*(block.attention_norm for block in blocks[1:]), cast(nn.Module, model.norm)]
     routes = []
-    for block, layer in zip(model.blocks, cache.layers, strict=True):
-        assert isinstance(block, Block)
-        normed = block.attention_norm(x)
-        attention, now = block.attention, here[block.rope]
-        if isinstance(attention, LatentAttention):
-            q, k, v, gate = (*absorbed(attention, normed, now), None)
-        else:
-            q, k, v, gate = attention.project(normed, *now)
-        layer.put(places_B, k[:, 0], None if v is None else v[:, 0])
+    for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
+        attention = block.attention
+        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
         scale, sinks_H = softmax_of(attention)
-        pages = q[:, 0].contiguous(), *layer, table_BM, at_B + 1
+        pages = q_BHC, *layer, table_BM, lengths_B
         if model.bits:
             y_BHC = decode_in_blocks(*pages, scale=scale)
         else:
-            # the kernel's twin goes through sequences one by one
-            attend_one = decode_attention if q.is_cuda else attend_pages
             y_BHC = attend_one(*pages, scale=scale, window=block.window or None, sinks_H=sinks_H)
-        y_BHC = gated(y_BHC, None if gate is None else gate[:, 0])
-        x = x + block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
-        x, routing = feed_forward(block, x, None, rows)
+        y_BHC = gated(y_BHC, gate_BHC)
+        y = block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
+        x, normed = add_and_norm(x, y, block.ffn_norm, fused)
+        y, routing = feed_forward(block, normed, None, rows)
+        x, normed = add_and_norm(x, y, following, fused)
         if routing is not None:
             routes.append(routing.ids_TK)
-    h_BD = model.scaled(model.norm(x[:, 0]))
+    h_BD = model.scaled(normed[:, 0])
     return F.linear(h_BD, model.head_weight), h_BD, routes
 
 
@@ -156,7 +160,7 @@ def idle(model: Transformer, rows: int) -> None:
     for block in model.blocks:
         assert isinstance(block, Block)
         if block.moe is not None:
-            feed_forward(block, x, None, rows)
+            feed_forward(block, block.ffn_norm(x), None, rows)
 
 
 def windows(model: Transformer) -> set[int]:
@@ -165,17 +169,17 @@ def windows(model: Transformer) -> set[int]:
 
 
 def feed_forward(
-    block: Block, x: Tensor, padding_BS: Tensor | None, rows: int
+    block: Block, normed: Tensor, padding_BS: Tensor | None, rows: int
 ) -> tuple[Tensor, Routing | None]:
-    """The block's second half, as in training but without full experts, and where an MoE sent the tokens.
+    """What the block's second half adds, as in training but without full experts, and where an MoE sent the
+    tokens. normed: ffn_norm's.
 
     rows: how many the experts are given, of which the last are padding; 0: as many as there are tokens.
     """
     moe = block.moe
-    normed = block.ffn_norm(x)
     if moe is None:
         assert block.ffn is not None
-        return x + block.branch(block.ffn_post_norm(block.ffn(normed))), None
+        return block.branch(block.ffn_post_norm(block.ffn(normed))), None
     x_TD, padding_T = normed.flatten(0, 1), None if padding_BS is None else padding_BS.flatten()
     T = x_TD.shape[0]
     if more := max(rows - T, 0):
@@ -188,7 +192,7 @@ def feed_forward(
     # past the hooks of the scope: weights are gathered already
     y_TD, routing, _ = moe.experts.forward(partial(moe.mix, call=call), x_TD, padding_T)
     y_TD, ids_TK = y_TD[:T], routing.ids_TK[:T]
-    return x + block.branch(block.ffn_post_norm(y_TD.view_as(x))), routing._replace(ids_TK=ids_TK)
+    return block.branch(block.ffn_post_norm(y_TD.view_as(normed))), routing._replace(ids_TK=ids_TK)
 
 
 # ---- prompts ----
@@ -225,6 +229,54 @@ def prompt_latent(
 
 
 # ---- one token ----
+
+
+def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, fused: bool) -> tuple[Tensor, Tensor]:
+    """(x + y, norm of it): [B, 1, D]; fused: in one kernel."""
+    D = x.shape[-1]
+    if not (fused and isinstance(norm, nn.RMSNorm) and D <= WIDEST):
+        return x + y, norm(x + y)
+    total, normed = add_norm(x.view(-1, D), y.reshape(-1, D), norm.weight, cast(float, norm.eps))
+    return total.view_as(x), normed.view_as(x)
+
+
+def put_one(
+    attention: Attention | LatentAttention,
+    x_B1D: Tensor,
+    turns: Turns,
+    layer: Layer,
+    places_B: Tensor,
+    fused: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries and gates [B, H, C] of one token each; its key and value go into the cache.
+
+    fused: in one kernel behind the product, where it fits.
+    """
+    latent = isinstance(attention, LatentAttention)
+    if fused and not latent and fits(attention.cfg.heads, attention.cfg.head_dim, attention.cfg.qk_norm):
+        return put_heads(attention, x_B1D[:, 0], turns, layer, places_B)
+    one = Turns(turns.cos[:, None], turns.sin[:, None])
+    if latent:
+        q, k, v, gate = (*absorbed(attention, x_B1D, one), None)
+    else:
+        q, k, v, gate = attention.project(x_B1D, *one)
+    layer.put(places_B, k[:, 0], None if v is None else v[:, 0])
+    return q[:, 0].contiguous(), None if gate is None else gate[:, 0]
+
+
+def put_heads(
+    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """put_one by ops/decode_heads.py."""
+    cfg, G = attention.cfg, attention.key_heads
+    qkv_BX = attention.qkv(x_BD)
+    how = Heads(cfg.heads, cfg.qk_norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
+    norms = None if cfg.qk_norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
+    q_BHC = decode_heads(qkv_BX, *turns, places_B, layer, how, norms)
+    if not cfg.attention_gate:
+        return q_BHC, None
+    first = (cfg.heads + G) * cfg.head_dim + G * cfg.value_dim
+    return q_BHC, qkv_BX[:, first:].unflatten(-1, (cfg.heads, cfg.value_dim))
 
 
 def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[Tensor, Tensor, None]:

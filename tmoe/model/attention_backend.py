@@ -378,8 +378,8 @@ def plain_in_blocks(q_BHSC: Tensor, k_BGNC: Tensor, v_BGNC: Tensor, mask: BlockM
     """
     B, H, S, _ = q_BHSC.shape
     short_q, short_k = -S % BLOCK, -k_BGNC.shape[2] % BLOCK
-    q = F.pad(q_BHSC, (0, 0, 0, short_q))
-    k, v = (F.pad(t, (0, 0, 0, short_k)).repeat_interleave(H // t.shape[1], 1) for t in (k_BGNC, v_BGNC))
+    q = add_zeros(q_BHSC, short_q, 2)
+    k, v = (add_zeros(t, short_k, 2).repeat_interleave(H // t.shape[1], 1) for t in (k_BGNC, v_BGNC))
     (counts, order), (full_counts, full_order) = (
         (mask.kv_num_blocks, mask.kv_indices),
         (mask.full_kv_num_blocks, mask.full_kv_indices),

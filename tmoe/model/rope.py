@@ -77,9 +77,19 @@ def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) 
     return (make_rope_table if traced else kept_rope_table)(rope, head_dim, seq, device)
 
 
-def turns_of(cfg: ModelConfig, seq: int, device: torch.device) -> Tables:
-    """rope_table's of each kind of block (`rope_of`). Where nothing turns they have no channels."""
-    kinds = {cfg.rope_of(i) for i in range(cfg.layers)}
+def kinds_of(cfg: ModelConfig) -> frozenset[RopeConfig | None]:
+    """Rotations of all blocks (`rope_of`)."""
+    return frozenset(cfg.rope_of(i) for i in range(cfg.layers))
+
+
+def turns_of(
+    cfg: ModelConfig, seq: int, device: torch.device, kinds: frozenset[RopeConfig | None] | None = None
+) -> Tables:
+    """rope_table's of each kind of block. Where nothing turns they have no channels.
+
+    kinds: kinds_of's, from a caller that is compiled: dynamo cannot trace how a setting is made.
+    """
+    kinds = kinds_of(cfg) if kinds is None else kinds
     return {rope: rope_table(rope or cfg.rope, cfg.rotary_dim if rope else 0, seq, device) for rope in kinds}
 
 

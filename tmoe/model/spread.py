@@ -63,12 +63,24 @@ class Spread(NamedTuple):
         return self.cp > 1 and self.cp_by == "keys"
 
     def tokens(self, seq: int, device: torch.device) -> Tensor | None:
-        """Positions of a sequence that this rank works on, int64; None: all of them."""
-        if self.cp * self.tp == 1:
+        """Positions of a sequence that this rank works on, int64; None: all of them.
+
+        ValueError where the ranks cannot divide it.
+        """
+        parts = self.cp * self.tp
+        if parts == 1:
             return None
         if self.by_keys:
             return _positions(seq, self.cp, self.cp_rank, self.tp, self.tp_rank, device)
-        return _positions(seq, 1, 0, self.cp * self.tp, self.cp_rank * self.tp + self.tp_rank, device)
+        if seq % parts:
+            below = seq // parts * parts
+            cp = f"--parallel.cp={self.cp} --parallel.cp-by=heads and " if self.cp > 1 else ""
+            what = "cp x tp" if self.cp > 1 else "tp"
+            raise ValueError(
+                f"--train.seq={seq} with {cp}--parallel.tp={self.tp}: must be a multiple of {what}, {parts}; "
+                f"valid: {f'{below} or ' if below else ''}{below + parts}"
+            )
+        return _positions(seq, 1, 0, parts, self.cp_rank * self.tp + self.tp_rank, device)
 
     def queries(self, seq: int, device: torch.device) -> Tensor | None:
         """Positions of the tokens whose queries this rank rotates: those of its tp group; None: all."""

@@ -262,6 +262,8 @@ class Stages(nn.Module):
         if len(micros) != wanted:
             raise ValueError(f"micros: got {len(micros)}, valid are --train.accumulate={wanted}")
         self.micros = [Micro(*micro) for micro in micros]
+        shapes = {tuple(m.tokens_BS.shape) for m in self.micros}
+        require(len(shapes) == 1, "micros", f"tokens of shapes {sorted(shapes)}", "one shape for all")
         self._check_replay()
         self.totals = totals
         self.objective = objective

@@ -18,7 +18,7 @@ from tmoe.model.attention_backend import Mask, make_mask
 from tmoe.model.count import qk_width, v_width
 from tmoe.model.latent import LatentAttention
 from tmoe.model.loss import Given, Objective, cross_entropy
-from tmoe.model.rope import Tables, turns_of
+from tmoe.model.rope import Tables, kinds_of, turns_of
 from tmoe.model.spread import ALONE
 from tmoe.moe.balance import Balancer, Load, RouterStats, Totals, stack
 from tmoe.moe.experts import LocalExperts
@@ -146,6 +146,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         span = range(cfg.layers) if span is None else span
+        self.ropes = kinds_of(cfg)
         self.first = span.start == 0
         self.last = span.stop == cfg.layers
         has_table = self.first or (self.last and cfg.tied)
@@ -158,9 +159,7 @@ class Transformer(nn.Module):
         # model/parallelize.py: how tp and cp divide sequences, and the name of the ranks that divide experts
         self.spread = ALONE
         self.expert_group = ""
-        # Whether attention goes through its blocks in one order, which a rollout's decoding has as well, and
-        # a gap behind a sequence is of its document, as `documents_BS` says. Set by an Engine with bits.
-        self.bits = False
+        self.bits = False  # see keep_bits
         self.init_weights()
         whole = self.first and self.last
         if whole and any(block.moe for block in self.blocks) and not self.embedding.weight.is_meta:
@@ -170,6 +169,17 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int | None = None) -> None:
         """Draws all weights anew; see init.py."""
         initialise(self, self.cfg.init_std, self.cfg.layers, seed)
+
+    def keep_bits(self, on: bool = True) -> None:
+        """From now on a forward gives a token's bits whatever is beside it, and single steps give them too.
+
+        Attention goes through its blocks of 128 in one order, so a sequence must begin on one. A gap behind a
+        sequence, marked as padding, is of that sequence's document. An Engine with bits calls this.
+        """
+        self.bits = on
+        for module in self.modules():
+            if isinstance(module, SwiGLU):
+                module.bits = on
 
     def counted(self) -> Iterator[nn.Parameter]:
         """Parameters that the gradient norm counts: all of them, each once (see model/stages.py)."""
@@ -308,6 +318,7 @@ class Transformer(nn.Module):
             check_marks("positions", positions_BS, tokens_BS, tokens_BS.shape, torch.int64)
         if self.cfg.rope.max_seq < S:
             raise ValueError(f"tokens: {S} positions, but model.rope.max_seq={self.cfg.rope.max_seq}")
+        self.spread.tokens(S, tokens_BS.device)  # each stage of a pipeline hears of what cannot be divided
         if padding_BS is not None:
             if documents_BS is None:
                 documents_BS = padding_BS.long() if self.bits else torch.zeros_like(tokens_BS)
@@ -316,7 +327,7 @@ class Transformer(nn.Module):
             padding_BS = self.own(padding_BS)
 
         device = tokens_BS.device
-        turns = turns_of(self.cfg, S, device)
+        turns = turns_of(self.cfg, S, device, self.ropes)
         rotated = self.spread.queries(S, device)
         at = rotated
         if positions_BS is not None:

@@ -28,6 +28,7 @@ from tmoe.moe.padded import PaddedDispatcher, PaddedRouting
 from tmoe.moe.quantile import quantiles
 from tmoe.moe.router import Router, Routing, without_identity
 from tmoe.ops.check import autocasts, require
+from tmoe.ops.swiglu import activate
 
 
 class SwiGLU(nn.Module):
@@ -37,9 +38,17 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
+        # whether a forward without gradients rounds as one with them: see Transformer.keep_bits
+        self.bits = False
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
+        h = self.gate_up(x)
+        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or h.dtype == torch.float64
+        plain = plain or self.bits
+        if h.is_cuda and not plain:  # rounded once, as when it is compiled
+            act, _ = activate(h.flatten(0, -2).contiguous())
+            return self.down(act.view(*h.shape[:-1], -1))
+        gate, up = h.chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tmoe.moe.capacity import places
 from tmoe.moe.dispatch import Dispatcher, Rows, pairs_bound
+from tmoe.ops.check import require
 from tmoe.parallel import collectives
 from tmoe.parallel.collectives import group_of
 
@@ -117,9 +118,23 @@ def _(rows_SD, slots_TK):
     return rows_SD.new_empty(slots_TK.shape[0], *rows_SD.shape[1:])
 
 
+def require_alike(rows: int, group: str) -> None:
+    """ValueError on every rank of the group unless all have so many rows. A collective."""
+    edges = torch.tensor([rows, -rows])
+    dist.all_reduce(edges, dist.ReduceOp.MAX, group_of(group))
+    most, least = edges[0].item(), -edges[1].item()
+    valid = "as many tokens on every rank of an expert group, with --model.moe.pad"
+    require(most == least, "slots", f"{rows} here, {least} to {most} on its ranks", valid)
+
+
 @torch.library.custom_op("tmoe::exchange_slots", mutates_args=())
 def exchange(rows: Tensor, group: str) -> Tensor:
-    """The rows in as many equal parts as the group has ranks: part p goes to rank p."""
+    """The rows in as many equal parts as the group has ranks: part p goes to rank p.
+
+    On a CPU it raises ValueError where ranks have other numbers of rows. On a GPU nobody waits to look.
+    """
+    if not rows.is_cuda:
+        require_alike(rows.shape[0], group)
     out = rows.new_empty(rows.shape)
     dist.all_to_all_single(out, rows.contiguous(), group=group_of(group))
     return out

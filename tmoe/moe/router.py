@@ -126,9 +126,11 @@ class Router(nn.Module):
         ids_TK = choice.ids_TK.to(torch.int32)
         if padding_T is not None:
             ids_TK = ids_TK.masked_fill(padding_T[:, None], -1)
+        if self.cfg.scaling != 1.0:
+            weights_TK = weights_TK * self.cfg.scaling
         wide = x_TD.dtype == torch.float64
         weights_TK, logits_TE, clean_TE = (
-            t if wide else t.float() for t in (weights_TK * self.cfg.scaling, logits_TE, clean_TE)
+            t if wide else t.float() for t in (weights_TK, logits_TE, clean_TE)
         )
         noted_TX = (
             logits_TE.detach()[:, :0] if choice.noted_TX is None else choice.noted_TX.to(logits_TE.dtype)

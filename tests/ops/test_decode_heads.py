@@ -1,0 +1,137 @@
+"""Heads of one token into the cache, and a sum with its norm: the model's own modules, errors, chips.
+
+next: tests/ops/test_decoding_kernels.py
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chips import CHIPS, assert_fits, measure
+from interpreter import repair_interpreter
+from tiers import slow_but
+from triton import knobs
+
+from tmoe.config.model import ModelConfig, RopeConfig
+from tmoe.model.attention import Attention
+from tmoe.model.rope import turns_of
+from tmoe.ops import add_norm as sums
+from tmoe.ops import decode_heads as heads
+from tmoe.ops.add_norm import add_norm
+from tmoe.ops.decode_heads import Heads, decode_heads
+from tmoe.ops.launch.launch import compile_only
+
+INTERPRETED = "TRITON_INTERPRET" in os.environ  # read where kernels are defined
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs inside test_decoding_kernels.py")
+compiled = pytest.mark.skipif(INTERPRETED, reason="compiles")
+fp32, bf16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module", autouse=INTERPRETED)
+def _interpreter():
+    repair_interpreter()
+
+
+def config(**more) -> ModelConfig:
+    return ModelConfig(**dict(vocab=64, dim=48, heads=6, kv_heads=2, head_dim=16) | more)
+
+
+CONFIGS = {
+    "plain": config(qkv_bias=True),
+    "head": config(qk_norm="head"),
+    "full": config(qk_norm="full", kv_heads=3),
+    "rotated": config(qk_norm="rotated", v_head_dim=24),
+    "neighbours": config(qk_norm="head", rope=RopeConfig(interleave=True), head_dim=12),
+    "partial": config(qk_norm="full", rope=RopeConfig(dim=8), value_multiplier=0.7),
+    "partial neighbours": config(rope=RopeConfig(dim=8, interleave=True), attention_gate=True, v_head_dim=8),
+    "none turn": config(qk_norm="head", rotary=(0,)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", slow_but([fp32], [fp32, bf16]))
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_heads_are_those_of_the_model(name, dtype):
+    """Against Attention.project: sums of squares are added in another order, nothing else differs."""
+    cfg = CONFIGS[name]
+    torch.manual_seed(0)
+    attention = Attention(cfg)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    attention.to(dtype)
+    B, G = 5, attention.key_heads
+    x_BD = torch.randn(B, cfg.dim).to(dtype)
+    at_B = torch.tensor([0, 7, 3, 300, 1])
+    ((cos, sin),) = (tables for tables in turns_of(cfg, 512, x_BD.device).values())
+    cos, sin = cos[at_B], sin[at_B]
+    pages = [torch.full((3, 16, G, width), 7.0, dtype=dtype) for width in (cfg.head_dim, cfg.value_dim)]
+    places_B = torch.tensor([5, 47, 16, 0, 33])
+
+    with torch.no_grad():
+        q, k, v, _ = attention.project(x_BD[:, None], cos[:, None], sin[:, None])
+        norms = None if cfg.qk_norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
+        how = Heads(cfg.heads, cfg.qk_norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
+        got = decode_heads(attention.qkv(x_BD), cos, sin, places_B, tuple(pages), how, norms)
+
+    close = dict(rtol=2e-6, atol=2e-6) if dtype == fp32 else dict(rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(got, q[:, 0], **close)
+    for page, want in zip(pages, (k, v), strict=True):
+        rows = page.flatten(0, 1)
+        torch.testing.assert_close(rows[places_B], want[:, 0], **close)
+        others = torch.ones(len(rows), dtype=torch.bool)
+        others[places_B] = False
+        assert (rows[others] == 7).all(), "a place of nobody was written"
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+@pytest.mark.parametrize("D", [48, 2000])
+def test_a_sum_and_its_norm(D, dtype):
+    x, y, weight = torch.randn(3, D).to(dtype), torch.randn(3, D).to(dtype), torch.randn(D)
+    total, normed = add_norm(x, y, weight, 1e-5)
+    torch.testing.assert_close(total, x + y, rtol=0 if dtype == fp32 else 2**-7, atol=0)  # which cuts
+    want = F.rms_norm((x + y).double(), (D,), weight.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), want, rtol=1e-6 if dtype == fp32 else 2**-6, atol=1e-6)
+
+
+def test_what_does_not_fit_is_named():
+    qkv, cos, places = torch.zeros(2, 64), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    pages = torch.zeros(1, 16, 2, 8), torch.zeros(1, 16, 2, 8)
+
+    def words(**more) -> str:
+        given = dict(qkv=qkv, cos=cos, places=places, pages=pages, how=Heads(4), norms=None) | more
+        with pytest.raises(ValueError) as error:
+            decode_heads(
+                given["qkv"], given["cos"], cos, *(given[x] for x in ("places", "pages", "how", "norms"))
+            )
+        return str(error.value)
+
+    assert "qkv: got 48 columns, valid is at least 64" in words(qkv=qkv[:, :48].contiguous())
+    assert "places: got" in words(places=places.int())
+    assert "norms: got False" in words(how=Heads(4, "head"))
+    assert "norms: got shape (4,)" in words(how=Heads(4, "head"), norms=(cos[0, :4], cos[0, :4]))
+    many = dict(qkv=torch.zeros(2, 40000), how=Heads(4096, "full"))
+    assert "norm: got full of 4096 heads of 8, valid is at most 16384 numbers" in words(**many)
+    with pytest.raises(ValueError, match=r"y: got shape \(2, 8\)"):
+        add_norm(qkv, cos, qkv[0], 1e-6)
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_kernels_fit(arch, tmp_path, monkeypatch):
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
+    found, reports = [], {}
+    with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, reports))):
+        heads.trace(32, 4, 128, 128, 128, "head", bf16)
+        heads.trace(16, 16, 128, 128, 128, "full", bf16)
+        heads.trace(96, 8, 128, 128, 64, "full", bf16, interleave=True)
+        heads.trace(64, 8, 192, 128, 64, "rotated", bf16)
+        heads.trace(24, 8, 64, 64, 64, "none", fp32)
+        for D in (128, 2048, 7168, 16384):
+            sums.trace(D, bf16)
+    assert found
+    for binary in found:
+        assert_fits(binary, CHIPS[arch])
