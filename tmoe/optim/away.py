@@ -30,15 +30,17 @@ class HostRoom:
         local = {t.untyped_storage()._cdata: t for t in map(local_part, tensors)}
         storages = [t.untyped_storage() for t in local.values()]
         sizes = [storage.nbytes() for storage in storages]
+        on_gpu = any(storage.device.type == "cuda" for storage in storages)
         if [room.nbytes for room in self.rooms] != sizes:
-            pins = any(storage.device.type == "cuda" for storage in storages)
-            self.rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
+            self.rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
         for room, storage in zip(self.rooms, storages, strict=True):
             room.copy_(bytes_of(storage), non_blocking=True)
-        if any(storage.device.type == "cuda" for storage in storages):
+        if on_gpu:
             torch.cuda.synchronize()  # no stream reads or writes them any more
         for storage in storages:
             storage.resize_(0)
+        if on_gpu:
+            torch.cuda.empty_cache()  # so that whoever asks how much is free hears of theirs
         try:
             yield
         finally:
