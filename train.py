@@ -170,7 +170,8 @@ class Trainer:
         with data, collecting(), profiler(cfg.profile, cfg.out, run.rank, self.step) as profile:
             saving = self.checkpoints.saving
             for step in run.watch.over(range(self.step, cfg.steps), cfg.train.timeout, saving):
-                batch = self.task.rollout(model, next(data), run, step)
+                with optimizer.away(self.task.offloads):
+                    batch = self.task.rollout(model, next(data), run, step)
                 if batch is None:  # told to stop in a rollout: a resumed run makes it again
                     self.leave()
                     break
@@ -305,7 +306,8 @@ class Trainer:
         model.eval()
         with self.metrics.paused(), self.ema.swapped() if self.ema else nullcontext():
             if self.task.evaluate is not None:
-                found = self.task.evaluate(model, data or self.val_data, self.run)
+                with self.optimizer.away(self.task.offloads):
+                    found = self.task.evaluate(model, data or self.val_data, self.run)
                 model.train()
                 val_loss, self.val_measured = found or (None, {})
                 return val_loss

@@ -18,10 +18,19 @@ import train
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
 from tmoe.config.model import IGNORE, ModelConfig, MoEConfig
-from tmoe.config.run import Config, DataConfig, GrpoConfig, LogConfig, ParallelConfig, TrainConfig
+from tmoe.config.run import (
+    Config,
+    DataConfig,
+    GrpoConfig,
+    LogConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from tmoe.data.prompt_dataset import Prompt, open_prompts
 from tmoe.data.tokenizer import DataError
 from tmoe.ops.launch.launch import compile_only
+from tmoe.parallel.mesh import local_part
 from tmoe.post.answers import Answer, pack, rows_of
 from tmoe.post.grpo import Grpo
 from tmoe.post.losses.sums import StepCounts
@@ -379,12 +388,50 @@ RESUMED = [(1, ["--grpo.kl", "0.1"]), (2, ["--parallel.ep", "2", "--grpo.updates
 
 @pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[:1], RESUMED), ids=str)
 def test_a_run_stopped_in_a_rollout_goes_on_bit_for_bit(data, tmp_path, gloo, world, more):
+    """The parts with the moments away in rollouts: they are back when the state is saved."""
     want = gloo(world, runs.run, words(data, tmp_path / "whole", *more))[0]
-    flags = words(data, tmp_path / "parts", *more, "--resume", "auto")
+    flags = words(data, tmp_path / "parts", *more, "--grpo.offload", "--resume", "auto")
     assert gloo(world, told_to_stop, flags, 1) == [1] * world
     got = gloo(world, runs.run, flags)[0]
     runs.assert_equal_state(got, want)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def offloaded(rank, world, argv):
+    """A run, and what moments and gradients hold in each rollout and validation."""
+    cfg = parse(argv, "", rank=rank, world=world)
+    trainer = train.Trainer(cfg, runtime.start(cfg.seed))
+    trainer.metrics.draw = lambda: None
+    task, held = trainer.task, []
+
+    def looked(name):
+        call = getattr(task, name)
+
+        def looking(*args):
+            moments = [s[key] for s in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+            gradients = [p for p in trainer.model.parameters() if p.grad is not None]
+            held.append((sum(local_part(t).untyped_storage().nbytes() for t in moments), len(gradients)))
+            return call(*args)
+
+        return looking
+
+    task.rollout, task.evaluate = looked("rollout"), looked("evaluate")
+    with trainer.metrics:
+        trainer.train()
+    return runs.whole(trainer), held
+
+
+@pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[1:], RESUMED), ids=str)
+def test_moments_are_away_in_rollouts_and_come_back_bit_for_bit(data, tmp_path, gloo, world, more):
+    """On a CPU its memory stands in for the host's as well. A checkpoint is written behind each step."""
+    flags = [*more, "--checkpoint.every", "1", "--steps", "2"]
+    want, held = gloo(world, offloaded, words(data, tmp_path / "0", *flags))[0]
+    assert len(held) == 3 and all(size > 0 for size, _ in held)
+    assert all(gradients == 0 for _, gradients in held)
+    got, held = gloo(world, offloaded, words(data, tmp_path / "1", *flags, "--grpo.offload"))[0]
+    assert held == [(0, 0)] * 3
+    runs.assert_equal_state(got, want)
+    assert lines(tmp_path / "1") == lines(tmp_path / "0")
 
 
 def test_a_reward_that_raises_is_counted_and_training_goes_on(data, tmp_path, gloo):
@@ -453,6 +500,11 @@ WRONG = [
     (dict(grpo=dict(replay="old")), r"--grpo.replay=old.*--grpo.updates of at least 2"),
     (dict(grpo=dict(replay="rollout"), model=DENSE), r"--grpo.replay=rollout: a model without MoE layers"),
     (dict(grpo=dict(replay="rollout"), model=ACAUSAL), r"--grpo.replay=rollout.*expert-choice"),
+    (
+        dict(grpo=dict(offload=True), optim=OptimConfig(offload=True)),
+        r"--grpo.offload: --optim.offload keeps",
+    ),
+    (dict(task="sft", grpo=dict(offload=True)), r"--grpo.offload: --task=sft.*valid with --task grpo"),
     (dict(log=LogConfig(routes=(1,))), r"--log.routes=\(1,\).*leave it out with --task grpo"),
     (dict(data=DataConfig(overlong="truncate")), r"--data.overlong=truncate: a prompt is not cut"),
 ]
@@ -464,7 +516,7 @@ def test_what_cannot_be_meant_is_one_error(given, said):
     with pytest.raises(ConfigError, match=said):
         grpo = GrpoConfig(**dict(rewards=("exact",), max_tokens=6) | given.pop("grpo", {}))
         train = TrainConfig(**dict(seq=32) | given.pop("train", {}))
-        Config(task="grpo", grpo=grpo, train=train, **given)
+        Config(**dict(task="grpo", grpo=grpo, train=train) | given)
 
 
 def test_the_warm_up_knows_a_rollout_s_kernels():

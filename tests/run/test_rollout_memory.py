@@ -94,9 +94,14 @@ def test_the_prediction_of_a_fixed_pool_does_not_depend_on_the_group(axes):
     one, *others = (of(group) for group in (8, 64, 256))
     assert all(other == one for other in others) and 0 < one["pool"] <= 0.008 * 2**30
     assert of(8, kl=0.1) == one | dict(reference=one["parameters"])
-    without = {name: size for name, size in one.items() if name not in ("reference", "rollout", "pool")}
+    assert peak_bytes(of(8, offload=True)) == peak_bytes(one)  # the update's
+    without = {
+        name: size for name, size in one.items() if name not in ("reference", "rollout", "pool", "away")
+    }
     assert peak_bytes(one) >= peak_bytes(without)
     huge = replace(Config(), task="grpo", grpo=GrpoConfig(rewards=("exact",), slots=4096, group=4096))
     parts = memory_per_rank(huge, axes)
     held = sum(parts[name] for name in ("parameters", "moments", "exchange", "rollout", "pool"))
     assert peak_bytes(parts) == held  # more than an update: the two take turns
+    away = replace(huge, grpo=replace(huge.grpo, offload=True))
+    assert peak_bytes(memory_per_rank(away, axes)) == held - parts["moments"]

@@ -403,6 +403,9 @@ class GrpoConfig:
     pool_gib: float | None = None
     """room for their keys and values, taken for a rollout and given back after;
     None: what they need, at most 80% of what is free"""
+    offload: bool = False
+    """AdamW's moments lie in the host's memory while answers are made: 8 bytes a parameter more for their
+    keys and values. (Gradients are never there then)"""
     reward_workers: int = 2
     """processes of each rank that work out rewards"""
     reward_timeout: float = 10.0
@@ -579,6 +582,8 @@ class Config:
         require_layout(self)
         if self.task == "grpo":
             require_grpo(self)
+        away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
+        require(self.task == "grpo" or not self.grpo.offload, away)
 
 
 def require_grpo(cfg: Config) -> None:
@@ -591,6 +596,8 @@ def require_grpo(cfg: Config) -> None:
     given = f"--train.accumulate={t.accumulate}, --train.global-batch={t.global_batch}"
     follows = "with --task grpo as many micro-batches follow as the answers fill; valid: 1 and 0"
     require(t.accumulate == 1 and t.global_batch == 0, f"{given}: {follows}")
+    both = g.offload and cfg.optim.offload
+    require(not both, "--grpo.offload: --optim.offload keeps the moments there in updates too; leave one out")
     replay, selection = f"--grpo.replay={g.replay}", model.moe.selection
     if g.replay != "none":
         has_moe = any(map(model.is_moe, range(model.layers)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import cycle, repeat
 from typing import Any
@@ -20,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from tmoe.config.run import OptimConfig
 from tmoe.ops.adamw import adamw_
+from tmoe.optim.away import HostRoom
 from tmoe.parallel.copies import WorkingCopy, make_stale, version, working_copy
 from tmoe.parallel.mesh import local_part
 from tmoe.stack import need
 
-STATE = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = "exp_avg", "exp_avg_sq"
+STATE = (*MOMENTS, "step")
 PIECE = 2**26  # elements whose moments are on the GPU at a time, for each of two streams: 1 GiB
 
 
@@ -84,8 +87,16 @@ class AdamW(torch.optim.AdamW):
         for name in ("amsgrad", "maximize"):
             if any(group[name] for group in self.param_groups):
                 raise ValueError(f"AdamW: {name}=True, valid is False: ops/adamw.py has one rule")
+        self.host = HostRoom()
         # So that a GradScaler unscales the gradients and skips steps itself.
         self._step_supports_amp_scaling = False
+
+    def away(self, wanted: bool) -> AbstractContextManager[None]:
+        """Inside, where wanted, the moments lie in the host's memory and take no room on the device."""
+        if not wanted:
+            return nullcontext()
+        states = [state for state in self.state.values() if state]
+        return self.host.holding([state[key] for state in states for key in MOMENTS])
 
     @torch.no_grad()
     def decide(self, finite: Tensor, norm: Tensor, clip: float) -> None:

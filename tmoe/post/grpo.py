@@ -78,6 +78,7 @@ class Grpo(Task):
         g = self.g = cfg.grpo
         self.evaluate = self._evaluate
         self.updates = g.updates
+        self.offloads = g.offload
         self.baseline: Any = g.advantage or BASELINE.get(g.loss, "normalised")
         self.mismatch = g.mismatch or ("truncate" if LOSSES[g.loss].of == "tokens" else "off")
         self.kl = g.kl if g.kl_in == "loss" else 0.0

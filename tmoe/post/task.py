@@ -36,6 +36,8 @@ class Task:
     """whether a loss far above those before it is worth a word: not where losses lie around 0"""
     updates: int = 1
     """of the weights, with one batch"""
+    offloads: bool = False
+    """whether AdamW's moments lie in the host's memory in rollouts, and where `evaluate` is called"""
     evaluate: Callable[[Any, Any, Runtime], tuple[float, dict[str, float]] | None] | None = None
     """of a model, held-out data and the run: the number that a validation reports, and others by name; None
     once any rank was told to stop. A collective. Where there is none, it is the mean loss"""

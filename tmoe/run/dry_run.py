@@ -44,6 +44,7 @@ LEGEND = {
     "reference": "the model that --grpo.kl keeps, this rank's share in fp32",
     "rollout": "weights gathered for a rollout, and its passes: --grpo.slots; gone in an update",
     "pool": "keys and values in a rollout: --grpo.slots, --grpo.pool-gib; gone in an update",
+    "away": "of the moments, what is on the host in a rollout (--grpo.offload)",
     "exchange": "buffers into which other ranks write rows for this one's experts (--parallel.dispatch)",
 }
 

@@ -54,6 +54,7 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
     exchange: the peers' window into this rank with the symm dispatcher, which torch's allocator does not see.
     reference, rollout, pool: of --task grpo alone. The weights that --grpo.kl keeps, fp32, sharded; weights
         gathered for a rollout, in the compute type, with the temporaries of its passes; keys and values.
+    away: moments that are not there in a rollout.
 
     Raises ConfigError if ep does not divide the experts, ValueError if a pipeline cannot be cut so.
     """
@@ -294,7 +295,8 @@ def peak_bytes(memory: dict[str, int]) -> int:
     always += memory.get("reference", 0)
     update = memory["gathered"] + memory["working"]
     update += max(memory["activations"] + memory["accumulated"], memory["gradients"])
-    return always + max(update, memory.get("rollout", 0) + memory.get("pool", 0))
+    rollout = memory.get("rollout", 0) + memory.get("pool", 0) - memory.get("away", 0)
+    return always + max(update, rollout)
 
 
 def sharded(shapes: list[Shape], ranks: int) -> int:

@@ -69,4 +69,5 @@ def with_rollout(
         "reference": FP32 * own if cfg.grpo.kl else 0,
         "rollout": compute_bytes(cfg) * (whole - masters) + passing_bytes(cfg, axes),
         "pool": pool_bytes(cfg, axes),
+        "away": parts["moments"] * cfg.grpo.offload,
     }
