@@ -147,6 +147,7 @@ def dense_mask(
     width: int,
     sinks: bool = False,
     queries_Q: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> Tensor | None:
     """Every pair of positions, whatever the device; a window is the attention's own affair."""
     return None if documents_BS is None else document_mask(documents_BS)

@@ -178,7 +178,7 @@ class Slots:
         device = self.state_6B.device
         prompts = [(ids[prompt], fresh[prompt]) for prompt in fresh]
         blocks = self.model.bits or device.type == "cuda"
-        for chunk in chunks(prompts, self.ranks.at_once, device, blocks):
+        for chunk in chunks(prompts, self.ranks.at_once, device, blocks=blocks):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
             routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
             if self.routes and routes:

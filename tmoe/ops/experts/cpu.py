@@ -77,7 +77,9 @@ def mm(a_RD: Tensor, b_DF: Tensor, out_RF: Tensor) -> None:
     if R >= FEW:
         torch.mm(a_RD, b_DF, out=out_RF)
     else:
-        out_RF.copy_(torch.mm(torch.cat([a_RD, a_RD.new_zeros(FEW - R, a_RD.shape[1])]), b_DF)[:R])
+        whole_WD = torch.cat([a_RD, a_RD.new_zeros(FEW - R, a_RD.shape[1])])
+        out_WF = out_RF.new_empty(FEW, out_RF.shape[1])  # given, so that autocast has no say
+        out_RF.copy_(torch.mm(whole_WD, b_DF, out=out_WF)[:R])
 
 
 def pre_activations(
