@@ -147,7 +147,7 @@ def load(folder: str) -> tuple[Any, Any]:
 
 
 def read_rows(path: str) -> Any:
-    from datasets import Dataset
+    from datasets import Dataset  # pyrefly: ignore[missing-import]
 
     return Dataset.from_list([json.loads(line) for line in Path(path).read_text().splitlines()])
 
@@ -159,7 +159,7 @@ def told(trainer: Any, name: str) -> list[float]:
 
 def dpo(s: dict[str, Any]) -> dict[str, Any]:
     """model, rows, steps, warmup, batch and micro (pairs), liger."""
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer  # pyrefly: ignore[missing-import]
 
     model, tokenizer = load(s["model"])
     clock = Clock()
@@ -187,7 +187,7 @@ def dpo(s: dict[str, Any]) -> dict[str, Any]:
 
 def grpo(s: dict[str, Any]) -> dict[str, Any]:
     """model, rows, steps, warmup, batch and micro (answers), group, max_tokens, continuous."""
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
     sys.path.insert(0, str(Path(s["reward"]).parent))
     from reward import of_text  # pyrefly: ignore
@@ -260,7 +260,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     began = time.monotonic()
     try:
-        import trl
+        import trl  # pyrefly: ignore[missing-import]
 
         found = TASKS[args.task](args.settings) | dict(trl=trl.__version__)
         found |= dict(peak_gib=peak_gib(), whole_s=time.monotonic() - began)
