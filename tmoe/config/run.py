@@ -397,7 +397,7 @@ class GrpoConfig:
     step's first update in its later ones (R2)"""
     bits: bool = False
     """the rollout's log-probs are those of the update's forward in every bit, so ratios are exactly 1;
-    slower: docs/grpo.md says by how much; needs --no-compile and a --train.seq that is a multiple of 128"""
+    slower, and needs --no-compile and a --train.seq that is a multiple of 128"""
     slots: int = 64
     """answers that a rank makes at the same time"""
     pool_gib: float | None = None
