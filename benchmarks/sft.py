@@ -141,7 +141,9 @@ def speed(job: Job) -> list[str]:
                 sizes = ["--train.seq", str(args.seq), "--train.batch", str(args.batch)]
                 out = job.folder / f"{kind}-{task}-{i}"
                 found.append(measure(1, args.steps, [*model, *sizes, *more], out, args.timeout))
-                job.keep("speed run", dict(lengths=kind, task=task) | found[-1])
+                kept = found[-1] | dict(tokens_per_s=found[-1]["tokens_per_s_gpu"])
+                del kept["tokens_per_s_gpu"]  # the cost model's steps have this key: cost/points.py
+                job.keep("speed run", dict(lengths=kind, task=task) | kept)
         rates = {task: [run["tokens_per_s_gpu"] for run in found] for task, found in runs.items()}
         medians = {task: statistics.median(found) for task, found in rates.items()}
         ratio = medians["sft"] / medians["pretrain"]

@@ -31,7 +31,7 @@ GIB_A_WORKER = 4.0  # of a GPU's memory, a worker's context (0.6 GiB) included: 
 GIB_A_TEST = 12.0  # what the largest tests may hold for a moment; few do so at once
 GIB_KEPT = 20.0  # of each GPU's, for the ranks and the large tensors of `whole_gpu`
 CORES_KEPT = 2  # for the same
-WHOLE_WORKERS = 5  # its files
+WHOLE_WORKERS = 6  # its files
 # import name to the name that pip knows
 NEEDED = {"pytest": "pytest", "xdist": "pytest-xdist", "triton": "triton"}
 NEEDED |= {name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "tyro", "filelock")}

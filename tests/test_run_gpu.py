@@ -148,7 +148,7 @@ def test_every_gpu_test_is_in_its_files_and_in_one_of_its_runs():
         collected(*run_gpu.files(), "-m", mark) for mark in ("gpu and not whole_gpu", "gpu and whole_gpu")
     )
     counts = {line.rpartition(": ")[0]: int(line.rpartition(": ")[2]) for line in shared | whole}
-    assert sum(int(line.rpartition(": ")[2]) for line in whole) == 11 and len(whole) <= run_gpu.WHOLE_WORKERS
+    assert 0 < len(whole) <= run_gpu.WHOLE_WORKERS
     assert {path.split("/")[-1] for path in counts} == {path.split("/")[-1] for path in run_gpu.files()}
     marked = [
         p.name
