@@ -1,6 +1,6 @@
 """Sums of digits are learned from rewards on two processes, from a model that is right once in eight times.
 
-As docs/grpo.md says it: about two minutes on idle cores.
+As docs/grpo.md says it: about two and a half minutes on idle cores.
 """
 
 import os
@@ -17,7 +17,7 @@ from tmoe.run.lines import read_steps
 ROOT = Path(__file__).parents[2]
 FLAGS = "--train.seq 64 --train.eval-every 0 --train.eval-batches 2 --no-compile --log.no-progress".split()
 GRPO = """--grpo.rewards exact --grpo.prompts 16 --grpo.group 32 --grpo.max-tokens 3 --grpo.slots 256
-    --optim.schedule constant --optim.warmup 0""".split()
+    --grpo.temperature 1.2 --optim.schedule constant --optim.warmup 0""".split()
 
 
 def train(out: Path, *words: str) -> None:
@@ -35,13 +35,13 @@ def test_sums_are_learned_from_rewards(tmp_path):
     words = "--task sft --steps 150 --train.batch 4 --optim.lr 3e-3".split()
     train(tmp_path / "sft", *words, "--data.path", mistakes)
     step = str(tmp_path / "sft/checkpoints/step-150")
-    words = ["--task", "grpo", "--steps", "120", "--train.batch", "8", "--optim.lr", "4e-4", *GRPO]
+    words = ["--task", "grpo", "--steps", "150", "--train.batch", "8", "--optim.lr", "6e-4", *GRPO]
     train(tmp_path / "rl", *words, "--data.path", sums, "--init", step)
     rewards = [line["reward/mean"] for _, line in read_steps(tmp_path / "rl/metrics.jsonl")]
     assert 0.05 < rewards[0] < 0.25
-    assert sum(rewards[-5:]) / 5 >= 0.8
+    assert sum(rewards[-20:]) / 20 >= 0.8  # a step asks 16 of 36 sums, and is off by 0.09
     assert (tmp_path / "rl/report.png").stat().st_size > 0
-    last = [one for one in read_rollouts(tmp_path / "rl") if one.step == 120]
+    last = [one for one in read_rollouts(tmp_path / "rl") if one.step == 150]
     assert last and all(
         (one.reward == 1.0) == (eval(one.prompt[:-1]) == int(one.answer or -1)) for one in last
     )
