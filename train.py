@@ -28,6 +28,7 @@ from tmoe.config.run import Config
 from tmoe.data.dataset import Batch, Dataset, Loader, require_alike
 from tmoe.hf.start import load_weights
 from tmoe.hf.tokenizer import carried_by_start
+from tmoe.model.ahead import compile_ahead
 from tmoe.model.count import count_parameters, flops_per_token, peak_flops
 from tmoe.model.freeze import freeze, require_matches
 from tmoe.model.stages import Stages
@@ -136,7 +137,6 @@ class Trainer:
         # Before restore: another run that still holds the folder may save one more step.
         held = None if cfg.eval_only else run.claim(cfg.out)
         self.restore()
-        self.task.prepare(self.model, (self.data, self.val_data), run, self.step)
 
         peak = peak_flops(run.device_name) if cfg.train.dtype == "bf16" else None
         facts = dict(data=self.data.describe(), **self.facts)
@@ -157,8 +157,18 @@ class Trainer:
         )
         self.announce()
 
+    def prepare(self) -> None:
+        """What comes before the first step: graphs are compiled, and the task learns what it must know."""
+        cfg, run = self.cfg, self.run
+        if cfg.compile:
+            passes = [one for one in self.task.passes if not (one.grad and cfg.eval_only)]
+            compile_ahead(self.model, self.mesh, cfg.train.dtype, self.task.example(run.device), passes)
+            run.watch.meet()
+        self.task.prepare(self.model, (self.data, self.val_data), run, self.step)
+
     def train(self) -> None:
         cfg, model, optimizer, run = self.cfg, self.model, self.optimizer, self.run
+        self.prepare()
         if cfg.eval_only:
             val_loss = self.validate()
             result = "stopped"

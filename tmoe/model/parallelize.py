@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tmoe.config.model import too_few_devices
 from tmoe.config.run import Config, TrainConfig, require_heads
-from tmoe.model.attention_backend import COMPILE
+from tmoe.model.compiler import compiled
 from tmoe.model.spread import Spread
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.adaptive import cost_of, ways
@@ -317,7 +317,7 @@ def apply_compile(model: Transformer) -> None:
     """
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.compute = torch.compile(block.compute, fullgraph=True, **COMPILE)
+        block.compute = compiled(block.compute)
         block.must_compile = True
 
 

@@ -34,6 +34,7 @@ from tmoe.data.tokenizer import Carried
 from tmoe.generate.engine import Engine, Sample, Samples
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
+from tmoe.model.ahead import Pass
 from tmoe.model.attention_backend import BLOCK
 from tmoe.model.loss import Given
 from tmoe.model.transformer import Transformer
@@ -42,7 +43,7 @@ from tmoe.moe.trace import keeping, replaying
 from tmoe.ops import logprobs, token_loss
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import Answer, Outcome, pack, rows_of
+from tmoe.post.answers import Answer, Outcome, blank, pack, rows_of
 from tmoe.post.estimates import estimates
 from tmoe.post.frozen import Frozen
 from tmoe.post.losses import LOSSES, make_policy
@@ -104,6 +105,19 @@ class Grpo(Task):
                 g.rewards, workers=g.reward_workers, timeout_s=g.reward_timeout, code=g.code
             )
         return open_prompts(self.cfg, split, carried)
+
+    @property
+    def passes(self) -> list[Pass]:
+        """A step's, and where there is a reference its own. Answers are made without graphs."""
+        old = [Pass(traced=True), Pass(replay=True)]
+        steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
+        return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
+
+    def blank(self) -> ChatBatch:
+        return blank(self.cfg.train.batch, self.cfg.train.seq)
+
+    def example(self, device: torch.device) -> Micro:
+        return next(self.blank().micros(device, True))
 
     def facts(self, val_data: PromptDataset) -> dict[str, Any]:
         return dict(prompts=val_data.describe())

@@ -18,6 +18,7 @@ from tmoe.config.run import Config
 from tmoe.data.corpus import Split
 from tmoe.data.dataset import Batch, Dataset, Micro, open_data, unigram_entropy
 from tmoe.data.tokenizer import Carried
+from tmoe.model.ahead import Pass
 from tmoe.model.loss import Objective
 from tmoe.model.stages import Stages
 from tmoe.model.transformer import Transformer
@@ -50,6 +51,20 @@ class Task:
     def open(self, split: Split, carried: Carried | None) -> Dataset:
         """The data of a split, whose batches are a function of the step alone."""
         return open_data(self.cfg.data, self.cfg.train.seq, self.cfg.model.vocab, split, carried)
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The kinds of forward that a run makes: a step's, and a validation's."""
+        return [Pass(), Pass(grad=False)]
+
+    def blank(self) -> Batch:
+        """One micro-batch without tokens, in the shapes and types of all."""
+        train = self.cfg.train
+        return Batch(*(torch.zeros(1, train.batch, train.seq, dtype=torch.int64) for _ in Batch._fields))
+
+    def example(self, device: torch.device) -> Micro:
+        """What blocks are compiled for (model/ahead.py)."""
+        return next(self.micros(self.blank(), device))
 
     def facts(self, val_data: Dataset) -> dict[str, Any]:
         """What config.json keeps of the data, and the report shows."""

@@ -53,6 +53,7 @@ GRACE_S = 0.8  # how long a failing rank listens for the others before it says w
 HEARS_S = 10.0  # how long a rank that ends waits for the store's answers, whose host may be stopped
 # Numbers the watches of this process, alike on all ranks: each has keys of its own in the store.
 ENTRIES = itertools.count()
+MEETINGS = itertools.count()  # and their meetings
 LEAVES = "_tmoe_leaves"  # marks an exception that, if nothing catches it, ends the process at once
 GONE = (RuntimeError, dist.DistStoreError)  # what a store raises when its host is gone
 # What faulthandler raises for a notebook's stderr, a closed one, none.
@@ -177,6 +178,27 @@ class Watch:
             yield
         finally:
             self._aside = False
+
+    def meet(self) -> None:
+        """Waits until all ranks are here, for as long as they live. No collective: its patience would end.
+
+        RuntimeError if a rank has failed, or is silent for as long as a collective would wait.
+        """
+        if self.world == 1:
+            return
+        here = f"tmoe meeting {next(MEETINGS)}"
+        self.connection.add(here, 1)
+        heard: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it was new
+        while self.connection.add(here, 0) < self.world:
+            time.sleep(BEAT_S)
+            now = time.monotonic()
+            for r, words in self._hear().items() if self._originals else ():
+                if words["failure"]:
+                    raise RuntimeError(f"connection lost: rank {r} failed before the first step")
+                beat, since = heard.get(r, (-1, now))
+                heard[r] = words["beat"], since if beat == words["beat"] else now
+                if now - heard[r][1] > patience().total_seconds():
+                    raise RuntimeError(f"connection lost: rank {r} is silent before the first step")
 
     def vote(self) -> None:
         """Raises DivergenceError on all ranks unless those of a kind agree on this step's collectives so far.
