@@ -383,7 +383,11 @@ def told_to_stop(rank, world, argv, step):
     return trainer.step
 
 
-RESUMED = [(1, ["--grpo.kl", "0.1"]), (2, ["--parallel.ep", "2", "--grpo.updates", "2"])]
+RESUMED = [
+    (1, ["--grpo.kl", "0.1"]),
+    (2, ["--parallel.ep", "2", "--grpo.updates", "2"]),
+    (1, ["--grpo.kl", "0.1", "--optim.freeze", "experts", "--train.dtype", "bf16"]),
+]
 
 
 @pytest.mark.parametrize(("world", "more"), slow_but(RESUMED[:1], RESUMED), ids=str)

@@ -48,8 +48,10 @@ def measured(rank, world, argv):
         trainer.train()
     kept = trainer.task.frozen.weights.tensors().values()
     found.reference = sum(local_part(t).nbytes for t in kept)
+    stored = {local_part(p).data_ptr() for p in trainer.model.parameters()}
     with gathered(trainer.model, 1):
-        found.gathered = sum(local_part(p).nbytes for p in trainer.model.parameters())
+        used = [local_part(p) for p in trainer.model.parameters()]
+        found.gathered = sum(t.nbytes for t in used if t.data_ptr() not in stored)
     return found, memory_per_rank(cfg, trainer.mesh.axes), passing_bytes(cfg, trainer.mesh.axes)
 
 
@@ -65,12 +67,23 @@ def words(tmp_path_factory):
 @pytest.mark.slow
 def test_parts_are_those_that_a_run_allocates(words, gloo):
     """One process computes with its fp32 weights in place; of two each gathers those of both."""
-    ((alone, said, _),) = gloo(1, measured, [*words, "--grpo.group", "4"])
+    ((alone, said, passing),) = gloo(1, measured, [*words, "--grpo.group", "4"])
     assert (alone.pool, alone.reference) == (said["pool"], said["reference"])
+    assert alone.gathered == said["rollout"] - passing == 0
     flags = ["--grpo.group", "4", "--parallel.dp", "2", "--parallel.whole-gib", "0"]
     for found, said, passing in gloo(2, measured, [*words, *flags]):
         assert (found.pool, found.reference) == (said["pool"], said["reference"])
         assert found.gathered == said["rollout"] - passing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [1, 2])
+def test_frozen_experts_that_nobody_shares_are_not_held_twice(words, gloo, ep):
+    """They are stored in bf16, and computed with in place."""
+    flags = ["--grpo.group", "4", "--train.dtype", "bf16", "--optim.freeze", "experts"]
+    for found, said, passing in gloo(ep, measured, [*words, *flags, "--parallel.ep", str(ep)]):
+        assert found.gathered == said["rollout"] - passing > 0
+        assert found.reference == said["reference"] > 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tmoe.checkpoint.checkpoints import Checkpoints
 from tmoe.config.run import Config
@@ -16,34 +17,50 @@ from tmoe.hf.start import load_weights
 from tmoe.model.transformer import Transformer
 from tmoe.optim.ema import Ema
 from tmoe.parallel.copies import make_stale
+from tmoe.parallel.mesh import local_part
 
 
 class Frozen:
     """The weights of --init, or those drawn from the seed: fp32, laid out as the model's own are.
 
-    A collective. Where a run goes on, its weights have moved: then the first ones are read, or drawn, again.
+    What --optim.freeze freezes is not kept twice. A collective. Where a run goes on, its weights have moved:
+    then the first ones are read, or drawn, again, while the present ones wait on the host.
     """
 
     def __init__(self, model: Transformer, cfg: Config, step: int) -> None:
         """step: the steps that the run has done."""
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
         if step == 0:
-            self.weights = Ema(model.named_parameters(), 0.0)
+            self.weights = kept(model, trained)
             return
-        now = Ema(model.named_parameters(), 0.0)
+        now = {name: host_copy(p) for name, p in model.named_parameters()}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         if cfg.init:
             reader = Checkpoints(Path(cfg.out) / "checkpoints", keep=0, mode="sync", info={})
             load_weights(Path(cfg.init), reader, model.state_dict(), cfg.model)
         else:
             model.init_weights(cfg.seed)
-        self.weights = Ema(model.named_parameters(), 0.0)
+        # what is frozen now may have been trained in an earlier part of the run
+        parameters = dict(model.named_parameters())
+        moved = {name for name, old in now.items() if not torch.equal(old, host_copy(parameters[name]))}
+        self.weights = kept(model, trained | moved)
         with torch.no_grad():
             for name, b in model.named_buffers():
                 b.copy_(buffers[name])
-            for name, p in model.named_parameters():
-                p.copy_(now.tensors()[name])
+            for name, p in parameters.items():
+                local_part(p).copy_(now[name])
         make_stale(model.parameters())
 
     def in_place(self) -> AbstractContextManager[None]:
         """Inside, the model computes with these weights."""
         return self.weights.swapped()
+
+
+def kept(model: Transformer, names: set[str]) -> Ema:
+    """Copies of these weights."""
+    return Ema(((name, p) for name, p in model.named_parameters() if name in names), 0.0)
+
+
+def host_copy(p: Tensor) -> Tensor:
+    """This rank's part of a parameter, on the CPU."""
+    return local_part(p).detach().to("cpu", copy=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -52,8 +53,9 @@ def memory_per_rank(cfg: Config, axes: Axes) -> dict[str, int]:
         or of all that a stage has in flight.
     working: temporaries of the backward, in the loss or in a block, whichever is more; messages of a stage.
     exchange: the peers' window into this rank with the symm dispatcher, which torch's allocator does not see.
-    reference, rollout, pool: of --task grpo alone. The weights that --grpo.kl keeps, fp32, sharded; weights
-        gathered for a rollout, in the compute type, with the temporaries of its passes; keys and values.
+    reference, rollout, pool: of --task grpo alone. The trained weights that --grpo.kl keeps, fp32, sharded;
+        weights gathered for a rollout, in the compute type, and the temporaries of its passes; keys and
+        values.
     away: moments that are not there in a rollout.
 
     Raises ConfigError if ep does not divide the experts, ValueError if a pipeline cannot be cut so.
@@ -225,18 +227,16 @@ def _stage(cfg: Config, axes: Axes, spans: Sequence[range], kept: int) -> dict[s
     root = [shape for span in spans for shape in chunk_root(model, span)]
     dense_shapes = [shapes_of[kind_of(model, layer)][0] for span in spans for layer in span]
     parts = without_frozen(kept_for_a_step(parts, cfg, axes, root, dense_shapes), cfg, axes, spans)
-    return with_rollout(parts, cfg, axes, whole, held if width == FP32 else 0, own)
+    frozen = frozen_on_a_rank(cfg, axes, spans)
+    masters = held if width == FP32 else frozen.held
+    return with_rollout(parts, cfg, axes, whole, masters, own - frozen.own)
 
 
 def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequence[range]) -> dict[str, int]:
-    """The same parts with --optim.freeze: frozen parameters have no gradient, no moments, no fp32 copy."""
+    """The same parts with --optim.freeze: frozen parameters have no gradient, no moments, no master."""
     if not cfg.optim.freeze:
         return parts
-    frozen = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
-    dense, experts = (sum(numbers) for numbers in zip(*frozen, strict=True))
-    unshared = axes.sharers * axes.replicate == 1
-    own = dense // axes.shard + experts // (axes.ep * axes.sharers)
-    held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
+    dense, experts, own, held = frozen_on_a_rank(cfg, axes, spans)
     several, width = several_micros(cfg, axes), compute_bytes(cfg)
     again = second_table(cfg.model, spans) if matching(cfg.optim.freeze, ["embedding.weight"]) else []
     trained = own - numel(again) // axes.shard
@@ -244,11 +244,34 @@ def without_frozen(parts: dict[str, int], cfg: Config, axes: Axes, spans: Sequen
         "parameters": (FP32 - width) * own,
         "gradients": FP32 * (own - held) + (FP32 if several else width) * held,
         "moments": 0 if cfg.optim.offload else 2 * FP32 * trained,
-        "ema": FP32 * trained if cfg.optim.ema else 0,
         "gathered": width * held * (width < FP32),  # what is held whole needs no working copy
         "accumulated": FP32 * (dense + experts // axes.ep) if several else 0,
     }
     return {name: size - less.get(name, 0) for name, size in parts.items()}
+
+
+class Frozen(NamedTuple):
+    """Frozen elements of a rank's blocks."""
+
+    dense: int
+    experts: int
+    """of these and of `dense` all"""
+    own: int
+    """what this rank stores"""
+    held: int
+    """of `own` what no rank shares: it computes with them in place"""
+
+
+def frozen_on_a_rank(cfg: Config, axes: Axes, spans: Sequence[range]) -> Frozen:
+    """What --optim.freeze freezes, of a rank of the stage that has these chunks."""
+    if not cfg.optim.freeze:
+        return Frozen(0, 0, 0, 0)
+    found = [frozen_elements(cfg.model, cfg.optim.freeze, span) for span in spans]
+    dense, experts = (sum(numbers) for numbers in zip(*found, strict=True))
+    own = dense // axes.shard + experts // (axes.ep * axes.sharers)
+    unshared = axes.sharers * axes.replicate == 1
+    held = own if axes.stage == 1 else experts // axes.ep if unshared else 0
+    return Frozen(dense, experts, own, held)
 
 
 @functools.lru_cache(64)

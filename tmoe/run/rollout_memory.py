@@ -56,17 +56,17 @@ def passing_bytes(cfg: Config, axes: Axes) -> int:
 
 
 def with_rollout(
-    parts: dict[str, int], cfg: Config, axes: Axes, whole: int, masters: int, own: int
+    parts: dict[str, int], cfg: Config, axes: Axes, whole: int, masters: int, trained: int
 ) -> dict[str, int]:
     """The same parts, and with --task grpo those that it adds.
 
     whole: elements of a rank's weights, gathered. masters: of these, what it computes with in place.
-    own: elements that it stores.
+    trained: elements that it stores, without frozen ones.
     """
     if cfg.task != "grpo":
         return parts
     return parts | {
-        "reference": FP32 * own if cfg.grpo.kl else 0,
+        "reference": FP32 * trained if cfg.grpo.kl else 0,
         "rollout": compute_bytes(cfg) * (whole - masters) + passing_bytes(cfg, axes),
         "pool": pool_bytes(cfg, axes),
         "away": parts["moments"] * cfg.grpo.offload,
