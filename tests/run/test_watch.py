@@ -95,9 +95,10 @@ def second_stands(rank: int, world: int) -> None:
 def test_the_second_run_is_guarded_too():
     ends = launch(2, second_stands, timeout=60, limit=LIMIT)
     assert [end.code for end in ends] == [1, 1], ends
-    for end in ends:
-        moved = re.search(r"error: nothing has moved for (\d+\.\d) s", end.said)
-        assert moved and 1.0 <= float(moved[1]) < shared(3.0), ends
+    # the first to end may end the other, whose connection is gone
+    found = [re.search(r"error: nothing has moved for (\d+\.\d) s", end.said) for end in ends]
+    assert any(found), ends
+    assert all(1.0 <= float(moved[1]) < shared(3.0) for moved in found if moved), ends
 
 
 def in_a_thread(rank: int, world: int, argv: list[str], how: str) -> None:
