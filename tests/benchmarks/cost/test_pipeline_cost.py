@@ -6,19 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from machines import free
 
 from benchmarks.cost import constants, points, step_time
 from benchmarks.cost.block_time import expert_kernels
-from benchmarks.cost.pipeline import Timed, run
+from benchmarks.cost.pipeline import Timed, needs, run
 from benchmarks.moe_layer import ALL
 from tmoe.config.axes import ALONE, Axes
 from tmoe.config.model import ModelConfig, MoEConfig
 from tmoe.config.presets import presets
 from tmoe.config.run import Config, TrainConfig
 from tmoe.ops.experts import gpu
+from tmoe.parallel import pipelining
 from tmoe.parallel.gathered_copies import WAVES
-from tmoe.parallel.schedule import Cost, simulate, table
+from tmoe.parallel.pipelining import Edges, Shape
+from tmoe.parallel.schedule import Cost, messages, simulate, table
 from tmoe.run.memory import plan
 
 # Slow: the model is frozen, so its tests need not run with every change of the trainer.
@@ -73,6 +77,29 @@ def test_losses_are_spread_over_an_action():
     # F0 until 4; F1 until 8, while stage 1 has F0 until 7 and B0 until 10; then B0, as B1 of stage 1 is at 16
     assert timed.lost == pytest.approx((2, 0))
     assert timed.time == pytest.approx(16 + 3)
+
+
+def test_the_trainer_posts_receives_as_the_model_does(monkeypatch):
+    """Edges: one for each neighbour at the start, the next of a neighbour when its last one is taken."""
+    made = table("1f1b", 3, 4)
+    posted: list[int] = []  # sources
+    monkeypatch.setattr(pipelining, "first_by_host", lambda: False)
+    monkeypatch.setattr(pipelining, "_wait", lambda work, x: None)
+    monkeypatch.setattr(dist, "irecv", lambda buffer, source, group: posted.append(source))
+    edges = Edges.__new__(Edges)
+    edges.here, edges.ranks, edges.passed = 1, {0: 0, 1: 1, 2: 2}, set()
+    edges.order = {edge: sent for edge, sent in messages(made).items() if 1 in edge}
+    edges.groups = edges.hosts = dict.fromkeys([(0, 1), (2, 1)])
+    edges.begin(Shape((1,), torch.float32, torch.device("cpu")), "FB")
+    assert sorted(posted) == [0, 2]
+    for action in made.ranks[1]:
+        message = needs(action, 3)
+        assert message in edges.posted and len(edges.posted) <= 2
+        posted.clear()
+        edges.receive(message)
+        source = 0 if message.kind == "F" else 2
+        assert posted == [source] * (message.micro < 3)
+    assert not edges.posted
 
 
 def test_a_chunk_loses_of_its_products_alone():
