@@ -6,6 +6,7 @@ next: network.py
 """
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ from tmoe.run.block_memory import (
 FLASH = 7 / 6
 
 Parts = dict[str, float]  # seconds by part
+
+
+class Kernels(NamedTuple):
+    """Seconds of the kernels of a layer's experts: products, and the sum over a token's rows."""
+
+    forward: float
+    inputs: float
+    """of gradients of rows"""
+    weights: float
+    """of gradients of weights"""
+    rows: float
+    """of one sum over a token's rows: there is one in the forward and one in the backward"""
 
 
 def block_seconds(
@@ -196,15 +209,14 @@ def product(rows: int, inner: int, columns: int, width: int, m: SimpleNamespace)
 
 def expert_seconds(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float]:
     """(forward, backward) seconds of one layer's experts on the busiest rank."""
-    forward, inputs, weights = expert_kernels(cfg, axes, m, skew)
-    return forward + m.layer_fixed / 3, inputs + weights + m.layer_fixed * 2 / 3
+    forward, inputs, weights, rows = expert_kernels(cfg, axes, m, skew)
+    return forward + rows + m.layer_fixed / 3, inputs + weights + rows + m.layer_fixed * 2 / 3
 
 
-def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> tuple[float, float, float]:
-    """Seconds of its kernels: of the forward, of the gradients of rows, of those of weights.
+def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> Kernels:
+    """Those of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs.
 
-    They are those of docs/kernels.md; under etp of 1/etp of the width and etp times the pairs. The last are
-    what a pipeline by v puts off.
+    Gradients of weights are what a pipeline by v puts off.
     """
     moe = cfg.model.moe
     ep, etp = axes.ep, axes.etp
@@ -229,7 +241,7 @@ def expert_kernels(cfg: Config, axes: Axes, m: SimpleNamespace, skew: float) -> 
     dw_down = kernel(one, width * (a + x + w), m)
     dw_up = kernel(n * one, width * (h + x + n * w), m)
     slower = 1.0 if ep == 1 else exchange_of(cfg, axes, m)["experts"]
-    return slower * (up + down + sum_rows), slower * (dh + dx + sum_rows), slower * (dw_down + dw_up)
+    return Kernels(*(slower * t for t in (up + down, dh + dx, dw_down + dw_up, sum_rows)))
 
 
 def exchange_of(cfg: Config, axes: Axes, m: SimpleNamespace) -> dict:

@@ -28,7 +28,7 @@ OF_AXIS = {
     "ep": ("exchange",),
     "tp": ("tp_factor",),
     "cp": ("cp_factor",),
-    "pp": ("message",),
+    "pp": ("message", "held"),
     "etp": ("etp_factor",),
     "replicate": ("fsdp_overlap",),
 }

@@ -28,7 +28,6 @@ UNHELD = {
         "three hosts that could not keep up (GPU idle for up to 14% of a traced step), "
         "before launches were replayed: the model has no host"
     ),
-    "axes/2xH200-pp.jsonl": "a pipeline's own work on the host and its waits are not in the model yet",
 }
 
 

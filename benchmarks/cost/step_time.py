@@ -25,12 +25,13 @@ A step is the sum of these parts, of the busiest rank:
                           does not hide
     slowed                what compute loses beside those that it does hide, by the time of their bytes on
                           NVLink
+    beside receives       what a stage's products of experts lose while one of its receives waits on the GPU
     pipeline bubble       what the busiest stage waits: the table's own order, run with each chunk's seconds;
                           by v the gradients of experts' weights wait for idle moments, where they can
 
-With pp the other parts are those of the busiest stage, and the optimizer's those of the stage with the most
-parameters. What tp, cp, etp and pp add rests on constants of their own, an axis each (constants.py, OF_AXIS),
-which say whether they were measured; until then their parts are in the open.
+With pp the other parts are those of the stage that is busiest, receives counted, and the optimizer's those of
+the stage with the most parameters. What tp, cp, etp and pp add rests on constants of their own, an axis each
+(constants.py, OF_AXIS), which say whether they were measured; until then their parts are in the open.
 
 Across nodes a group's ring enters each node through the network cards of its members there: dense parameters
 through all eight, a rank's own experts (ep 8) through one. What runs at the same time is not modelled to
@@ -40,7 +41,7 @@ two, with dp 2. A global batch grows with the GPUs: whether it still trains well
 
 `m`, here, in block_time.py and in network.py, are the constants by name (constants.py).
 
-next: block_time.py
+next: block_time.py, then pipeline.py
 """
 
 from collections.abc import Sequence
@@ -48,13 +49,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from benchmarks.cost.block_time import Parts, block_seconds, expert_kernels, product
+import numpy as np
+
+from benchmarks.cost.block_time import Kernels, Parts, block_seconds, expert_kernels, product
 from benchmarks.cost.network import collective_seconds, padded_groups, times
+from benchmarks.cost.pipeline import Timed, run
 from tmoe.config.axes import Axes
 from tmoe.config.model import ModelConfig
 from tmoe.config.run import Config
 from tmoe.model.count import block_shapes, flops_per_token, mfu, numel
-from tmoe.parallel.schedule import Cost, simulate
+from tmoe.parallel.gathered_copies import WAVES
+from tmoe.parallel.schedule import Cost
 from tmoe.run.block_memory import FP32, compute_bytes, local_tokens
 from tmoe.run.memory import chunk_root, chunk_spans, kept_whole, memory_per_rank, peak_bytes, plan
 
@@ -65,9 +70,27 @@ RECOMPUTED = {  # parts whose forward runs again in the backward, by --parallel.
     "moe": ("experts", "exchange", "etp exchange"),
     "block": ("projections", "attention", "experts", *EXCHANGES, "glue"),
 }
-# Micro-batches of a pipeline that are run in thought, times pp. Each further one takes the busiest stage as
-# long as the one before, and no stage holds more.
+# Micro-batches of a pipeline that are run in thought, times pp. Each further one takes as long as those
+# before, and no stage holds more.
 STEADY = 4
+
+
+class Chunk(NamedTuple):
+    """What a chunk of the model takes."""
+
+    parts: Parts
+    """seconds of a step, by what they are spent on"""
+    forward: float
+    """seconds of a micro-batch's forward"""
+    weights: float
+    """seconds of the gradients of experts' weights in its backward, which v puts off"""
+    lost: Cost
+    """seconds that a micro-batch's products of experts lose where a receive waits beside all of them"""
+
+    def cost(self, micros: int) -> Cost:
+        """Seconds of one of so many micro-batches."""
+        backward = sum(self.parts.values()) / micros - self.forward
+        return Cost(self.forward, backward - self.weights, self.weights)
 
 
 class Prediction(NamedTuple):
@@ -107,30 +130,30 @@ def predict(
     again = cfg.train.accumulate
     busiest = 1.0 if axes.ep == 1 else m.skew if skew is None else skew
     spans = chunk_spans(cfg.model, axes.pp * (cfg.parallel.chunks_a_stage if axes.pp > 1 else 1))
-    same = {}  # chunks of the same blocks take as long
+    same: dict[tuple, Chunk] = {}  # chunks of the same blocks take as long
     for span in spans:
         if (kind := chunk_kind(cfg.model, span)) not in same:
             same[kind] = chunk_seconds(cfg, axes, span, m, busiest)
     chunks = [same[chunk_kind(cfg.model, span)] for span in spans]
     short = steady(cfg, axes)
     if axes.pp == 1:
-        (parts, *_), bubble = chunks[0], 0.0
+        parts, lost, bubble = chunks[0].parts, 0.0, 0.0
         own = [spans]
     else:
         order = plan(short, axes)
         own = [[s for s, home in zip(spans, order.home, strict=True) if home == r] for r in range(axes.pp)]
         works = [
-            [parts for (parts, *_), home in zip(chunks, order.home, strict=True) if home == r]
+            [chunk.parts for chunk, home in zip(chunks, order.home, strict=True) if home == r]
             for r in range(axes.pp)
         ]
+        timed = pipeline_seconds(cfg, axes, chunks, message_seconds(cfg, axes, m))
         work = [sum(sum(parts.values()) for parts in stage) for stage in works]
-        most = work.index(max(work))
+        busy = [a + b for a, b in zip(work, timed.lost, strict=True)]
+        most = busy.index(max(busy))
         parts = {name: sum(parts[name] for parts in works[most]) for name in works[most][0]}
-        costs = [Cost(f, sum(parts.values()) / again - f - w, w) for parts, f, w in chunks]
-        once = work[most] / again
-        bubble = simulate(order, costs, message_seconds(cfg, axes, m)).time
-        bubble -= once * short.train.accumulate
+        lost, bubble = timed.lost[most], timed.time - busy[most]
     parts["optimizer"] = max(optimizer_seconds(cfg, axes, stage, m) for stage in own)
+    parts["beside receives"] = lost
     parts["pipeline bubble"] = bubble
 
     tokens = axes.readers * cfg.train.batch * cfg.train.seq * again
@@ -149,6 +172,23 @@ def steady(cfg: Config, axes: Axes) -> Config:
     return replace(cfg, train=replace(cfg.train, accumulate=most))
 
 
+def pipeline_seconds(cfg: Config, axes: Axes, chunks: Sequence[Chunk], latency: float) -> Timed:
+    """What all micro-batches take; beyond the steady ones each takes as long as the mean of the last pp."""
+    again, most = cfg.train.accumulate, steady(cfg, axes).train.accumulate
+    costs, lost = [chunk.cost(again) for chunk in chunks], [chunk.lost for chunk in chunks]
+
+    def timed(micros: int) -> Timed:
+        short = replace(cfg, train=replace(cfg.train, accumulate=micros))
+        return run(plan(short, axes), costs, lost, latency)
+
+    last = timed(most)
+    if most == again:
+        return last
+    before, more = timed(most - axes.pp), (again - most) / axes.pp
+    losses = (b + more * (b - a) for a, b in zip(before.lost, last.lost, strict=True))
+    return Timed(last.time + more * (last.time - before.time), tuple(losses))
+
+
 def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     """Seconds of a micro-batch's hidden states from one stage to the next."""
     moved = local_tokens(cfg, axes) * cfg.model.dim * compute_bytes(cfg)
@@ -156,14 +196,8 @@ def message_seconds(cfg: Config, axes: Axes, m: SimpleNamespace) -> float:
     return m.message + (times(m.collective, moved) if near else moved / m.nic_rate + m.nic_hop)
 
 
-def chunk_seconds(
-    cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busiest: float
-) -> tuple[Parts, float, float]:
-    """Seconds of a step by part of one chunk, but for the optimizer.
-
-    And those of a micro-batch's forward, and of the gradients of experts' weights in its backward, which v
-    puts off.
-    """
+def chunk_seconds(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, busiest: float) -> Chunk:
+    """What one chunk takes, but for the optimizer."""
     again = cfg.train.accumulate
     forward, backward = passes(cfg, axes, span, m, busiest)
     recomputed = sum(forward[part] for part in RECOMPUTED[cfg.parallel.checkpoint])
@@ -179,8 +213,13 @@ def chunk_seconds(
     parts["exposed all-gathers"] = exposed
     parts["slowed"] = m.slowed * beside
     sparse = sum(map(cfg.model.is_moe, span))
-    weights = sparse * expert_kernels(cfg, axes, m, busiest)[2] if sparse else 0.0
-    return parts, sum(forward.values()), weights
+    products = expert_kernels(cfg, axes, m, busiest) if sparse else Kernels(0.0, 0.0, 0.0, 0.0)
+    runs_again = products.forward * ("experts" in RECOMPUTED[cfg.parallel.checkpoint])
+    waves = WAVES if axes.sharers > 1 and kept_whole(cfg, axes, span) else 1
+    loses = sparse * float(np.interp(waves, *zip(*m.held, strict=True)))
+    lost = Cost(products.forward, products.inputs + runs_again, products.weights)
+    lost = Cost(*(loses * seconds for seconds in lost))
+    return Chunk(parts, sum(forward.values()), sparse * products.weights, lost)
 
 
 def chunk_kind(model: ModelConfig, span: range) -> tuple:
@@ -229,9 +268,17 @@ def passes(cfg: Config, axes: Axes, span: range, m: SimpleNamespace, skew: float
 
 
 def optimizer_seconds(cfg: Config, axes: Axes, spans: Sequence[range], m: SimpleNamespace) -> float:
-    """Seconds of AdamW and the gradient norm over what a rank holds of these chunks."""
-    own = sum(elements / size for span in spans for elements, size in parameter_groups(cfg, axes, span))
-    seconds = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own / m.memory_rate
+    """Seconds of AdamW and the gradient norm over what a rank holds of these chunks.
+
+    Gradients of what it holds whole are in the compute type, as where m.optimizer_bytes was measured, unless
+    micro-batches add up: then both read them in fp32. (Those that ranks share always are; it is not counted.)
+    """
+    groups = [group for span in spans for group in parameter_groups(cfg, axes, span)]
+    own = sum(elements / size for elements, size in groups)
+    added = sum(n for n, size in groups if size == 1) if cfg.train.accumulate > 1 else 0
+    moved = (m.optimizer_bytes + 3 * FP32 * (cfg.optim.ema > 0)) * own
+    moved += 2 * (FP32 - compute_bytes(cfg)) * added
+    seconds = moved / m.memory_rate
     if cfg.optim.offload:  # both moments, in and out at the same time
         seconds = max(seconds, 2 * FP32 * own / m.host_rate)
     return seconds

@@ -34,6 +34,7 @@ def free(**costs: Any) -> SimpleNamespace:
         ),
         **dict.fromkeys("fsdp_overlap slowed nic_hop link_hop message".split(), 0.0),
         **dict.fromkeys("tp_factor cp_factor etp_factor".split(), 1.0),
+        held=[[1, 0.0], [4, 0.0]],
         skew=1.0,
     )
     return SimpleNamespace(**{**vars(constants.values(CONSTANTS)), **nothing, **costs})

@@ -43,6 +43,8 @@ at_the_end = take(
 )
 # Gradients on their way at a time: the backward waits for the oldest, or it would fill memory with them.
 AHEAD = 3
+# Of the experts' products: collectives as large as the experts run beside them (ops/experts/gpu.py).
+WAVES = 4
 
 
 class Sharers:
@@ -71,7 +73,7 @@ class Sharers:
         Hooks tell when the model's forward begins and ends. The model's `set_requires_gradient_sync` tells
         the sharers what it tells FSDP2. The experts' kernels of this process run in four waves.
         """
-        gpu.waves = 4  # collectives as large as the experts run beside their products
+        gpu.waves = WAVES
         on_gpu = "nccl" in dist.get_backend(self.group)
 
         def begin(*_: Any) -> None:

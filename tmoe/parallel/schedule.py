@@ -180,13 +180,13 @@ def messages(table: Table) -> dict[tuple[int, int], tuple[Message, ...]]:
     found: dict[tuple[int, int], list[Message]] = {}
     for source, row in enumerate(table.ranks):
         for action in row:
-            message = _result(action, len(table.home))
+            message = result(action, len(table.home))
             if message and (target := table.home[message.chunk]) != source:
                 found.setdefault((source, target), []).append(message)
     return {edge: tuple(sent) for edge, sent in found.items()}
 
 
-def _result(action: Action, chunks: int) -> Message | None:
+def result(action: Action, chunks: int) -> Message | None:
     """What another chunk gets of an action."""
     op, chunk, micro = action
     if op == "F" and chunk + 1 < chunks:
@@ -243,7 +243,7 @@ def simulate(table: Table, cost: Cost | Sequence[Cost] = EVEN, latency: float = 
                 stash[rank] += [(come, 1), (start, -1)]
             if op == "F" and chunk == count - 1:
                 last[micro] = now[rank]
-            if message := _result(action, count):
+            if message := result(action, count):
                 target = table.home[message.chunk]
                 there[message] = now[rank] + (latency if target != rank else 0)
                 runnable += [target] if target != rank else []
