@@ -488,6 +488,7 @@ WRONG = [
     (dict(grpo=dict(loss="cispo", clip_high=2.0)), r"--grpo.loss=cispo has neither"),
     (dict(grpo=dict(loss="gspo", mismatch="mask")), r"--grpo.mismatch=mask.*valid: off"),
     (dict(grpo=dict(temperature=0.0)), r"--grpo.temperature=0.0: must be positive"),
+    (dict(grpo=dict(temperature=1e-37)), r"--grpo.temperature=1e-37: must be at least 1e-06"),
     (dict(grpo=dict(dual_clip=1.0)), r"--grpo.dual-clip=1.0: must be above 1"),
     (dict(grpo=dict(loss="dppo", dual_clip=3.0)), r"--grpo.dual-clip=3.0: valid with dapo.*not with .*dppo"),
     (dict(grpo=dict(ratio_cap=1.25)), r"--grpo.ratio-cap=1.25: must be above 1 \+ --grpo.clip-high=0.28"),

@@ -99,6 +99,7 @@ def load(
         f"{path}: its tokenizer has {found.vocab} ids, but model.vocab={model.cfg.vocab}",
     )
     ends, sampling = told(files)
+    ends = [i for i in ends if i < model.cfg.vocab]  # no other can be drawn
     begin = opening(path) if published and tokenizer is None else ()
     return Loaded(path, model.eval(), found, tuple({*ends, found.eos}), begin, sampling, seq)
 
