@@ -135,9 +135,38 @@ def test_messages_are_asked_by_the_template_and_long_prompts_left_out(tmp_path):
     assert len(found) == 3 and any("hello" in text and text != "hello" for text in found)
     with pytest.raises(DataError, match=r"1 prompts are longer than --train.seq=40 leaves"):
         opened("error")
+    for rows, said in (
+        ([dict(prompt=None)], r"needs .*here is prompt, its prompt is None"),
+        ([dict(prompt="a\ud800")], r"rows.jsonl:1: prompt: is no Unicode text: '\\ud800' at 1"),
+        (
+            [dict(prompt="a")] * 9,
+            r"none of its 9 prompts is in its (train|val) split \(those of equal prompts",
+        ),
+        ([dict(prompt=chat, tools=5)], r"rows.jsonl:1: tools: must be a list; here is int"),
+        ([dict(prompt=chat, chat_template_kwargs=dict(messages=[]))], r"chat_template_kwargs: messages: not"),
+        ([], "rows.jsonl: is empty; valid: rows of"),
+    ):
+        path.write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(DataError, match=said):
+            opened("drop")
     path.write_text('{"question": "a"}')
     with pytest.raises(DataError, match=r'needs \{"prompt".*here is question'):
         opened("drop")
+
+
+def test_the_template_has_what_the_row_gives_it(tmp_path):
+    (tmp_path / "plain.jinja").write_text(
+        "{% for one in messages %}{{ one.role }} {{ one.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ mood }}{% if tools %} {{ tools | length }}{% endif %}{% endif %}"
+    )
+    given = dict(tools=json.dumps([dict(name="f")] * 2), chat_template_kwargs=dict(mood="calm"))
+    rows = [dict(prompt=[dict(role="user", content=f"hello {i}")]) | given for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), chat_template=str(tmp_path / "plain.jinja"))
+    grpo = GrpoConfig(rewards=("length(4,2)",), max_tokens=4)
+    cfg = Config(task="grpo", grpo=grpo, train=TrainConfig(seq=40), model=ModelConfig(vocab=256), data=data)
+    texts = [prompt.text for prompt in open_prompts(cfg, "train").sources[0].prompts]
+    assert texts and all(text.endswith("calm 2") for text in texts)
 
 
 # ---- packing, and the loss by hand ----

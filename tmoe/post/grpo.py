@@ -103,7 +103,7 @@ class Grpo(Task):
             self.rewards = Rewards(
                 g.rewards, workers=g.reward_workers, timeout_s=g.reward_timeout, code=g.code
             )
-        return open_prompts(self.cfg, split, carried)
+        return open_prompts(self.cfg, split, carried, self.rewards.require_row)
 
     def facts(self, val_data: PromptDataset) -> dict[str, Any]:
         return dict(prompts=val_data.describe())
