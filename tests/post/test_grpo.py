@@ -154,6 +154,28 @@ def test_messages_are_asked_by_the_template_and_long_prompts_left_out(tmp_path):
         opened("drop")
 
 
+def test_what_cannot_be_answered_or_judged_is_refused_when_data_are_opened(data, tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps(dict(prompt="a", answer=["b", "c"])))
+
+    def opened(*val_path, **given):
+        grpo = GrpoConfig(rewards=("exact",), max_tokens=4, reward_workers=1, **given)
+        rows = DataConfig(path=(str(data / "sums.jsonl"),), val_path=val_path)
+        task = Grpo(Config(task="grpo", grpo=grpo, train=TrainConfig(seq=40), data=rows), cast(Any, None))
+        try:
+            return [task.open(split, None) for split in ("train", "val")]
+        finally:
+            task.rewards.close()
+
+    whole, held = opened(str(data / "sums.jsonl"))
+    assert [p.text for p in held.sources[0].prompts] == [p.text for p in whole.sources[0].prompts]
+    with pytest.raises(
+        DataError, match=r"--data.val-path: .*held.jsonl:1: --grpo.rewards=exact: .*\['b', 'c'\]"
+    ):
+        opened(str(tmp_path / "held.jsonl"))
+    with pytest.raises(ConfigError, match=r"--grpo.pool-gib: 1e-05 GiB .*, but one answer of .*3 pages"):
+        opened(pool_gib=1e-5)
+
+
 def test_the_template_has_what_the_row_gives_it(tmp_path):
     (tmp_path / "plain.jinja").write_text(
         "{% for one in messages %}{{ one.role }} {{ one.content }}{{ eos_token }}{% endfor %}"
@@ -511,6 +533,7 @@ WRONG = [
     (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
     (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
     (dict(parallel=ParallelConfig(pp=2), train=dict(accumulate=2)), r"--parallel.pp=2: --task grpo needs 1"),
+    (dict(parallel=ParallelConfig(pp=2)), r"--parallel.pp=2: --task grpo needs 1"),
     (dict(train=dict(accumulate=2)), r"--train.accumulate=2.*valid: 1 and 0"),
     (dict(model=ModelConfig(dropout=0.1)), r"--model.dropout.*needs 0"),
     (dict(grpo=dict(max_tokens=32)), r"--grpo.max-tokens=32: must be below --train.seq=32"),

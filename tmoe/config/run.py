@@ -581,9 +581,9 @@ class Config:
                 not self.model.moe.pad or getattr(self.parallel, name) != other,
                 f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
             )
-        require_layout(self)
         if self.task == "grpo":
             require_grpo(self)
+        require_layout(self)
         away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
         require(self.task == "grpo" or not self.grpo.offload, away)
 

@@ -23,7 +23,7 @@ from tmoe.data.chat import Marker, turn_end
 from tmoe.data.chat_rows import parse_given, parse_messages
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, _choose_tokenizer, parse_sources, permute
+from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
 from tmoe.data.rows import read_rows
 from tmoe.data.sources import NAMED, Skips, Splitter, _hash, none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
@@ -128,7 +128,8 @@ def open_prompts(
     Weights as in `open_data`, in prompts. judge: raises ValueError for a row of which no answer can be
     judged. DataError for anything that cannot be asked or judged, alike on every rank.
     """
-    names, weights = parse_sources(cfg.data.path)
+    flag, names, weights = sources_of(cfg.data, split)
+    part: Split = "train" if cfg.data.val_path else split  # of sources, where validation has its own
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
     if tokenizer.vocab > cfg.model.vocab:
@@ -136,9 +137,9 @@ def open_prompts(
         raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab}")
     template = load_template(tokenizer, cfg.data.chat_template)
     try:
-        sources = [_open(cfg, name, split, tokenizer, template, judge) for name in names]
+        sources = [_open(cfg, name, part, tokenizer, template, judge) for name in names]
     except DataError as error:
-        raise DataError(f"--data.path: {error}") from None
+        raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]
     data = PromptDataset(cfg, sources, weights, tokenizer, template.digest)
     prompts = (prompt for source in sources for prompt in source.prompts)

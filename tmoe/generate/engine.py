@@ -21,7 +21,7 @@ from torch import Tensor
 from tmoe.config.check import FLOATS, ConfigError, fits, require
 from tmoe.config.model import no_bits
 from tmoe.generate.cache import PAGE, bytes_a_token
-from tmoe.generate.pages import alone, most_needed
+from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
@@ -81,6 +81,16 @@ def require_bits(model: Transformer) -> None:
     require(why is None, f"bits: {why}")
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
     require(eager, "bits: compiled blocks round otherwise than single steps; needs --no-compile")
+
+
+def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, flag: str = "--pool-gib") -> None:
+    """ConfigError unless so many bytes, in pages of so many, hold each answer alone, n to each prompt."""
+    largest = max(spans, key=lambda span: alone(span, n))
+    needs = 1 + alone(largest, n)
+    has = f"{pool / 2**30:.3g} GiB for keys and values"
+    asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
+    where = f"{asks} {needs * a_page / 2**30:.3g}, {needs} pages of {PAGE} tokens"
+    require(pool >= needs * a_page, f"{flag}: {has}, but {where}; a larger pool, or fewer tokens")
 
 
 def whole(value: object) -> int | None:
@@ -341,12 +351,7 @@ class Engine:
         if pool is None and weight.is_cuda:
             pool = FREE * torch.cuda.mem_get_info(weight.device)[0]
         if pool is not None:
-            largest = max(spans, key=lambda span: alone(span, n))
-            needs = 1 + alone(largest, n)
-            has = f"{pool / 2**30:.3f} GiB for keys and values"
-            asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
-            where = f"{asks} {needs * a_page / 2**30:.3f}, {needs} pages of {PAGE} tokens"
-            require(pool >= needs * a_page, f"--pool-gib: {has}, but {where}; a larger pool, or fewer tokens")
+            require_pool(pool, spans, n, a_page)
             pages = min(pages, int(pool // a_page))
         return Room(slots, pages, max(span.tokens for span in spans))
 
