@@ -187,6 +187,9 @@ BAD = {
     ): r":2: the source's first row has messages, this one has not",
     json.dumps(GOOD | dict(tools="{")): r":2: tools: text that is no JSON",
     json.dumps(dict(messages=[user("q"), answer("\ud800")])): r":2: not Unicode text",
+    json.dumps(GOOD | dict(chat_template_kwargs=dict(messages=[], add_generation_prompt=True))): (
+        r":2: chat_template_kwargs: messages, add_generation_prompt: not from there"
+    ),
 }
 
 
@@ -213,6 +216,17 @@ def test_a_malformed_row_is_named(tmp_path: Path, line: str):
             r":1: .*begin diff",
         ),
         ("preference", [dict(prompt="a", chosen="", rejected="b")], ":1: chosen: is empty"),
+        ("preference", [dict(prompt="a", chosen="b", rejected="b")], ":1: chosen and rejected are equal"),
+        (
+            "preference",
+            [dict(prompt="a", chosen="b", rejected=4)],
+            ":1: rejected: must be text or a list of mess.* int",
+        ),
+        ("sft", [dict(prompt="a", completion=None)], r"fields are: prompt, completion \(null\)"),
+        ("sft", ['{"messages": ['], r"rows\.jsonl:1: not JSON"),
+        ("sft", [], r"rows\.jsonl: is empty; valid: rows with fields for messages"),
+        ("sft", [None], r"rows\.jsonl: holds no rows; valid: rows with fields"),
+        ("sft", [GOOD], r"none of its rows is in its train split \(those of equal prompts stay together\)"),
     ],
 )
 def test_rows_of_another_use(tmp_path: Path, task: str, rows: list, match: str):

@@ -125,6 +125,18 @@ def test_messages_are_a_conversation(run, tmp_path, capsys):
     command.main([str(run), "hi", "--chat", *GREEDY, "--max-tokens", "4"])
     assert capsys.readouterr().out == row["text"] + "\n"
 
+    # what a row gives the template beside its messages
+    (tmp_path / "mood.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ mood }}{% if tools %}{{ tools | length }}{% endif %}{% endif %}"
+    )
+    given = dict(tools=[dict(name="f")] * 2, chat_template_kwargs=dict(mood="calm"))
+    (tmp_path / "p.jsonl").write_text(json.dumps(dict(messages=messages) | given))
+    template = ["--chat-template", str(tmp_path / "mood.jinja")]
+    command.main([str(run), "--file", str(tmp_path / "p.jsonl"), *template, *GREEDY, "--max-tokens", "4"])
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [row["text"]] == answers(model, [list(b"hi\0calm2")], temperature=0, max_tokens=4)
+
 
 def test_a_conversation_in_the_terminal(run, capsys, monkeypatch):
     typed = iter(["hi", "", "more", "/new", "hi", "x" * 99])
@@ -191,6 +203,9 @@ def test_what_cannot_be_done_is_one_message(run, tmp_path, capsys, monkeypatch):
     rows = [dict(prompt="a"), dict(messages=[dict(role="user", content="b")])]
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "none.txt").write_text("\n")
+    (tmp_path / "blank.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    (tmp_path / "role.jsonl").write_text('{"messages": [{"role": "x", "content": "a"}]}')
+    (tmp_path / "tools.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}], "tools": 5}')
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for words, names in (
         (["nowhere", "x"], "nowhere: no such folder; valid: a run folder, a step folder"),
@@ -206,6 +221,19 @@ def test_what_cannot_be_done_is_one_message(run, tmp_path, capsys, monkeypatch):
         ([str(run), "x" * 97], "97 tokens, but model.rope.max_seq=96"),
         ([str(run), "x", "--tokenizer", "nofile"], "--tokenizer=nofile: no such file"),
         ([str(run), "x", "-n", "0"], "-n=0: must be at least 1"),
+        ([str(run), "x", "--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
+        ([str(run), "x", "--device", "tpu"], "--device=tpu: valid here: cpu"),
+        ([str(run), "x", "--device", "cuda:99"], "--device=cuda:99: valid here: cpu"),
+        (
+            [str(run), "x", "--chat", "--chat-template", "nofile"],
+            "error: --chat-template=nofile: no such file",
+        ),
+        ([str(run), "--file", str(tmp_path / "blank.jsonl")], "blank.jsonl: prompt 2: prompts[1]: is empty"),
+        ([str(run), "--file", str(tmp_path / "role.jsonl")], "role.jsonl: prompt 1: messages[0]: role 'x'"),
+        (
+            [str(run), "--file", str(tmp_path / "tools.jsonl")],
+            "tools.jsonl: prompt 1: row: tools: must be a list",
+        ),
     ):
         with pytest.raises(SystemExit) as end:
             command.main(words)

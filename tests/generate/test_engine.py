@@ -198,6 +198,16 @@ def test_what_is_cached_of_a_token():
         ([[1] * 65], WARM, r"prompts\[0\]: 65 tokens, but model\.rope\.max_seq=64"),
         (["text"], WARM, r"prompts\[0\]: a text needs a tokenizer"),
         ([[1]], Sampling(stop=("a",)), r"stop=\('a',\): needs a tokenizer"),
+        ("text", WARM, r"prompts: got str, valid is a list of prompts"),
+        ([5, 3], WARM, r"prompts\[0\]: got int, valid is a list; valid are ids from 0 to 63"),
+        ([[1], [2.0]], WARM, r"prompts\[1\]: has the id 2\.0"),
+        ([[True]], WARM, r"prompts\[0\]: has the id True"),
+        ([[1, None]], WARM, r"prompts\[0\]: has the id None"),
+        ([torch.tensor([1.0])], WARM, r"prompts\[0\]: got a tensor of float32 \[1\]"),
+        ([torch.tensor([[1, 2]])], WARM, r"prompts\[0\]: got a tensor of int64 \[1, 2\]"),
+        ([[1]], Sampling(stop_ids=(64,)), r"stop_ids: has the id 64; valid are ids from 0 to 63"),
+        ([[1]], Sampling(min_tokens=2, stop_ids=tuple(range(64))), r"min_tokens=2: eos and stop_ids hold"),
+        ([[1]], dict(temperature=1.0), r"sampling: got dict, valid is tmoe\.Sampling"),
     ],
     ids=str,
 )
@@ -215,3 +225,47 @@ def test_bad_arguments_are_named(model):
         Engine(model).generate([[1]], 0)
     with pytest.raises(ValueError, match="numbers: got 1 for 2 prompts"):
         Engine(model).generate([[1], [2]], 1, numbers=[0])
+    with pytest.raises(ValueError, match="numbers: got 1 for 1 prompts, valid is one from 0 on"):
+        Engine(model).generate([[1]], 1, numbers=[0.5])
+    with pytest.raises(ValueError, match=r"n=1\.5: must be a whole number"):
+        Engine(model).generate([[1]], 1.5)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    "given, names",
+    [
+        (dict(slots="4"), r"--slots='4': must be a whole number"),
+        (dict(pool_gib=math.inf), r"--pool-gib=inf: must be a number above 0, and finite"),
+        (dict(pool_gib=math.nan), r"--pool-gib=nan"),
+        (dict(eos=[-1]), r"eos: has the id -1; valid are ids from 0 to 63"),
+        (dict(eos=5), r"eos: got int, valid is a list"),
+        (dict(begin=[64]), r"begin: has the id 64"),
+        (dict(tokenizer="bytes"), r"tokenizer: got str"),
+    ],
+    ids=str,
+)
+def test_bad_settings_of_an_engine_are_named(model, given, names):
+    with pytest.raises(ValueError, match=names):
+        Engine(model, **given)
+
+
+def test_a_text_that_is_no_unicode_is_named(bytes_model):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: is no Unicode text: '\\ud800' at 1"):
+        Engine(bytes_model, ByteTokenizer()).generate(["a", "a\ud800"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_no_answer(temperature):
+    torch.manual_seed(0)
+    broken = tmoe.Transformer(CFG)
+    with torch.no_grad():
+        broken.head_weight[3] = math.nan
+    with pytest.raises(ValueError, match=r"prompts\[0\], answer 0, token 0: .* logits are not finite"):
+        Engine(broken).generate([[1]], 1, Sampling(temperature=temperature, max_tokens=2))
+
+
+def test_the_coldest_temperature_is_the_most_probable_token(model):
+    cold, none = (Sampling(temperature=t, max_tokens=4) for t in (1e-6, 0.0))
+    assert ids_of(Engine(model).generate(PROMPTS, 1, cold)) == ids_of(
+        Engine(model).generate(PROMPTS, 1, none)
+    )

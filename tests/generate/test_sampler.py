@@ -118,6 +118,7 @@ def test_uniforms_are_functions_of_their_keys_alone():
     [
         (dict(temperature=-0.1), "--temperature=-0.1"),
         (dict(temperature=math.nan), "--temperature=nan"),
+        (dict(temperature=1e-38), "--temperature=1e-38: must be 0, or at least 1e-06"),
         (dict(top_k=-1), "--top-k=-1"),
         (dict(top_p=0.0), "--top-p=0.0: must be above 0 and at most 1"),
         (dict(min_p=1.5), "--min-p=1.5: must be from 0 to 1"),

@@ -668,6 +668,10 @@ CLASHES = [
     ),
     (dict(tile=0), "--model.moe.tile=0: must be at least 1"),
     (dict(sinkhorn_iterations=0), "--model.moe.sinkhorn-iterations=0: must be at least 1"),
+    (
+        dict(sinkhorn_iterations=5000),
+        "--model.moe.sinkhorn-iterations=5000: must be at least 1 and at most 4096",
+    ),
     (dict(quantile_ema=1.0), "--model.moe.quantile-ema=1.0: must be at least 0 and below 1"),
     (dict(identity_experts=-1), "--model.moe.identity-experts=-1: must be at least 0"),
     (dict(top_k=9), "--model.moe.top-k=9: must be 1 to --model.moe.experts=8"),

@@ -135,9 +135,60 @@ def test_messages_are_asked_by_the_template_and_long_prompts_left_out(tmp_path):
     assert len(found) == 3 and any("hello" in text and text != "hello" for text in found)
     with pytest.raises(DataError, match=r"1 prompts are longer than --train.seq=40 leaves"):
         opened("error")
+    for rows, said in (
+        ([dict(prompt=None)], r"needs .*here is prompt, its prompt is None"),
+        ([dict(prompt="a\ud800")], r"rows.jsonl:1: prompt: is no Unicode text: '\\ud800' at 1"),
+        (
+            [dict(prompt="a")] * 9,
+            r"none of its 9 prompts is in its (train|val) split \(those of equal prompts",
+        ),
+        ([dict(prompt=chat, tools=5)], r"rows.jsonl:1: tools: must be a list; here is int"),
+        ([dict(prompt=chat, chat_template_kwargs=dict(messages=[]))], r"chat_template_kwargs: messages: not"),
+        ([], "rows.jsonl: is empty; valid: rows of"),
+    ):
+        path.write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(DataError, match=said):
+            opened("drop")
     path.write_text('{"question": "a"}')
     with pytest.raises(DataError, match=r'needs \{"prompt".*here is question'):
         opened("drop")
+
+
+def test_what_cannot_be_answered_or_judged_is_refused_when_data_are_opened(data, tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps(dict(prompt="a", answer=["b", "c"])))
+
+    def opened(*val_path, **given):
+        grpo = GrpoConfig(rewards=("exact",), max_tokens=4, reward_workers=1, **given)
+        rows = DataConfig(path=(str(data / "sums.jsonl"),), val_path=val_path)
+        task = Grpo(Config(task="grpo", grpo=grpo, train=TrainConfig(seq=40), data=rows), cast(Any, None))
+        try:
+            return [task.open(split, None) for split in ("train", "val")]
+        finally:
+            task.rewards.close()
+
+    whole, held = opened(str(data / "sums.jsonl"))
+    assert [p.text for p in held.sources[0].prompts] == [p.text for p in whole.sources[0].prompts]
+    with pytest.raises(
+        DataError, match=r"--data.val-path: .*held.jsonl:1: --grpo.rewards=exact: .*\['b', 'c'\]"
+    ):
+        opened(str(tmp_path / "held.jsonl"))
+    with pytest.raises(ConfigError, match=r"--grpo.pool-gib: 1e-05 GiB .*, but one answer of .*3 pages"):
+        opened(pool_gib=1e-5)
+
+
+def test_the_template_has_what_the_row_gives_it(tmp_path):
+    (tmp_path / "plain.jinja").write_text(
+        "{% for one in messages %}{{ one.role }} {{ one.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ mood }}{% if tools %} {{ tools | length }}{% endif %}{% endif %}"
+    )
+    given = dict(tools=json.dumps([dict(name="f")] * 2), chat_template_kwargs=dict(mood="calm"))
+    rows = [dict(prompt=[dict(role="user", content=f"hello {i}")]) | given for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), chat_template=str(tmp_path / "plain.jinja"))
+    grpo = GrpoConfig(rewards=("length(4,2)",), max_tokens=4)
+    cfg = Config(task="grpo", grpo=grpo, train=TrainConfig(seq=40), model=ModelConfig(vocab=256), data=data)
+    texts = [prompt.text for prompt in open_prompts(cfg, "train").sources[0].prompts]
+    assert texts and all(text.endswith("calm 2") for text in texts)
 
 
 # ---- packing, and the loss by hand ----
@@ -486,12 +537,14 @@ WRONG = [
     (dict(grpo=dict(rewards=())), r"--grpo.rewards=\(\): needs at least one of exact"),
     (dict(grpo=dict(group=1)), r"--grpo.group=1: must be at least 2"),
     (dict(parallel=ParallelConfig(pp=2), train=dict(accumulate=2)), r"--parallel.pp=2: --task grpo needs 1"),
+    (dict(parallel=ParallelConfig(pp=2)), r"--parallel.pp=2: --task grpo needs 1"),
     (dict(train=dict(accumulate=2)), r"--train.accumulate=2.*valid: 1 and 0"),
     (dict(model=ModelConfig(dropout=0.1)), r"--model.dropout.*needs 0"),
     (dict(grpo=dict(max_tokens=32)), r"--grpo.max-tokens=32: must be below --train.seq=32"),
     (dict(grpo=dict(loss="cispo", clip_high=2.0)), r"--grpo.loss=cispo has neither"),
     (dict(grpo=dict(loss="gspo", mismatch="mask")), r"--grpo.mismatch=mask.*valid: off"),
     (dict(grpo=dict(temperature=0.0)), r"--grpo.temperature=0.0: must be positive"),
+    (dict(grpo=dict(temperature=1e-37)), r"--grpo.temperature=1e-37: must be at least 1e-06"),
     (dict(grpo=dict(dual_clip=1.0)), r"--grpo.dual-clip=1.0: must be above 1"),
     (dict(grpo=dict(loss="dppo", dual_clip=3.0)), r"--grpo.dual-clip=3.0: valid with dapo.*not with .*dppo"),
     (dict(grpo=dict(ratio_cap=1.25)), r"--grpo.ratio-cap=1.25: must be above 1 \+ --grpo.clip-high=0.28"),

@@ -105,9 +105,48 @@ def test_choice():
         choice(of("B", answer="none of these"))
 
 
+@pytest.mark.parametrize("answer", [[1], {"a": 1}, float("nan"), float("inf"), ""], ids=str)
+def test_what_is_no_right_answer(answer):
+    with pytest.raises(
+        ValueError, match=r"the row's answer is .*; must be text, not empty, or a finite number"
+    ):
+        exact(of("4", answer=answer))
+
+
 def test_regex():
     assert regex(of("<think>a\nb</think> c"), "^<think>.*</think>") == 1.0
     assert regex(of("a", pattern="b"), None) == 0.0
+    for row, said in (
+        (dict(), "the row's pattern is None; must be"),
+        (dict(pattern=5), "the row's pattern is 5"),
+        (dict(pattern="("), r"the row's pattern '\(' is no regular expression: missing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            regex(of("a", **row), None)
+
+
+@pytest.mark.parametrize(
+    ("word", "row", "said"),
+    [
+        ("exact", dict(solution=None), "--grpo.rewards=exact: the row has no field answer or solution"),
+        (
+            "number:0.5",
+            dict(answer="many"),
+            "--grpo.rewards=number:0.5: the row's answer 'many' has no number",
+        ),
+        ("boxed", dict(), "--grpo.rewards=boxed: the row has no field"),
+        ("choice", dict(answer="7"), "--grpo.rewards=choice: the row's answer '7' is no letter"),
+        ("regex", dict(answer="7"), "--grpo.rewards=regex: the row's pattern is None"),
+        ("code", dict(tests=[]), '--grpo.rewards=code: the row\'s "tests" must be'),
+    ],
+)
+def test_a_row_of_which_no_answer_can_be_judged(word, row, said):
+    rewards = Rewards.__new__(Rewards)  # without processes
+    rewards.terms = words.parse([word, "length(4,2)", "regex(a):2"], code=True)
+    with pytest.raises(ValueError) as error:
+        rewards.require_row("question", row)
+    assert said in str(error.value)
+    rewards.require_row("question", dict(answer="B: 5", pattern="a", tests="assert f()"))
 
 
 def test_programs():
@@ -152,6 +191,7 @@ def test_two_of_one_name_are_called_by_all_that_was_said():
         ("number:1:2", "valid: exact"),
         ("exact:", "the weight '' must be a finite number other than 0"),
         ("exact:nan", "the weight 'nan' must be a finite number other than 0"),
+        ("exact:1e39", "the weight '1e39' must be a finite number other than 0, in float32"),
         ("exact:0", "must be a finite number other than 0"),
         ("exact(3)", "exact takes nothing in brackets, got (3)"),
         ("regex((a)", "no regular expression: missing )"),

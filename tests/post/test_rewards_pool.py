@@ -132,10 +132,11 @@ def test_what_is_no_number_is_none_and_counted(file, caplog):
         assert rewards.score(samples(1)) == ([None], {"kinds": [None]}, {"kinds: returned None": 1})
 
 
-def test_sums_that_are_not_finite(file):
-    with Rewards([f"{file('def big(s): return 1e308')}:big:100"], workers=1) as rewards:
+@pytest.mark.parametrize(("value", "weight"), [(1e308, 100), (1e300, 1), (-1e30, 1e9)])
+def test_sums_that_are_not_finite(file, value, weight):
+    with Rewards([f"{file(f'def big(s): return {value}')}:big:{weight}"], workers=1) as rewards:
         scores = rewards.score(samples(1))
-    assert scores == ([None], {"big": [1e308]}, {"sum: is not finite": 1})
+    assert scores == ([None], {"big": [value]}, {"sum: is not finite": 1})
 
 
 DRAWS = """
@@ -226,6 +227,8 @@ def test_large_answers_fit_through_pipes(file):
         ("def f(s): return (", "SyntaxError"),
         ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("def g(s): return 1", "LookupError: it has no function f"),
+        ("def f(s, t): return 1", "TypeError: missing a required argument: 't'"),
+        ("def f(): return 1", "TypeError: too many positional arguments"),
         ("import os; os._exit(3)", "died before it was ready exit code 3"),
     ],
 )

@@ -58,10 +58,11 @@ def require(ok: bool, message: str) -> None:
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object"}
 # The largest whole number of some settings: far above any model, and small enough that no product of them,
 # in bytes, overflows 63 bits.
-MOST = dict(layers=4096, chunks=4096)
+MOST = dict(layers=4096, chunks=4096, sinkhorn_iterations=4096)
 MOST |= dict.fromkeys(("heads", "kv_heads", "window_kv_heads", "experts", "world", "dp", "ep"), 2**16)
 MOST |= dict.fromkeys(("tp", "cp", "pp", "replicate", "etp"), 2**16)
 FLOATS = 2.0**-126, 2.0**128 - 2.0**104, 1 - 2.0**-24  # float32: least normal, largest, largest below 1
+COLDEST = 1e-6  # least temperature above 0: logits divided by less than about 1e-36 are infinite in float32
 
 
 def spell(kind: Any) -> str:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from tmoe.config.check import FLOATS, MOST, TOP, check, divisors, require
+from tmoe.config.check import COLDEST, FLOATS, MOST, TOP, check, divisors, require
 from tmoe.config.gpus import GpuName
 from tmoe.config.model import ModelConfig, no_bits, too_few_devices
 from tmoe.config.policies import SELECTIONS
@@ -421,6 +421,8 @@ class GrpoConfig:
         check(self, "--grpo.", one=one, zero=zero, positive=positive)
         group = f"--grpo.group={self.group}"
         require(self.group > 1, f"{group}: must be at least 2, for answers are compared with each other")
+        heat = f"--grpo.temperature={self.temperature}"
+        require(self.temperature >= COLDEST, f"{heat}: must be at least {COLDEST}")
         require(0 < self.top_p <= 1, f"--grpo.top-p={self.top_p}: must be above 0 and at most 1")
         low = self.clip_low
         require(low is None or 0 < low < 1, f"--grpo.clip-low={low}: must be above 0 and below 1")
@@ -579,9 +581,9 @@ class Config:
                 not self.model.moe.pad or getattr(self.parallel, name) != other,
                 f"--parallel.{name}={other}: not with --model.moe.pad, which has its own all-to-all",
             )
-        require_layout(self)
         if self.task == "grpo":
             require_grpo(self)
+        require_layout(self)
         away = f"--grpo.offload: --task={self.task} makes no answers; valid with --task grpo"
         require(self.task == "grpo" or not self.grpo.offload, away)
 

@@ -42,7 +42,17 @@ from tmoe.data.dataset import Dataset, Micro, _choose_tokenizer, sources_of
 from tmoe.data.packing import plan
 from tmoe.data.rows import read_rows
 from tmoe.data.shards import _publish
-from tmoe.data.sources import NAMED, Skips, Splitter, Survey, _hash, made_once, survey
+from tmoe.data.sources import (
+    NAMED,
+    Skips,
+    Splitter,
+    Survey,
+    _hash,
+    made_once,
+    none_in_split,
+    require_rows,
+    survey,
+)
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
 ChatTask = Literal["sft", "preference"]
@@ -137,6 +147,8 @@ class ChatSource:
         """sequences that stay together"""
 
         units = np.flatnonzero((kept["splits"] == SPLITS.index(split))[:: self.of_unit])
+        if not len(units):
+            raise DataError(none_in_split(name, "rows", split))
         self.units, cut, dropped = self._fit(units, kept["firsts"], overlong)
         if not len(self.units):
             raise DataError(
@@ -339,14 +351,20 @@ def open_chat(
 
 def first_row(source: Survey) -> tuple[Kind, dict]:
     """What a source's rows are, and the first one. DataError where they are nothing to train a chat on."""
-    if source.form not in ("JSON lines", "JSON", "parquet"):
-        raise DataError(f"{source.name}: is {source.form}; valid: rows with fields for {KINDS}")
-    rows = (row for path, found in source.files for _, row, _, _ in read_rows(path, found, ""))
-    first = next((row for row in rows if isinstance(row, dict)), {})
+    valid = f"with fields for {KINDS}"
+    require_rows(source, valid)
+    wrong: DataError | None = None
+    for _, first, error, _ in (one for path, found in source.files for one in read_rows(path, found, "")):
+        if isinstance(first, dict):
+            break
+        wrong = wrong or error
+    else:
+        raise wrong or DataError(f"{source.name}: holds no rows; valid: rows {valid}")
     kind = kind_of(first)
     if kind is None:
-        shown = ", ".join(list(map(str, first))[:12]) or "none"
-        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows with fields for {KINDS}")
+        fields = [f"{name}{' (null)' * (value is None)}" for name, value in first.items()]
+        shown = ", ".join(fields[:12]) or "none"
+        raise DataError(f"{source.name}: its fields are: {shown}; valid: rows {valid}")
     return kind, first
 
 

@@ -23,6 +23,8 @@ KINDS = "messages, prompt and completion, or (prompt,) chosen and rejected"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # names that other collections have for the same
 SAME_ROLE = dict(human="user", gpt="assistant", model="assistant", bot="assistant", observation="tool")
+# what a template is given of the row and by who renders it, and so not by chat_template_kwargs
+TAKEN = "messages", "tools", "documents", "prompt", "add_generation_prompt", "self"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -92,11 +94,10 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
             f"{where}: the source's first row has {kind}, this one has not; its fields are: {fields}"
         )
     row = _without_nulls(row) if sparse else row
-    tools = _json(row.get("tools"), f"{where}: tools", list)
-    more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
+    tools, more = parse_given(row, where)
 
     def conversation(messages: list[dict], first: int) -> Conversation:
-        return Conversation(messages, first, tools or None, more)
+        return Conversation(messages, first, tools, more)
 
     if kind in ("messages", "conversations"):
         messages = parse_messages(row[kind], f"{where}: {kind}")
@@ -109,6 +110,8 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
         answers = (field,)
     else:
         answers = ("chosen", "rejected")
+        if row["chosen"] == row["rejected"]:
+            raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred")
     given = [row.get("prompt"), *(row[field] for field in answers)]
     if kind == "prompt/completion" or row.get("prompt") is not None:
         texts = [one for one in given if isinstance(one, str)]
@@ -126,8 +129,20 @@ def parse_row(row: Any, where: str, kind: Kind, sparse: bool = False) -> Row:
     return Row(tuple(conversation(*one) for one in samples), _key(samples[0][0][: samples[0][1]], given))
 
 
+def parse_given(row: dict, where: str) -> tuple[list | None, dict[str, Any]]:
+    """What a row gives a template beside messages: tools and chat_template_kwargs. DataError for others."""
+    tools = _json(row.get("tools"), f"{where}: tools", list)
+    more = _json(row.get("chat_template_kwargs"), f"{where}: chat_template_kwargs", dict) or {}
+    if taken := [name for name in TAKEN if name in more]:
+        raise DataError(f"{where}: chat_template_kwargs: {', '.join(taken)}: not from there; leave it out")
+    return tools or None, more
+
+
 def _turns(value: Any, where: str, role: str) -> list[dict]:
     """Messages of a list, or a text as one message of this role."""
+    if not isinstance(value, str | list):
+        here = "null" if value is None else type(value).__name__
+        raise DataError(f"{where}: must be text or a list of messages; here is {here}")
     return parse_messages([dict(role=role, content=value)] if isinstance(value, str) else value, where)
 
 

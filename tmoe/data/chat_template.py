@@ -172,12 +172,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def load_template(tokenizer: Tokenizer, path: str | None = None, *, now: bool = False) -> ChatTemplate:
-    """The template of --data.chat-template (path), else the tokenizer's own, else the plain built-in one."""
+def load_template(
+    tokenizer: Tokenizer, path: str | None = None, *, now: bool = False, flag: str = "--data.chat-template"
+) -> ChatTemplate:
+    """The template of `path`, which `flag` names, else the tokenizer's own, else the plain built-in one."""
     special = special_tokens(tokenizer)
     if path is not None:
         if not Path(path).is_file():
-            raise DataError(f"--data.chat-template={path}: no such file; valid: a jinja file")
+            raise DataError(f"{flag}={path}: no such file; valid: a jinja file")
         return ChatTemplate(_text(Path(path).read_bytes(), path), path, special, now=now)
     if isinstance(tokenizer, JsonTokenizer):
         files = tokenizer.files

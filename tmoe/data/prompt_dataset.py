@@ -12,6 +12,7 @@ next: post/grpo.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,15 @@ import torch
 
 from tmoe.config.run import Config
 from tmoe.data.chat import Marker, turn_end
-from tmoe.data.chat_rows import parse_messages
+from tmoe.data.chat_rows import parse_given, parse_messages
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.corpus import HeldOut, Split
-from tmoe.data.dataset import Dataset, _choose_tokenizer, parse_sources, permute
+from tmoe.data.dataset import Dataset, _choose_tokenizer, permute, sources_of
 from tmoe.data.rows import read_rows
-from tmoe.data.sources import NAMED, Skips, Splitter, _hash, survey
+from tmoe.data.sources import NAMED, Skips, Splitter, _hash, none_in_split, require_rows, survey
 from tmoe.data.tokenizer import Carried, DataError, Tokenizer
 
+Judge = Callable[[str, dict[str, Any]], None]  # of a prompt's text and its row
 ROW = '{"prompt": a text or a list of messages, and what rewards read, as "answer"}'
 
 
@@ -118,12 +120,16 @@ def share(count: int, rank: int, world: int) -> range:
     return range(count * rank // world, count * (rank + 1) // world)
 
 
-def open_prompts(cfg: Config, split: Split, carried: Carried | None = None) -> PromptDataset:
+def open_prompts(
+    cfg: Config, split: Split, carried: Carried | None = None, judge: Judge = lambda text, row: None
+) -> PromptDataset:
     """Opens the sources of `--data.path` as prompts that leave room for an answer in a row of --train.seq.
 
-    Weights as in `open_data`, in prompts. DataError for anything that cannot be asked, alike on every rank.
+    Weights as in `open_data`, in prompts. judge: raises ValueError for a row of which no answer can be
+    judged. DataError for anything that cannot be asked or judged, alike on every rank.
     """
-    names, weights = parse_sources(cfg.data.path)
+    flag, names, weights = sources_of(cfg.data, split)
+    part: Split = "train" if cfg.data.val_path else split  # of sources, where validation has its own
     carried = None if cfg.data.new_tokenizer else carried
     tokenizer = _choose_tokenizer(cfg.data.tokenizer, carried)
     if tokenizer.vocab > cfg.model.vocab:
@@ -131,9 +137,9 @@ def open_prompts(cfg: Config, split: Split, carried: Carried | None = None) -> P
         raise DataError(f"--data.tokenizer: gives ids up to {tokenizer.vocab - 1}: {vocab}")
     template = load_template(tokenizer, cfg.data.chat_template)
     try:
-        sources = [_open(cfg, name, split, tokenizer, template) for name in names]
+        sources = [_open(cfg, name, part, tokenizer, template, judge) for name in names]
     except DataError as error:
-        raise DataError(f"--data.path: {error}") from None
+        raise DataError(f"{flag}: {error}") from None
     weights = weights or [source.samples for source in sources]
     data = PromptDataset(cfg, sources, weights, tokenizer, template.digest)
     prompts = (prompt for source in sources for prompt in source.prompts)
@@ -142,11 +148,12 @@ def open_prompts(cfg: Config, split: Split, carried: Carried | None = None) -> P
     return data
 
 
-def _open(cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: ChatTemplate) -> PromptSource:
+def _open(
+    cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: ChatTemplate, judge: Judge
+) -> PromptSource:
     """One source's prompts of a split, those left out that are too long."""
     source = survey(name)
-    if source.form not in ("JSON lines", "JSON", "parquet"):
-        raise DataError(f"{name}: is {source.form}; valid: rows of {ROW}")
+    require_rows(source, f"of {ROW}")
     skips = Skips(cfg.data.skip_malformed)
     marker = Marker(tokenizer)
     rows: list[tuple[str, dict[str, Any], str]] = []
@@ -155,7 +162,12 @@ def _open(cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: 
             try:
                 if error is not None:
                     raise error
-                rows.append((where, row, _text(row, where, marker, template)))
+                text = _text(row, where, marker, template)
+                try:
+                    judge(text, row)
+                except ValueError as wrong:
+                    raise DataError(f"{where}: {wrong}") from None
+                rows.append((where, row, text))
             except DataError as wrong:
                 skips.add(where, wrong)
     if not rows:
@@ -163,6 +175,8 @@ def _open(cfg: Config, name: str, split: Split, tokenizer: Tokenizer, template: 
     hashes = [_hash(text) for *_, text in rows]
     split_of = Splitter(hashes, HeldOut(*cfg.data.held_out))
     mine = [row for row, found in zip(rows, hashes, strict=True) if split_of(found) == split]
+    if not mine:
+        raise DataError(none_in_split(name, f"{len(rows):,} prompts", split))
     most = cfg.train.seq - cfg.grpo.max_tokens + 1  # an answer's last token is predicted, not read
     encoded = marker.encode([text for *_, text in mine])
     prompts, long = [], []
@@ -189,13 +203,22 @@ def _text(row: Any, where: str, marker: Marker, template: ChatTemplate) -> str:
     """What the model is given of a row. DataError that names `where` for a row that asks nothing."""
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
-        return marker.opening + prompt
-    if isinstance(prompt, list) and prompt:
+        text = marker.opening + prompt
+    elif isinstance(prompt, list) and prompt:
         messages = parse_messages(prompt, f"{where}: prompt")
+        tools, more = parse_given(row, where)
         try:
             marker.require_text(messages)
-            return template.render(messages, row.get("tools"), prompt=True)
+            text = template.render(messages, tools, prompt=True, **more)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
-    fields = ", ".join(list(map(str, row))[:12]) if isinstance(row, dict) else type(row).__name__
-    raise DataError(f"{where}: needs {ROW}; here is {fields or 'none'}")
+    else:
+        fields = ", ".join(list(map(str, row))[:12]) if isinstance(row, dict) else type(row).__name__
+        given = f", its prompt is {prompt!r}" if isinstance(row, dict) and "prompt" in row else ""
+        raise DataError(f"{where}: needs {ROW}; here is {fields or 'none'}{given}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = f"{text[error.start]!r} at {error.start}"
+        raise DataError(f"{where}: prompt: is no Unicode text: {bad}, {error.reason}") from None
+    return text

@@ -33,7 +33,7 @@ def show(show: str, *, tokenizer: str = "bytes", chat_template: str | None = Non
     console = Console(highlight=False, soft_wrap=True)
     source = survey(show)
     chosen = load_tokenizer(tokenizer, "--tokenizer")
-    template = load_template(chosen, chat_template)
+    template = load_template(chosen, chat_template, flag="--chat-template")
     kind, _ = first_row(source)
     encoder = Encoder(chosen, template)
     console.print(Text(f"{show}: {source.form} of {kind}; {template.source}"))

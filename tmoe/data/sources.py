@@ -444,6 +444,19 @@ def survey(name: str) -> Survey:
     return Survey(name, next(iter(forms), "plain text"), root, looked)
 
 
+def none_in_split(name: str, rows: str, split: Split) -> str:
+    """The error of a split without any of a source's rows."""
+    why = f"none of its {rows} is in its {split} split (those of equal prompts stay together)"
+    return f"{name}: {why}; change --data.val-fraction (or --data.split), or give more prompts"
+
+
+def require_rows(source: Survey, rows: str) -> None:
+    """DataError for a source that holds anything but rows. rows: what is valid in words."""
+    what = source.form if source.files else "empty"
+    if what not in ("JSON lines", "JSON", "parquet"):
+        raise DataError(f"{source.name}: is {what}; valid: rows {rows}")
+
+
 def _as_text(found: Found) -> Found:
     return found._replace(form="plain text") if found.form in ("JSON", "JSON lines") else found
 

@@ -27,6 +27,7 @@ import tyro
 from tmoe.checkpoint.manifest import CheckpointError
 from tmoe.config.check import require
 from tmoe.data.chat import chat_prompt, turn_end
+from tmoe.data.chat_rows import parse_given
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.disk import expand_home
 from tmoe.generate.engine import Engine, Piece
@@ -106,7 +107,8 @@ class Flags:
         given = {name: value for name, value in named.items() if value is not None}
         settings: dict[str, Any] = dict(temperature=TEMPERATURE) | loaded.sampling | given
         stop = tuple(text.replace("\\n", "\n") for text in self.stop)
-        lengths = dict(max_tokens=self.max_tokens or TOKENS, min_tokens=self.min_tokens)
+        most = TOKENS if self.max_tokens is None else self.max_tokens
+        lengths = dict(max_tokens=most, min_tokens=self.min_tokens)
         return Sampling(**settings, **lengths, stop=stop, seed=self.seed)
 
 
@@ -190,16 +192,22 @@ class Speaker:
         numbers = range(turn, turn + len(prompts))
         return self.engine.stream(prompts, self.flags.n, sampling, numbers=numbers)
 
-    def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
-        """A conversation as the model is given it."""
+    def ids_of(
+        self, messages: list[dict[str, Any]], tools: list | None = None, more: dict[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation as the model is given it. tools, more: what a row gives the template beside it."""
         system = [dict(role="system", content=self.flags.system)] if self.flags.system else []
         assert self.engine.tokenizer
-        return chat_prompt([*system, *messages], self.engine.tokenizer, self.template()).tolist()
+        template = self.template()
+        return chat_prompt(
+            [*system, *messages], self.engine.tokenizer, template, tools, **(more or {})
+        ).tolist()
 
     def template(self) -> ChatTemplate:
         """How conversations are written out, with today's date."""
         assert self.engine.tokenizer
-        return load_template(self.engine.tokenizer, self.flags.chat_template, now=True)
+        file = self.flags.chat_template
+        return load_template(self.engine.tokenizer, file, now=True, flag="--chat-template")
 
     def answer(self, prompt: str) -> None:
         """One prompt: its answer as it comes, or several, one behind the other."""
@@ -228,11 +236,17 @@ class Speaker:
         chat = flags.chat or is_chat(rows[0])
         mixed = not flags.chat and any(is_chat(row) != chat for row in rows)
         require(not mixed, f"--file={flags.file}: rows with prompt and rows with messages: need --chat")
-        if chat:
-            talks = [row["messages"] if is_chat(row) else [user(row["prompt"])] for row in rows]
-            prompts = [self.ids_of(messages) for messages in talks]
-        else:
-            prompts = [self.engine.ids_of(i, row["prompt"]) for i, row in enumerate(rows)]
+        prompts = []
+        for number, row in enumerate(rows):
+            where = f"--file={flags.file}: prompt {number + 1}"
+            try:
+                if chat:
+                    messages = row["messages"] if is_chat(row) else [user(row["prompt"])]
+                    prompts.append(self.ids_of(messages, *parse_given(row, "row")))
+                else:
+                    prompts.append(self.engine.ids_of(number, row["prompt"]))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
         clock = Clock()
         with flags.out.open("x", encoding="utf-8") if flags.out else nullcontext(sys.stdout) as file:
             for _ in write_answers(rows, flags.n, clock.over(self.stream(prompts, chat)), file.write):

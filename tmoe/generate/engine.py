@@ -9,18 +9,19 @@ next: generate/slots.py
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tmoe.config.check import ConfigError, require
+from tmoe.config.check import FLOATS, ConfigError, fits, require
 from tmoe.config.model import no_bits
 from tmoe.generate.cache import PAGE, bytes_a_token
-from tmoe.generate.pages import alone, most_needed
+from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
@@ -82,6 +83,46 @@ def require_bits(model: Transformer) -> None:
     require(eager, "bits: compiled blocks round otherwise than single steps; needs --no-compile")
 
 
+def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, flag: str = "--pool-gib") -> None:
+    """ConfigError unless so many bytes, in pages of so many, hold each answer alone, n to each prompt."""
+    largest = max(spans, key=lambda span: alone(span, n))
+    needs = 1 + alone(largest, n)
+    has = f"{pool / 2**30:.3g} GiB for keys and values"
+    asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
+    where = f"{asks} {needs * a_page / 2**30:.3g}, {needs} pages of {PAGE} tokens"
+    require(pool >= needs * a_page, f"{flag}: {has}, but {where}; a larger pool, or fewer tokens")
+
+
+def whole(value: object) -> int | None:
+    """A whole number, numpy's and a 0-dim tensor's too; None for anything else, true and false included."""
+    try:
+        return None if isinstance(value, bool) else operator.index(cast(Any, value))
+    except TypeError:
+        return None
+
+
+def listed(values: object, where: str, valid: str) -> list[Any]:
+    """The members of what has an order. ConfigError that names `where` for text and what has none."""
+    ok = isinstance(values, Collection) and not isinstance(values, str | Mapping | Set)
+    require(ok, f"{where}: got {type(values).__name__}, valid is a list{valid}")
+    return list(cast(Collection[Any], values))
+
+
+def ids_in(values: object, where: str, vocab: int) -> list[int]:
+    """Token ids as whole numbers. ConfigError that names `where` for what is no id of the vocabulary."""
+    valid = f"valid are ids from 0 to {vocab - 1} (model.vocab={vocab})"
+    if isinstance(values, Tensor):
+        kind, shape = str(values.dtype).removeprefix("torch."), list(values.shape)
+        ok = values.dim() == 1 and not (values.is_floating_point() or values.is_complex()) and kind != "bool"
+        require(ok, f"{where}: got a tensor of {kind} {shape}, valid is one of whole numbers [n]; {valid}")
+        values = values.tolist()
+    members = listed(values, where, f"; {valid}")
+    ids = [whole(one) for one in members]
+    for one, i in zip(members, ids, strict=True):
+        require(i is not None and 0 <= i < vocab, f"{where}: has the id {one!r}; {valid}")
+    return cast(list[int], ids)
+
+
 class Engine:
     """Samples answers of a model, many at a time.
 
@@ -115,13 +156,17 @@ class Engine:
         bits: bool = False,
     ):
         require_whole(model)
-        require(slots >= 1, f"--slots={slots}: must be at least 1")
-        require(pool_gib is None or pool_gib > 0, f"--pool-gib={pool_gib}: must be above 0")
+        require(fits(slots, int) and slots >= 1, f"--slots={slots!r}: must be a whole number of at least 1")
+        ok = pool_gib is None or (fits(pool_gib, float) and 0 < pool_gib <= FLOATS[1])
+        require(ok, f"--pool-gib={pool_gib!r}: must be a number above 0, and finite")
+        known = all(hasattr(tokenizer, name) for name in ("encode", "decode", "eos", "vocab"))
+        kind = type(tokenizer).__name__
+        require(tokenizer is None or known, f"tokenizer: got {kind}, valid is one of tmoe.data, or None")
         self.model = model
         self.tokenizer = tokenizer
         own = () if tokenizer is None else (tokenizer.eos,)
-        self.eos = tuple(own if eos is None else eos)
-        self.begin = tuple(begin)
+        self.eos = tuple(own if eos is None else ids_in(eos, "eos", model.cfg.vocab))
+        self.begin = tuple(ids_in(begin, "begin", model.cfg.vocab))
         self.slots = slots
         self.pool_gib = pool_gib
         self.graphs = graphs
@@ -154,11 +199,13 @@ class Engine:
 
         Raises ValueError for prompts that are empty or longer than the model's range of positions, for ids
         outside its vocabulary, and where the pool has no room for one answer. Of a model that is laid out it
-        is raised on all ranks, whichever has the prompt.
+        is raised on all ranks, whichever has the prompt. It is raised too, where it is met, for logits that
+        are not finite.
         """
+        pieces = self._pieces(prompts, n, sampling, numbers, routes, False, told)
         found: list[list[Sample]] = [[] for _ in prompts]
         by_number: dict[tuple[int, int], Sample] = {}
-        for prompt, sample, _, done in self._pieces(prompts, n, sampling, numbers, routes, False, told):
+        for prompt, sample, _, done in pieces:
             if done is not None:
                 by_number[prompt, sample] = done
         for (prompt, _), done in sorted(by_number.items(), key=lambda item: item[0]):
@@ -190,22 +237,30 @@ class Engine:
     ) -> Iterator[Piece]:
         """live: texts are made while tokens come, not at the end."""
         sampling = Sampling() if sampling is None else sampling
-        keys = list(range(len(prompts)) if numbers is None else numbers)
         # before the first collective: ranks would wait for one whose prompts are none
-        ids = self.on_all(lambda: self.checked(prompts, n, sampling, keys))
+        ids, keys = self.on_all(lambda: self.checked(prompts, n, sampling, numbers))
         return self._run(ids, n, sampling, keys, routes, live, told)
 
     def checked(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, keys: list[int]
-    ) -> list[list[int]]:
-        """The prompts' tokens; ValueError unless all of a call can be made."""
-        require(n >= 1, f"n={n}: must be at least 1")
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, numbers: Sequence[int] | None
+    ) -> tuple[list[list[int]], list[int]]:
+        """The prompts' tokens and numbers; ValueError unless all of a call can be made."""
+        require(fits(n, int) and n >= 1, f"n={n!r}: must be a whole number of at least 1")
+        kind = type(sampling).__name__
+        require(isinstance(sampling, Sampling), f"sampling: got {kind}, valid is tmoe.Sampling(...) or None")
         valid = "needs a tokenizer: Engine(model, tokenizer)"
         require(not sampling.stop or self.tokenizer is not None, f"stop={sampling.stop}: {valid}")
-        ids = [self.ids_of(i, prompt) for i, prompt in enumerate(prompts)]
-        ok = len(keys) == len(ids) and all(0 <= key < 2**63 for key in keys)
+        stops = ids_in(sampling.stop_ids, "stop_ids", self.model.cfg.vocab)
+        known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
+        goes_on = sampling.min_tokens == 0 or not set(range(known)) <= {*self.eos, *stops}
+        ends = "eos and stop_ids hold every token that has a text"
+        require(goes_on, f"min_tokens={sampling.min_tokens}: {ends}, so every answer ends at once; valid: 0")
+        ids = [self.ids_of(i, prompt) for i, prompt in enumerate(listed(prompts, "prompts", " of prompts"))]
+        given = range(len(ids)) if numbers is None else listed(numbers, "numbers", " of whole numbers")
+        keys = [whole(key) for key in given]
+        ok = len(keys) == len(ids) and all(key is not None and 0 <= key < 2**63 for key in keys)
         require(ok, f"numbers: got {len(keys)} for {len(ids)} prompts, valid is one from 0 on for each")
-        return ids
+        return ids, cast(list[int], keys)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """What `work` gives. Of a model that is laid out, its error on any rank is a ConfigError on all.
@@ -270,18 +325,17 @@ class Engine:
                 self.tokenizer is not None, f"{where}: a text needs a tokenizer: Engine(model, tokenizer)"
             )
             assert self.tokenizer
-            ids = [*self.begin, *self.tokenizer.encode(prompt).tolist()]
+            try:
+                given: Any = [*self.begin, *self.tokenizer.encode(prompt).tolist()]
+            except UnicodeEncodeError as error:
+                bad = f"{error.object[error.start]!r} at {error.start}"
+                raise ConfigError(f"{where}: is no Unicode text: {bad}, {error.reason}") from None
         else:
-            ids = prompt.tolist() if isinstance(prompt, Tensor) else [int(i) for i in prompt]
+            given = prompt
+        ids = ids_in(given, where, cfg.vocab)
         require(len(ids) > 0, f"{where}: is empty; valid is at least one token to go on from")
         top = cfg.rope.max_seq
         require(len(ids) <= top, f"{where}: {len(ids)} tokens, but model.rope.max_seq={top}")
-        low, high = min(ids), max(ids)
-        valid = f"from 0 to {cfg.vocab - 1} (model.vocab={cfg.vocab})"
-        require(
-            low >= 0 and high < cfg.vocab,
-            f"{where}: has the id {low if low < 0 else high}; valid are ids {valid}",
-        )
         return ids
 
     def room(self, requests: Sequence[Request], n: int) -> Room:
@@ -297,12 +351,7 @@ class Engine:
         if pool is None and weight.is_cuda:
             pool = FREE * torch.cuda.mem_get_info(weight.device)[0]
         if pool is not None:
-            largest = max(spans, key=lambda span: alone(span, n))
-            needs = 1 + alone(largest, n)
-            has = f"{pool / 2**30:.3f} GiB for keys and values"
-            asks = f"one answer of {largest.tokens} tokens, its prompt included, needs"
-            where = f"{asks} {needs * a_page / 2**30:.3f}, {needs} pages of {PAGE} tokens"
-            require(pool >= needs * a_page, f"--pool-gib: {has}, but {where}; a larger pool, or fewer tokens")
+            require_pool(pool, spans, n, a_page)
             pages = min(pages, int(pool // a_page))
         return Room(slots, pages, max(span.tokens for span in spans))
 

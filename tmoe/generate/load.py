@@ -6,8 +6,9 @@ next: generate/command.py
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import tokenizers
 import torch
@@ -70,8 +71,7 @@ def load(
     Raises CheckpointError for a folder of another kind or a damaged step, ValueError for a model that tmoe
     does not compute and where no tokenizer is known.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(device)
+    where = device_of(device)
     kind = DTYPES[dtype] if dtype else torch.bfloat16 if where.type == "cuda" else torch.float32
     path = find(folder_of(path))
     seq = None
@@ -99,8 +99,19 @@ def load(
         f"{path}: its tokenizer has {found.vocab} ids, but model.vocab={model.cfg.vocab}",
     )
     ends, sampling = told(files)
+    ends = [i for i in ends if i < model.cfg.vocab]  # no other can be drawn
     begin = opening(path) if published and tokenizer is None else ()
     return Loaded(path, model.eval(), found, tuple({*ends, found.eos}), begin, sampling, seq)
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of this name; None: a GPU if there is one. ConfigError for one that is not here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", name or ("cuda" if count else "cpu"))
+    there = found is not None and (found[0] == "cpu" or int(found[1] or 0) < count)
+    valid = "cpu" if not count else f"cpu, cuda or cuda:0 to cuda:{count - 1}"
+    require(there, f"--device={name}: valid here: {valid}")
+    return torch.device(cast(re.Match, found)[0])
 
 
 def find(path: Path) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tmoe.config.check import check, require
+from tmoe.config.check import COLDEST, check, require
 from tmoe.ops.sample import Drawn, draw, keep, uniforms
 
 __all__ = ["Drawn", "Sampling", "draw", "keep", "uniforms"]
@@ -44,6 +44,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check(self, "--", one="max_tokens", zero="top_k min_tokens temperature seed")
+        heat = self.temperature
+        require(heat == 0 or heat >= COLDEST, f"--temperature={heat}: must be 0, or at least {COLDEST}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             low = value > 0 if name == "top_p" else value >= 0

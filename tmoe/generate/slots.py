@@ -12,6 +12,7 @@ next: generate/prompt_chunks.py, generate/forward.py, generate/sampler.py
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tmoe.config.check import require
 from tmoe.generate.cache import PAGE, Cache
 from tmoe.generate.forward import all_turns, decode, idle, prefill
 from tmoe.generate.graphs import Graphs, rounded
@@ -286,6 +288,8 @@ class Slots:
             if request.finish:
                 continue
             token, logprob, sampler_logprob, ended = numbers
+            where = f"prompts[{request.prompt}], answer {request.sample}, token {len(request.ids)}"
+            require(math.isfinite(logprob), f"{where}: log-prob {logprob}: the model's logits are not finite")
             request.ids.append(int(token))
             request.logprobs.append(logprob)
             request.sampler_logprobs.append(sampler_logprob)

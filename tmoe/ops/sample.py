@@ -171,12 +171,12 @@ def keep(z_BV: Tensor, filters: Filters) -> Tensor:
 def pick(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Ids [B] at which sums of the probabilities pass uniform's share of the whole.
 
-    Never one whose probability is 0.
+    Never one whose probability is 0. Some id where probabilities are NaN.
     """
     sums_BV = p_BV.double().cumsum(-1)
     whole_B1 = sums_BV[:, -1:]
     at_B1 = torch.minimum(uniform_B[:, None] * whole_B1, whole_B1.nextafter(torch.zeros_like(whole_B1)))
-    return torch.searchsorted(sums_BV, at_B1, right=True)[:, 0]
+    return torch.searchsorted(sums_BV, at_B1, right=True)[:, 0].clamp(max=p_BV.shape[-1] - 1)
 
 
 # ---- the kernel ----

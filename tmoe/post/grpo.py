@@ -31,7 +31,9 @@ from tmoe.data.corpus import Split
 from tmoe.data.dataset import Micro
 from tmoe.data.prompt_dataset import Asked, PromptDataset, open_prompts, share
 from tmoe.data.tokenizer import Carried
-from tmoe.generate.engine import Engine, Sample, Samples
+from tmoe.generate.cache import PAGE, bytes_a_token
+from tmoe.generate.engine import Engine, Sample, Samples, require_pool
+from tmoe.generate.pages import Span
 from tmoe.generate.sampler import Sampling
 from tmoe.generate.whole import Stopped
 from tmoe.model.ahead import Pass
@@ -104,7 +106,14 @@ class Grpo(Task):
             self.rewards = Rewards(
                 g.rewards, workers=g.reward_workers, timeout_s=g.reward_timeout, code=g.code
             )
-        return open_prompts(self.cfg, split, carried)
+        data = open_prompts(self.cfg, split, carried, self.rewards.require_row)
+        if g.pool_gib is not None:
+            lengths = {len(prompt.ids) - 1 for source in data.sources for prompt in source.prompts}
+            spans = [Span(0, length, length + g.max_tokens) for length in lengths]
+            dtype = torch.bfloat16 if self.cfg.train.dtype == "bf16" else torch.float32
+            a_page = PAGE * bytes_a_token(self.cfg.model, dtype)
+            require_pool(g.pool_gib * 2**30, spans, g.group, a_page, "--grpo.pool-gib")
+        return data
 
     @property
     def passes(self) -> list[Pass]:

@@ -13,12 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tmoe.config.check import require
+from tmoe.config.check import FLOATS, require
 from tmoe.post.losses.overlong import overlong_penalty
+from tmoe.post.rewards.builtin import OF_ROW
 from tmoe.post.rewards.pool import Fault, Outcome, Pool
 from tmoe.post.rewards.sample import RewardSample
 from tmoe.post.rewards.words import Term, longest_and_margin, parse
@@ -70,6 +71,16 @@ class Rewards:
         self.pool = Pool(pooled, workers, timeout_s) if pooled else None
         self.told: set[str] = set()
 
+    def require_row(self, prompt: str, row: dict[str, Any]) -> None:
+        """ValueError for a data row of which one of tmoe's own rewards can judge no answer."""
+        sample = RewardSample(prompt, "", row, "stop", 0, 0, 0, 0)
+        for term in self.terms:
+            if term.file is None and term.argument is None and term.name in OF_ROW:
+                try:
+                    OF_ROW[term.name](sample)
+                except ValueError as error:
+                    raise ValueError(f"--grpo.rewards={term.word}: {error}") from None
+
     def score(self, samples: Sequence[RewardSample]) -> Scores:
         """All samples, in their order; which worker has which makes no difference."""
         found = self.pool.run(samples) if self.pool and samples else [[] for _ in samples]
@@ -107,7 +118,7 @@ class Rewards:
             total = math.fsum(values)
         except OverflowError:
             total = math.inf
-        if not math.isfinite(total):
+        if abs(total) > FLOATS[1]:  # in float32, in which losses are
             self._count("sum: is not finite", "", faults)
             return None
         return total

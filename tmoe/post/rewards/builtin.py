@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from tmoe.post.rewards import sandbox
 from tmoe.post.rewards.boxed import boxed
-from tmoe.post.rewards.choice import choice
-from tmoe.post.rewards.code import code
+from tmoe.post.rewards.choice import choice, letter_of_row
+from tmoe.post.rewards.code import code, tests_of
 from tmoe.post.rewards.exact import exact
-from tmoe.post.rewards.number import number
-from tmoe.post.rewards.regex import regex
-from tmoe.post.rewards.sample import RewardSample
+from tmoe.post.rewards.number import number, number_of_row
+from tmoe.post.rewards.regex import pattern_of_row, regex
+from tmoe.post.rewards.sample import RewardSample, truth_of
 
 Reward = Callable[[RewardSample], float | None]
 PLAIN: dict[str, Reward] = dict(exact=exact, number=number, boxed=boxed, choice=choice)
+# What each reads of a data row: functions that raise ValueError for a row of which no answer can be judged.
+OF_ROW: dict[str, Callable[[RewardSample], Any]] = dict(
+    exact=truth_of,
+    number=number_of_row,
+    boxed=truth_of,
+    choice=letter_of_row,
+    regex=pattern_of_row,
+    code=tests_of,
+)
 SHARE_OF_LIMIT = 0.8  # of a reward's time that programs may take, before the reward itself counts as hung
 
 

@@ -42,12 +42,18 @@ class Number(NamedTuple):
 
 
 def number(sample: RewardSample) -> float:
-    """0 for an answer without a number. ValueError where the row's own answer has none."""
-    wanted = number_of(truth_of(sample))
-    if wanted is None:
-        raise ValueError(f"the row's answer {truth_of(sample)[:80]!r} has no number")
+    """0 for an answer without a number."""
+    wanted = number_of_row(sample)
     found = number_of(sample.answer)
     return float(found is not None and same_number(found, wanted))
+
+
+def number_of_row(sample: RewardSample) -> Number:
+    """The right number. ValueError where the row's answer has none."""
+    found = number_of(truth_of(sample))
+    if found is None:
+        raise ValueError(f"the row's answer {truth_of(sample)[:80]!r} has no number")
+    return found
 
 
 def number_of(text: str) -> Number | None:

@@ -5,6 +5,7 @@ next: post/rewards/exact.py
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 
@@ -29,8 +30,17 @@ TRUTHS = "answer", "solution"
 
 
 def truth_of(sample: RewardSample) -> str:
-    """The right answer in words: the row's field "answer", or else "solution". ValueError without either."""
+    """The right answer in words: the row's field "answer", or else "solution".
+
+    ValueError without either, and for what is neither text nor a finite number.
+    """
     for name in TRUTHS:
-        if sample.row.get(name) is not None:
-            return str(sample.row[name])
+        value = sample.row.get(name)
+        if value is None:
+            continue
+        fine = math.isfinite(value) if isinstance(value, float) else isinstance(value, str | int)
+        if not fine or value == "":
+            shown = f"{value!r:.80}, a {type(value).__name__}"
+            raise ValueError(f"the row's {name} is {shown}; must be text, not empty, or a finite number")
+        return str(value)
     raise ValueError(f"the row has no field {' or '.join(TRUTHS)}, only {', '.join(map(str, sample.row))}")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tmoe.config.check import ConfigError
+from tmoe.config.check import FLOATS, ConfigError
 
 FLAG = "--grpo.rewards"
 NAMES = "exact", "number", "boxed", "choice", "regex", "length", "code"
@@ -76,8 +76,9 @@ def _weight(word: str, text: str | None) -> float:
         weight = 1.0 if text is None else float(text)
     except ValueError:
         weight = math.nan
-    if not math.isfinite(weight) or weight == 0:
-        raise ConfigError(f"{FLAG}={word}: the weight {text!r} must be a finite number other than 0")
+    if not FLOATS[0] <= abs(weight) <= FLOATS[1]:
+        valid = "must be a finite number other than 0, in float32"
+        raise ConfigError(f"{FLAG}={word}: the weight {text!r} {valid}")
     return weight
 
 

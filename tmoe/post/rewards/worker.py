@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import inspect
 import json
 import math
 import numbers
@@ -111,6 +112,8 @@ def load(term: dict[str, Any], timeout_s: float, names: dict[str, ModuleType]) -
     function = getattr(module, term["name"], None)
     if not callable(function):
         raise LookupError(f"it has no function {term['name']}")
+    with contextlib.suppress(ValueError):  # no signature is known of some functions in C
+        inspect.signature(function).bind(None)  # a TypeError for one that does not take a sample alone
     return function
 
 
