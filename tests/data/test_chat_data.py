@@ -187,6 +187,12 @@ BAD = {
     ): r":2: the source's first row has messages, this one has not",
     json.dumps(GOOD | dict(tools="{")): r":2: tools: text that is no JSON",
     json.dumps(dict(messages=[user("q"), answer("\ud800")])): r":2: not Unicode text",
+    json.dumps(dict(messages=[user("q"), dict(role="assistant", tool_calls=[5])])): (
+        r":2: messages\[1\]: tool_calls: must be .* here is 5"
+    ),
+    json.dumps(dict(messages=[user("q"), answer("a") | dict(tool_calls=[dict(function="f")])])): (
+        r":2: messages\[1\]: tool_calls: must be .* here is \{'function': 'f'\}"
+    ),
     json.dumps(GOOD | dict(chat_template_kwargs=dict(messages=[], add_generation_prompt=True))): (
         r":2: chat_template_kwargs: messages, add_generation_prompt: not from there"
     ),

@@ -226,7 +226,7 @@ BAD = [
         {},
         r"^rank \[0\]: prompts\[1\]: is empty.*; rank \[1\]: prompts\[0\]: has the id",
     ),
-    ([[[1, 2]], []], dict(pool_gib=1e-6), r"^rank \[0\]: --pool-gib: 0.000 GiB for keys and values"),
+    ([[[1, 2]], []], dict(pool_gib=1e-6), r"^rank \[0\]: --pool-gib: 1e-06 GiB for keys and values"),
 ]
 
 

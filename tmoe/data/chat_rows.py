@@ -192,6 +192,11 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None:
         message["tool_calls"] = calls = _json(calls, f"{where}: tool_calls", list)
+        for call in calls:
+            called = call.get("function", call) if isinstance(call, dict) else None
+            if not (isinstance(called, dict) and isinstance(called.get("name"), str)):
+                valid = 'must be {"function": {"name": ..., "arguments": ...}}'
+                raise DataError(f"{where}: tool_calls: {valid}; here is {call!r:.80}")
         if not calls:
             del message["tool_calls"]
     content = _content(message.get("content"), where)
