@@ -22,6 +22,7 @@ FAST = [
     "gpt_oss",
     "deepseek_v2, lite: no query latent, greedy, mscale",
     "deepseek_v3",
+    "mistral4",
     "olmoe",
 ]
 

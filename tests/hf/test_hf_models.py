@@ -263,6 +263,11 @@ APART = {  # those whose blocks are set apart, with settings of RoPE
         **dict(mla=MLAConfig(q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)),
         moe=SIGMOID | dict(shared_dim=8),
     ),
+    "mistral4": dict(
+        **dict(attention="mla", dense_layers=1, rope=dict(scaling="yarn", factor=4.0, query_beta=0.4)),
+        **dict(mla=MLAConfig(q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)),
+        moe=dict(shared_dim=8),
+    ),
     "mimo_v2_flash": dict(
         **dict(dense_layers=1, window_kv_heads=4, window_sinks=True, v_head_dim=6, value_multiplier=0.5),
         **dict(rope=dict(dim=2, window_theta=300.0), moe=SIGMOID) | WINDOWS,

@@ -215,6 +215,9 @@ class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
 AutoConfig.register("kimi_k2", KimiK2Config)
 AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
 register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
+if hasattr(transformers, "Mistral4Config"):  # transformers has its class, but not under this Auto class
+    text_model = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+    AutoModelForCausalLM.register(*text_model, exist_ok=True)
 
 SIGMOID_MOE = dict(moe_intermediate_size=10, n_routed_experts=6, num_experts_per_tok=2)
 TYPED_MLA = {key: value for key, value in MLA.items() if key != "first_k_dense_replace"}
@@ -364,6 +367,8 @@ MODELS |= {
         **MOE | FLINT | dict(norm_topk_prob=False, attention_bias=True, mlp_only_layers=[1]),
     ),
 }
+# a range so short that most tokens are beyond it
+BY_POSITION = YARN | dict(original_max_position_embeddings=6, llama_4_scaling_beta=0.4)
 MIMO = SIGMOID_MOE | dict(head_dim=12, v_head_dim=6, sliding_window=5)
 MODELS |= {
     "axk1": lambda: transformers.AXK1Config(**SIZES | TYPED_MLA, n_routed_experts=6),
@@ -374,6 +379,23 @@ MODELS |= {
         mlp_layer_types=["sparse", "dense", "sparse"],
         rope_interleave=False,
         rope_parameters=MSCALE | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "mistral4": lambda: transformers.Mistral4Config(
+        **SIZES | MLA, n_routed_experts=6, rope_parameters=BY_POSITION
+    ),
+    "mistral4, all blocks sparse, halves, no query latent, two of three groups, tied": lambda: (
+        transformers.Mistral4Config(
+            **SIZES
+            | MLA
+            | dict(n_group=3, topk_group=2, first_k_dense_replace=0, num_hidden_layers=2)
+            | dict(q_lora_rank=None, num_key_value_heads=None, tie_word_embeddings=True),
+            n_routed_experts=9,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.5,
+            rope_interleave=False,
+            rope_parameters=BY_POSITION | dict(mscale=1.0, mscale_all_dim=0.8, llama_4_scaling_beta=0.7),
+        )
     ),
     "mimo_v2_flash": lambda: transformers.MiMoV2FlashConfig(**SIZES | dict(num_hidden_layers=3), **MIMO),
     "mimo_v2_flash, types of layers, groups, biases, one key head, wide values": lambda: (
@@ -405,7 +427,7 @@ MODELS = {name: config for name, config in MODELS.items() if name not in LACKING
 # Families made of parts that others test: in some tests they are left to the slow tier.
 COMPOSED = ("kimi_k2", "glm4_moe_lite", "dots1", "solar_open", "hy_v3", "granitemoeshared")
 COMPOSED += ("glm4_moe", "minimax_m2", "ernie4_5_moe", "exaone_moe", "mellum", "flex_olmo", "afmoe")
-COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint", "axk1", "mimo_v2_flash")
+COMPOSED += ("hunyuan_v1_moe", "granitemoe_swa", "flint", "axk1", "mistral4", "mimo_v2_flash")
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 SPARSE = ["mixtral", "qwen3_moe", "qwen3_moe, every second", "olmoe"]
 SPARSE += [

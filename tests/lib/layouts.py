@@ -69,6 +69,8 @@ LATENT = replace(
     qk_norm="none",
     mla=MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
 )
+# most tokens are beyond the range that counts
+BY_POSITION = replace(LATENT, rope=replace(LATENT.rope, query_beta=0.5, original_max_seq=3))
 LATENT_0 = replace(LATENT, mla=replace(LATENT.mla, q_rank=0))
 DEEP = replace(GQA, layers=8)  # two chunks for each of four stages
 NARROW = replace(GQA, moe=replace(ROUTED, latent_dim=12, weigh="before"))
@@ -104,6 +106,7 @@ MODELS = dict(
     gpt_oss=GPT_OSS,
     latent=LATENT,
     latent_0=LATENT_0,
+    by_position=BY_POSITION,
 )
 
 

@@ -56,6 +56,10 @@ def test_a_query_meets_a_key_by_their_distance():
             r"--model\.rope\.dim=32: not with --model\.attention",
         ),
         (dict(rope=RopeConfig(interleave=True), attention="mla"), r"--model\.rope\.interleave: not with"),
+        (
+            dict(rope=RopeConfig(query_beta=0.1)),
+            r"--model\.rope\.query-beta=0\.1: only with --model\.attention=mla, or 0",
+        ),
         (dict(rotary=(1, 2)), r"--model\.rotary=\(1, 2\): must be one or more of 1"),
         (dict(rotary=(1, 0), attention="mla"), r"--model\.rotary=\(1, 0\): not with --model\.attention=mla"),
         (dict(attention_gate=True, attention="mla"), r"--model\.attention-gate=True: not with"),
@@ -77,6 +81,7 @@ def test_settings_that_are_off_are_no_facts():
     old = facts(ModelConfig())
     off = {"rope.dim", "rope.interleave", "rope.no position", "norms", "attention_gate", "rotary"}
     off |= {"v_head_dim", "value_multiplier", "window_kv_heads", "window_sinks"}
+    off |= {"rope.query_beta", "rope.original_max_seq"}
     assert not off & old.keys()
     assert differences(ModelConfig(), ModelConfig(rope=RopeConfig(dim=64))) == []  # all channels
     some = ModelConfig(rope=RopeConfig(dim=32, interleave=True))

@@ -38,6 +38,10 @@ SHAPES = {
             scaling="yarn", factor=40, original_max_seq=16, max_seq=640, mscale=0.707, mscale_all_dim=1.1
         ),
     ),
+    "queries by position": dict(
+        mla=MLAConfig(q_rank=7, kv_rank=9, nope_dim=4, rope_dim=6, v_dim=5),
+        rope=RopeConfig(query_beta=0.6, original_max_seq=5),
+    ),
 }
 
 
@@ -104,6 +108,8 @@ def written_out(
         scale *= mscale_all**2
     S = x.shape[1]
     seen = (documents[:, :, None] == documents[:, None, :]) & torch.ones(S, S).bool().tril()
+    eras = torch.arange(S) // cfg.rope.original_max_seq
+    scale = scale * (1 + cfg.rope.query_beta * (1 + eras.double()).log()[:, None])  # of each query
     p = ((logits + rotary) * scale).masked_fill(~seen[:, None], -math.inf).softmax(-1)
     return torch.einsum("bhst,bthc->bshc", p, v).flatten(-2) @ w["o.weight"].T
 

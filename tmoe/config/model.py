@@ -64,10 +64,13 @@ class RopeConfig:
     Latent attention has mla.interleave"""
     window_theta: float | None = None
     """base in blocks with a window, where nothing is stretched (Mellum, Gemma 3); None: as in the others"""
+    query_beta: float = 0.0
+    """latent attention: a query is multiplied by 1 + this ln(1 + floor(position / original_max_seq))
+    (Mistral 4, Llama 4); 0: it is not"""
 
     def __post_init__(self) -> None:
         zero = "attention_factor mscale mscale_all_dim"
-        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=f"{zero} dim")
+        check(self, "--model.rope.", one="max_seq factor original_max_seq", zero=f"{zero} dim query_beta")
         require(1 < self.theta < math.inf, f"--model.rope.theta={self.theta}: must be above 1 and finite")
         base = self.window_theta
         require(
@@ -524,6 +527,10 @@ class ModelConfig:
         require(grouped or not turn, f"--model.rope.dim={turn}: not with --model.attention=mla")
         require(
             grouped or not self.rope.interleave, "--model.rope.interleave: not with --model.attention=mla"
+        )
+        beta = self.rope.query_beta
+        require(
+            not grouped or not beta, f"--model.rope.query-beta={beta}: only with --model.attention=mla, or 0"
         )
         blocks = self.dense_blocks
         require(

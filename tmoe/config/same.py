@@ -141,6 +141,8 @@ def _rope_facts(cfg: ModelConfig) -> dict[str, Any]:
         found["dim"] = rope.dim
     if rope.interleave:
         found["interleave"] = True
+    if rope.query_beta:
+        found |= dict(query_beta=rope.query_beta, original_max_seq=rope.original_max_seq)
     kinds = [cfg.rope_of(i) for i in range(cfg.layers)]
     if None in kinds:
         found["no position"] = [i for i, kind in enumerate(kinds) if kind is None]

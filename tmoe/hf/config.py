@@ -25,6 +25,7 @@ from tmoe.config.same import (
 from tmoe.hf.architectures import ARCHITECTURES
 from tmoe.hf.rules import HF, NO_NULL, Architecture, Field, kinds_of_layers
 from tmoe.listing import listed
+from tmoe.model.count import qk_width
 
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")  # two names of one setting
 WHOLE = (
@@ -225,6 +226,7 @@ def _in_their_words(arch: Architecture, hf: HF, said: str) -> str:
         "rope.theta": "rope_theta",
         "window": "sliding_window",
         "window_kv_heads": "swa_num_key_value_heads",
+        "rope.query_beta": arch.query_beta,
     }
     keys |= {f"rope.{ours}": key for ours, key in ROPE["llama3"].items() | ROPE["yarn"].items()}
 
@@ -340,6 +342,14 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if name in keys and name not in given:
             problems.append(f"{name} of rope_type {kind}: missing")
+    if key := arch.query_beta:
+        if not fits(given.get(key), float):
+            problems.append(f"{key}={given.get(key)!r}: must be a number")
+        if "original_max_seq" not in keys:
+            problems.append(
+                f"rope_type={kind!r}: only yarn or llama3 is computed, whose range {key} counts by"
+            )
+        read["query_beta"] = given.get(key)
     found |= {f"rope.{name}": value for name, value in read.items()}
     return problems + (_read_bases(arch.rope_bases, hf, found) if hf.get(arch.rope_bases) is not None else [])
 
@@ -375,6 +385,14 @@ def shortest(values: list) -> int:
 def _read_partial(arch: Architecture, given: HF, found: dict[str, Any]) -> list[str]:
     """Put into `found` how many channels of a head turn, and return what is wrong."""
     key, width = "partial_rotary_factor", found.get("head_dim")
+    if arch.partial is not None and found.get("attention") == "mla":
+        still, turned = found.get("mla.nope_dim", 0), found.get("mla.rope_dim", 0)
+        if still < 1 or turned < 1:  # said where they are read
+            return []
+        share = given.get(key, arch.partial(given))
+        if fits(share, float) and int((still + turned) * share) == turned:
+            return []
+        return [f"{key}={share!r}: {turned / (still + turned)} is computed, by the widths of a query"]
     if key in given or arch.partial is None:
         share = 1.0 if given.get(key) is None else given[key]
     else:
@@ -400,7 +418,9 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
     given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
-    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / cfg.head_dim)
+    if arch.query_beta:
+        given[arch.query_beta] = rope.query_beta
+    partial = {} if arch.partial is None else dict(partial_rotary_factor=cfg.rotary_dim / qk_width(cfg))
     written = dict(max_position_embeddings=rope.max_seq)
     if arch.rope_by_kind:
         whole = given | dict(rope_theta=rope.theta) | partial

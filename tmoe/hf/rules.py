@@ -188,8 +188,13 @@ class Architecture:
     """whether blocks that see all and blocks with a window have settings of RoPE of their own"""
     rope_bases: str = ""
     """the key that may list each block's base of RoPE, 0 for none; "": no such key"""
+    query_beta: str = ""
+    """the key of RoPE's settings that is our rope.query_beta; "": queries are not scaled by position"""
     partial: Callable[[HF], float] | None = None
-    """share of a head's channels that turn where config.json names none; None: always all of them"""
+    """share of a head's channels that turn where config.json names none; None: always all of them
+
+    With latent attention it must say what its own widths say.
+    """
     windows: Windows | None = None
     """None: every token sees all tokens before it"""
     copies: dict[str, Callable[[HF], Any]] = field(default_factory=dict)

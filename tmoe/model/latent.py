@@ -27,7 +27,7 @@ class LatentAttention(nn.Module):
 
     A head's query and key are `nope_dim` channels without position beside `rope_dim` channels with. k_rot is
     one for all heads. Values have `v_dim` channels. `q_rank` 0: qkv_a gives the queries themselves. YaRN may
-    scale the logits (`mscale_all_dim`).
+    scale the logits (`mscale_all_dim`), and `rope.query_beta` the queries by their position.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -35,6 +35,7 @@ class LatentAttention(nn.Module):
         mla = cfg.mla
         self.mla = mla
         self.scale = softmax_scale(cfg)
+        self.scales_queries = bool(cfg.rope.query_beta)
         self.spread = ALONE  # model/parallelize.py: how tp and cp divide the work
         self.heads = cfg.heads
         H = cfg.heads
@@ -52,8 +53,8 @@ class LatentAttention(nn.Module):
     def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, mask: Mask) -> Tensor:
         """y [B, s, D] for the s tokens of this rank: all S of the sequence, unless tp or cp divide them.
 
-        cos_SC, sin_SC: rope_table's of `rope_dim` channels, of the tokens that tp gathers. mask: make_mask's;
-        None for plain causal attention.
+        cos_SC, sin_SC: rope_table's of `rope_dim` channels, of the tokens that tp gathers; with query_beta
+            cos has one column more. mask: make_mask's; None for plain causal attention.
         """
         spread = self.spread
         q_nope, q_rot, latent, k_rot = self.narrow(x_BSD, cos_SC, sin_SC)
@@ -68,11 +69,14 @@ class LatentAttention(nn.Module):
     def narrow(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries without and with position [B, S, heads, ...], the normed latent [B, S, kv_rank], and k_rot.
 
-        k_rot is [B, S, 1, rope_dim], rotated as the queries are.
+        k_rot is [B, S, 1, rope_dim], rotated as the queries are. With query_beta the queries are scaled.
         """
         mla = self.mla
         q, latent, k_rot = self.latents(x_BSD)
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
+        if self.scales_queries:  # before they turn, which is linear
+            cos_SC, scale_S1 = cos_SC.split([mla.rope_dim, 1], -1)
+            q = q * scale_S1.unsqueeze(-1).to(q.dtype)
         q_nope, q_rot = q.split([mla.nope_dim, mla.rope_dim], -1)
         q_rot, k_rot = (rotate(self.halves(t), cos_SC, sin_SC) for t in (q_rot, k_rot.unsqueeze(2)))
         return q_nope, q_rot, latent, k_rot

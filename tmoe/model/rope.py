@@ -12,7 +12,7 @@ from torch import Tensor
 from tmoe.config.model import ModelConfig, RopeConfig
 from tmoe.stack import take
 
-Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # cos and sin [S, C] by kind of block
+Tables = dict[RopeConfig | None, tuple[Tensor, Tensor]]  # rope_table's by kind of block
 _modes = take("torch._C._len_torch_dispatch_stack", "every forward makes its table of rotations anew")
 
 
@@ -69,7 +69,9 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, C] in fp32, kept for the next call.
+    """cos and sin [S, C] in fp32, kept for the next call; with rope.query_beta cos is [S, C + 1].
+
+    The last column of that cos is query_scale's, so it goes wherever the rows of a position go.
 
     What a tracer (torch.export's) or a mode makes is not kept: it may be no tensors.
     """
@@ -94,15 +96,28 @@ def turns_of(
 
 
 def make_rope_table(rope: RopeConfig, head_dim: int, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, C] in fp32; the two halves of C repeat.
+    """rope_table's; the two halves of C repeat.
 
     Pairs are (i, i + C/2), as in Hugging Face's models. The angle is fp32's product, as theirs: an exact one
     differs by 6e-8 of itself, and logits 6,000 tokens in by 3e-5.
     """
     freq, factor = rope_frequencies(rope, head_dim)
-    angle = torch.outer(torch.arange(seq, dtype=torch.float32, device="cpu"), freq)
+    at_S = torch.arange(seq, dtype=torch.float32, device="cpu")
+    angle = torch.outer(at_S, freq)
     angle = torch.cat([angle, angle], -1)
-    return (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    if rope.query_beta:
+        cos = torch.cat([cos, query_scale(rope, at_S)[:, None]], -1)
+    return cos.to(device), sin.to(device)
+
+
+def query_scale(rope: RopeConfig, at_S: Tensor) -> Tensor:
+    """The factor on queries at these positions, in the shape and type of `at_S`: logits grow with the range.
+
+    1 + query_beta ln(1 + floor(position / original_max_seq)): Llama 4's released code, with Mistral 4's
+    constants.
+    """
+    return 1 + rope.query_beta * torch.log(1 + torch.floor(at_S / rope.original_max_seq))
 
 
 # the cache outlives the caller's mode, and autograd refuses inference tensors

@@ -23,6 +23,7 @@ from tmoe.hf.architectures import (
     mellum,
     mimo,
     minimax,
+    mistral4,
     mixtral,
     olmoe,
     qwen,
@@ -63,4 +64,5 @@ ARCHITECTURES = (
     flint.FLINT,
     mimo.MIMO_V2_FLASH,
     axk1.AXK1,
+    mistral4.MISTRAL4,
 )
