@@ -51,7 +51,7 @@ ROPE = [
     "truncate",
 ]
 ROPE += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]
-ROPE += ["partial_rotary_factor"]
+ROPE += ["partial_rotary_factor", "llama_4_scaling_beta"]
 MORE = [
     "head_dim",
     "rope_theta",
@@ -276,6 +276,9 @@ MEANS = {  # a key and its value -> the setting of it, worked out by hand; "abse
     ("deepseek_v3", "q_lora_rank", ABSENT): ("mla.q_rank", 1536),
     ("deepseek_v2", "q_lora_rank", ABSENT): ("mla.q_rank", 1536),
     ("deepseek_v2", "norm_topk_prob", None): ("moe.renormalize", False),
+    ("mistral4", "q_lora_rank", ABSENT): ("mla.q_rank", 1024),
+    ("mistral4", "norm_topk_prob", None): ("moe.renormalize", False),
+    ("mistral4", "rope_parameters", None): ("rope.query_beta", 0.1),
     ("llama", "num_key_value_heads", None): ("kv_heads", 4),
     ("llama", "head_dim", None): ("head_dim", 4),
     ("mixtral", "sliding_window", None): ("window", 0),

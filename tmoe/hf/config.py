@@ -416,7 +416,7 @@ def write_rope(arch: Architecture, cfg: ModelConfig) -> HF:
     """RoPE's settings in transformers 4's spelling, which version 5 reads too."""
     rope = cfg.rope
     scaling: HF = {key: getattr(rope, ours) for ours, key in ROPE[rope.scaling].items()}
-    given = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
+    given: HF = {"rope_type": "default" if rope.scaling == "none" else rope.scaling}
     given |= {key: value for key, value in scaling.items() if value is not None}
     if arch.query_beta:
         given[arch.query_beta] = rope.query_beta

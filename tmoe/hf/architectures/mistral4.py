@@ -16,7 +16,7 @@ from tmoe.hf.architectures.deepseek import (
 )
 from tmoe.hf.rules import HF, Architecture, Field
 
-YARN = dict(rope_type="yarn", factor=128.0, original_max_position_embeddings=8192)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
 YARN |= dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 
 
