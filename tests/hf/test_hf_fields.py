@@ -319,6 +319,21 @@ def test_a_null_that_is_refused_is_named():
     assert "4 problems" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("rope", "line"),
+    [
+        (dict(rope_type="linear"), "rope_type='linear': only yarn or llama3 is computed"),
+        (dict(llama_4_scaling_beta=None), "llama_4_scaling_beta=None: must be a number"),
+        (dict(llama_4_scaling_beta=-0.5), "llama_4_scaling_beta=-0.5: must be at least 0"),
+        (dict(partial_rotary_factor=1.0), "partial_rotary_factor=1.0: 0.5 is computed, by the widths"),
+    ],
+)
+def test_a_scale_by_position_that_is_refused_is_named(rope, line):
+    base = said_in_full("mistral4")
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        read_config(base | dict(rope_parameters=base["rope_parameters"] | rope))
+
+
 @pytest.mark.parametrize("name", slow_but(FAST, [*BASES, *VARIANTS]))
 def test_every_key_is_read_as_transformers_reads_it(tmp_path, name):
     base = said_in_full(name)

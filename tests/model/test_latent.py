@@ -136,6 +136,23 @@ def test_equals_the_equations(shape, documents):
         assert (got - exact).norm() < 1e-5 * exact.norm()
 
 
+def test_queries_are_scaled_by_the_positions_of_their_documents():
+    """Packed documents with positions of their own are as they are alone; by their place in the row, not."""
+    torch.manual_seed(0)
+    model = Transformer(config(**SHAPES["queries by position"]))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.4)
+    lengths = 13, 10
+    tokens = torch.randint(31, (1, sum(lengths)))
+    ids = torch.arange(2).repeat_interleave(torch.tensor(lengths))[None]
+    at = torch.cat([torch.arange(n) for n in lengths])[None]
+    alone = torch.cat([model(part) for part in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(model(tokens, documents_BS=ids, positions_BS=at), alone, rtol=1e-4, atol=1e-4)
+    in_the_row = model(tokens, documents_BS=ids)
+    torch.testing.assert_close(in_the_row[:, :13], alone[:, :13], rtol=1e-4, atol=1e-4)
+    assert (in_the_row - alone)[:, 14:].abs().max() > 0.1
+
+
 def test_the_norms_of_latents_keep_their_epsilon():
     """DeepSeek's code leaves them at 1e-6 whatever rms_norm_eps says."""
     attention = LatentAttention(config(norm_eps=0.5, **SHAPES["query latent"]))
