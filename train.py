@@ -160,9 +160,11 @@ class Trainer:
     def prepare(self) -> None:
         """What comes before the first step: graphs are compiled, and the task learns what it must know."""
         cfg, run = self.cfg, self.run
-        if cfg.compile:
+        if cfg.compile and (cfg.eval_only or self.step < cfg.steps):
+            data = self.val_data if cfg.eval_only else self.data
+            example = self.task.example(data.batch(self.step, **self.shape()), run.device)
             passes = [one for one in self.task.passes if not (one.grad and cfg.eval_only)]
-            compile_ahead(self.model, self.mesh, cfg.train.dtype, self.task.example(run.device), passes)
+            compile_ahead(self.model, self.mesh, cfg.train.dtype, example, passes)
             run.watch.meet()
         self.task.prepare(self.model, (self.data, self.val_data), run, self.step)
 

@@ -139,6 +139,13 @@ def test_sums_that_are_not_finite(file, value, weight):
     assert scores == ([None], {"big": [value]}, {"sum: is not finite": 1})
 
 
+def test_infinities_of_two_signs_are_no_sum(file):
+    path = file("def big(s): return 1e308\ndef small(s): return -1e308")
+    with Rewards([f"{path}:big:100", f"{path}:small:100"], workers=1) as rewards:
+        found = rewards.score(samples(1))
+    assert found.rewards == [None] and found.faults == {"sum: is not finite": 1}
+
+
 DRAWS = """
 import random
 def draws(s):

@@ -67,7 +67,7 @@ def compile_ahead(
                     for part in model if isinstance(model, Stages) else [model]:
                         compile_part(part, mesh, wide, micro, kind)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         log.warning("blocks could not be compiled before the first step, which has to do it: %s", why)
     finally:
         model.train()

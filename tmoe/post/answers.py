@@ -116,11 +116,6 @@ def pack(
     )
 
 
-def blank(batch: int, seq: int) -> ChatBatch:
-    """A micro-batch of `batch` rows of `seq` tokens that are all padding."""
-    return pack([], [], (1, batch, seq), []).batch
-
-
 def routes_for(answers: Sequence[Answer], rows: int, seq: int) -> Tensor | None:
     """Room for the routes of all tokens [Y, rows, S, K], -1 yet; None where answers have none."""
     known = [answer.routes for answer in answers if answer.routes is not None]

@@ -45,7 +45,7 @@ from tmoe.moe.trace import keeping, replaying
 from tmoe.ops import logprobs, token_loss
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import Answer, Outcome, blank, pack, rows_of
+from tmoe.post.answers import Answer, Outcome, pack, rows_of
 from tmoe.post.estimates import estimates
 from tmoe.post.frozen import Frozen
 from tmoe.post.losses import LOSSES, make_policy
@@ -122,11 +122,10 @@ class Grpo(Task):
         steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
         return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
 
-    def blank(self) -> ChatBatch:
-        return blank(self.cfg.train.batch, self.cfg.train.seq)
-
-    def example(self, device: torch.device) -> Micro:
-        return next(self.blank().micros(device, True))
+    def example(self, batch: Asked, device: torch.device) -> Micro:
+        """Of padding alone: there are no answers yet."""
+        train = self.cfg.train
+        return next(pack([], [], (1, train.batch, train.seq), []).batch.micros(device, True))
 
     def facts(self, val_data: PromptDataset) -> dict[str, Any]:
         return dict(prompts=val_data.describe())

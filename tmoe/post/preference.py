@@ -30,7 +30,6 @@ from tmoe.moe.balance import Totals
 from tmoe.ops import logprobs
 from tmoe.parallel.agree import gathered
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import blank
 from tmoe.post.losses import LOSSES
 from tmoe.post.losses.pairs import pairs_of
 from tmoe.post.losses.sums import sequence_sums, trained_tokens
@@ -64,9 +63,6 @@ class Preference(Task):
     def open(self, split: Split, carried: Carried | None) -> ChatDataset:
         cfg = self.cfg
         return open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, split, "preference", carried)
-
-    def blank(self) -> ChatBatch:
-        return blank(self.cfg.train.batch, self.cfg.train.seq)
 
     def facts(self, val_data: ChatDataset) -> dict[str, Any]:
         return dict(pairs=val_data.describe())

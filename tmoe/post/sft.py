@@ -20,7 +20,6 @@ from tmoe.data.tokenizer import Carried
 from tmoe.model.loss import Given
 from tmoe.ops import token_loss
 from tmoe.parallel.mesh import Mesh
-from tmoe.post.answers import blank
 from tmoe.post.losses.sft import sft
 from tmoe.post.task import Task
 
@@ -41,9 +40,6 @@ class Sft(Task):
     def open(self, split: Split, carried: Carried | None) -> ChatDataset:
         cfg = self.cfg
         return open_chat(cfg.data, cfg.train.seq, cfg.model.vocab, split, "sft", carried)
-
-    def blank(self) -> ChatBatch:
-        return blank(self.cfg.train.batch, self.cfg.train.seq)
 
     def facts(self, val_data: ChatDataset) -> dict[str, Any]:
         return dict(conversations=val_data.describe())

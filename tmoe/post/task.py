@@ -57,14 +57,12 @@ class Task:
         """The kinds of forward that a run makes: a step's, and a validation's."""
         return [Pass(), Pass(grad=False)]
 
-    def blank(self) -> Batch:
-        """One micro-batch without tokens, in the shapes and types of all."""
-        train = self.cfg.train
-        return Batch(*(torch.zeros(1, train.batch, train.seq, dtype=torch.int64) for _ in Batch._fields))
+    def example(self, batch: Batch, device: torch.device) -> Micro:
+        """What blocks are compiled for (model/ahead.py): a micro-batch in the shapes and types of all.
 
-    def example(self, device: torch.device) -> Micro:
-        """What blocks are compiled for (model/ahead.py)."""
-        return next(self.micros(self.blank(), device))
+        batch: what is read for a step.
+        """
+        return next(self.micros(batch, device))
 
     def facts(self, val_data: Dataset) -> dict[str, Any]:
         """What config.json keeps of the data, and the report shows."""

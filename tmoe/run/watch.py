@@ -182,17 +182,22 @@ class Watch:
     def meet(self) -> None:
         """Waits until all ranks are here, for as long as they live. No collective: its patience would end.
 
-        RuntimeError if a rank has failed, or is silent for as long as a collective would wait.
+        RuntimeError if a rank has failed, or is silent for as long as a collective would wait. Rank 0 looks
+        at all others, and these at rank 0: the store could not serve all who look at all.
         """
         if self.world == 1:
             return
         here = f"tmoe meeting {next(MEETINGS)}"
         self.connection.add(here, 1)
-        heard: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it was new
+        others = (range(1, self.world) if self.rank == 0 else [0]) if self._originals else []
+        heard: dict[int, tuple[int, float]] = {}  # of each of them: its last beat, and when it was new
         while self.connection.add(here, 0) < self.world:
             time.sleep(BEAT_S)
             now = time.monotonic()
-            for r, words in self._hear().items() if self._originals else ():
+            for r in others:
+                if not self.store.check([str(r)]):
+                    continue
+                words = json.loads(self.store.get(str(r)))
                 if words["failure"]:
                     raise RuntimeError(f"connection lost: rank {r} failed before the first step")
                 beat, since = heard.get(r, (-1, now))

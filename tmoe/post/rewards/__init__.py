@@ -116,7 +116,7 @@ class Rewards:
             return None
         try:
             total = math.fsum(values)
-        except OverflowError:
+        except (OverflowError, ValueError):  # too large, or an infinity and its negative
             total = math.inf
         if abs(total) > FLOATS[1]:  # in float32, in which losses are
             self._count("sum: is not finite", "", faults)
