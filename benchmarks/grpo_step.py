@@ -7,12 +7,13 @@
 Speed: qwen3-30b-a3b cut to --layers, the same random weights, prompts, rewards, and numbers of prompts,
 answers and tokens; no answer ends before --max-tokens but by a chance of 1 in 151,936 a token, and "tokens"
 says how long they became. train.py --task grpo as a user starts it, and TRL's GRPOTrainer without a server,
-in a process each: by transformers' continuous batching (use_transformers_continuous_batching) and by its
-generate with a cache of keys and values. The loss is DAPO's, one update, no reference, bf16, nothing
-recomputed, answers of --micro at a time in the update. tmoe keeps fp32 master weights, TRL's model is bf16
-throughout, its fastest setting. "generated" is tokens of answers over the rollout's time, "trained" the same
-over the update's, "whole" over the step's. Expected: at least 5 times TRL's better one. vLLM, in process or
-as a server, is not compared.
+in a process each: by transformers' generate with a cache of keys and values, made to keep its grouped product
+for decoding too, and as it comes; and by its continuous batching (use_transformers_continuous_batching). The
+loss is DAPO's, one update, no reference, bf16, nothing recomputed, answers of --micro at a time in the
+update. tmoe keeps fp32 master weights, TRL's model is bf16 throughout, its fastest setting. "generated" is
+tokens of answers over the rollout's time, "trained" the same over the update's, "whole" over the step's.
+Expected: at least 5 times TRL's best one. vLLM, in process or as a server, is not compared. --gpus 2 times
+tmoe alone, on as many.
 
 --memory: moe-pilot-14b whole, experts frozen, --prompts 1 unless given, 512 tokens an answer, the pool of
 keys and values bounded by --pool-gib, each micro-batch one row of four answers. Largest allocations in GiB:
@@ -48,7 +49,7 @@ from tmoe.run.cli import parse
 from tmoe.run.memory import memory_per_rank, peak_bytes
 
 GIB = 2**30
-MADE = "tmoe", "TRL, continuous batching", "TRL, generate"
+MADE = "tmoe", "TRL, generate", "TRL, generate as it comes", "TRL, continuous batching"
 REWARD = '''"""A reward that answers differ in."""
 
 
@@ -120,24 +121,27 @@ def speed(job: Job) -> list[str]:
     rows = write_prompts(args, job.folder, cfg.vocab)
     found: dict[str, dict[str, Any]] = {}
     for name in MADE:
-        if name not in args.only:
+        if name not in args.only or (args.gpus > 1 and name != "tmoe"):
             continue
         if name == "tmoe":
             more = [*grpo_words(args, job.folder, group), "--init", str(folder)]
-            launch(1, args.steps, [*model, *more, *args.train], job.folder / "grpo", args.timeout)
+            launch(args.gpus, args.steps, [*model, *more, *args.train], job.folder / "grpo", args.timeout)
             lines = steps_of(job.folder / "grpo", args.warmup)
             r = tmoe_step(lines[:-1] or lines, answers)  # the last step validates
         else:
             asked = dict(model=str(folder), rows=str(rows), reward=str(job.folder / "reward.py"))
             asked |= dict(steps=args.rival_steps, warmup=1, batch=answers, micro=args.micro, group=group)
-            asked |= dict(max_tokens=args.max_tokens, continuous="continuous" in name)
+            asked |= dict(max_tokens=args.max_tokens, continuous="continuous" in name, switch="comes" in name)
             r = run_rival("grpo", asked, args.rival_timeout)
         found[name] = r if "missing" in r else with_rates(r, answers, args.prompt)
         job.keep("grpo run", dict(contestant=name) | found[name])
     told = [r["step_s"] for name, r in found.items() if name != "tmoe" and "step_s" in r]
     own = found.get("tmoe", {}).get("step_s")
     times = min(told) / own if told and own else None
-    job.keep("grpo", dict(results=found, answers=answers, prompt=args.prompt, times=times, expected=5))
+    job.keep(
+        "grpo",
+        dict(results=found, answers=answers, prompt=args.prompt, times=times, expected=5, gpus=args.gpus),
+    )
     return speed_table(args, model, found, own)
 
 
@@ -147,7 +151,7 @@ def speed_table(
     told = (
         f"{args.prompts} prompts of {args.prompt} tokens, {args.group[0]} answers each of {args.max_tokens}"
     )
-    lines = ["", f"GRPO, {' '.join(model)}: {told}", ""]
+    lines = ["", f"GRPO, {' '.join(model)}, GPUs: {args.gpus}; {told}", ""]
     head = "contestant | s a step | rollout | rewards | update | tokens/s generated | trained | whole"
     lines += [f"| {head} | tokens | GiB | tmoe is so often as fast, expected 5 |"]
     lines += ["| --- |" + " --- |" * 10]
@@ -282,6 +286,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--memory", action="store_true", help="memory instead of speed")
     p.add_argument("--only", nargs="+", default=list(MADE), choices=MADE)
+    p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--prompts", type=int, help="a step; default 8, with --memory 1")
     p.add_argument("--prompt", type=int, help="tokens of a prompt; default 64, with --memory 128")

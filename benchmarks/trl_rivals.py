@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,16 @@ def common(s: dict[str, Any], folder: str) -> dict[str, Any]:
     )
 
 
-def load(folder: str) -> tuple[Any, Any]:
-    """Model and tokenizer: bf16 on a GPU, where transformers' grouped product computes the experts."""
+def load(folder: str, switch: bool = False) -> tuple[Any, Any]:
+    """Model and tokenizer: bf16 on a GPU, where transformers' grouped product computes the experts.
+
+    switch: to decode, generate changes to batched_mm, as it does by itself. That copies an expert's weights
+        for each of its tokens.
+    """
     gpu = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if gpu else torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if gpu else torch.float32)
+    if not switch:
+        model._optimize_model_for_decode = nullcontext
     return model.to("cuda" if gpu else "cpu"), AutoTokenizer.from_pretrained(folder)
 
 
@@ -186,7 +193,7 @@ def dpo(s: dict[str, Any]) -> dict[str, Any]:
 
 
 def grpo(s: dict[str, Any]) -> dict[str, Any]:
-    """model, rows, steps, warmup, batch and micro (answers), group, max_tokens, continuous."""
+    """model, rows, steps, warmup, batch and micro (answers), group, max_tokens, continuous, switch."""
     from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
     sys.path.insert(0, str(Path(s["reward"]).parent))
@@ -195,7 +202,7 @@ def grpo(s: dict[str, Any]) -> dict[str, Any]:
     def worth(completions: list[str], **_: Any) -> list[float | None]:
         return [of_text(text) for text in completions]
 
-    model, tokenizer = load(s["model"])
+    model, tokenizer = load(s["model"], s["switch"])
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

@@ -27,6 +27,7 @@ from tmoe.generate.slots import Request, Room, Slots
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, is_laid_out, require_whole
 from tmoe.model.transformer import Block, Transformer
+from tmoe.moe.own_experts import OwnExperts
 from tmoe.parallel.agree import attempt, by_reason
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ def require_bits(model: Transformer) -> None:
     require(why is None, f"bits: {why}")
     eager = not any(isinstance(block, Block) and block.must_compile for block in model.blocks)
     require(eager, "bits: compiled blocks round otherwise than single steps; needs --no-compile")
+
+
+def can_be_graphs(model: Transformer) -> bool:
+    """Whether steps of a model can be CUDA graphs."""
+    own = any(isinstance(module, OwnExperts) for module in model.modules())
+    return model.head_weight.is_cuda and not own
 
 
 def require_pool(pool: float, spans: Sequence[Span], n: int, a_page: int, flag: str = "--pool-gib") -> None:
@@ -138,7 +145,8 @@ class Engine:
     slots: answers that are made at the same time, at most.
     pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
         does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
-    graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group.
+    graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group, and whose model has no
+        experts of somebody's own: these may wait for the GPU.
     bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It calls
         `model.keep_bits`, by which that forward works in the same order; its blocks may not be compiled.
     """
@@ -152,7 +160,7 @@ class Engine:
         begin: Sequence[int] = (),
         slots: int = 64,
         pool_gib: float | None = None,
-        graphs: bool = False,
+        graphs: bool = True,
         bits: bool = False,
     ):
         require_whole(model)
@@ -306,7 +314,7 @@ class Engine:
         ends = {*self.eos, *sampling.stop_ids}
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
         with gathered(self.model, min(self.slots, len(queue)), told) as ranks:
-            graphs = self.graphs and ranks.group is None and self.model.head_weight.is_cuda
+            graphs = self.graphs and ranks.group is None and can_be_graphs(self.model)
             room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):

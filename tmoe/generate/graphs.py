@@ -22,9 +22,13 @@ def rounded(slots: int) -> int:
 
 
 class Graphs:
-    """Functions without arguments, captured by a key. What they return is overwritten by their next run."""
+    """Functions without arguments, captured by a key. What they return is overwritten by their next run.
+
+    They run one after the other, so what lies between their operations shares memory.
+    """
 
     def __init__(self) -> None:
+        self.memory = torch.cuda.graph_pool_handle()
         self.known: set[Hashable] = set()
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
@@ -35,7 +39,8 @@ class Graphs:
             return step()
         if key not in self.captured:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # other threads may use the GPU meanwhile: NCCL's, and one that saves a checkpoint
+            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
                 result = step()
             self.captured[key] = graph, result
         graph, result = self.captured[key]

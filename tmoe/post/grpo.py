@@ -117,7 +117,7 @@ class Grpo(Task):
 
     @property
     def passes(self) -> list[Pass]:
-        """A step's, and where there is a reference its own. Answers are made without graphs."""
+        """A step's, and where there is a reference its own. Answers are made without compiled blocks."""
         old = [Pass(traced=True), Pass(replay=True)]
         steps = dict(none=[Pass()], rollout=[Pass(replay=True)], old=old)
         return steps[self.g.replay] + ([Pass(grad=False)] if self.g.kl else [])
