@@ -16,10 +16,11 @@ Expected: at least 5 times TRL's best one. vLLM, in process or as a server, is n
 tmoe alone, on as many.
 
 --memory: moe-pilot-14b whole, experts frozen, --prompts 1 unless given, 512 tokens an answer, the pool of
-keys and values bounded by --pool-gib, each micro-batch one row of four answers. Largest allocations in GiB:
-of an update, of a rollout, and of the pool; "beside the pool" is the larger of the update and the rollout
-without its pool. Then the same of the dry run. Expected: update, and step beside the pool, differ by at most
-0.3 GiB between groups; at most 76 in all.
+keys and values bounded by --pool-gib, each micro-batch one row of --micro answers, and three or more of them:
+with two, the first one's gradients still wait in bf16 at the peak. Largest allocations in GiB: of an update,
+of a rollout, and of the pool; "beside the pool" is the larger of the update and the rollout without its pool.
+Then the same of the dry run. Expected: update, and step beside the pool, differ by at most 0.3 GiB between
+groups; at most 76 in all.
 
 Words behind -- go to train.py.
 """
@@ -296,7 +297,7 @@ def main() -> None:
     p.add_argument("--max-tokens", type=int, help="tokens of an answer; default 256, with --memory 512")
     p.add_argument("--slots", type=int, default=256)
     p.add_argument(
-        "--micro", type=int, help="answers of one forward of the update; default 16, with --memory 4"
+        "--micro", type=int, help="answers of one forward of the update; default 16, with --memory 2"
     )
     p.add_argument("--pool-gib", type=float, default=12.0, help="with --memory")
     p.add_argument("--steps", type=int, default=7)
@@ -317,10 +318,10 @@ def main() -> None:
         return watch(args.watch, args.train)
     if args.device == "cuda":
         require_gpu(p)
-    usual = dict(prompts=1, prompt=128, group=[8, 64, 256], max_tokens=512, micro=4)
+    usual = dict(prompts=1, prompt=128, group=[8, 64, 256], max_tokens=512, micro=2)
     usual = usual if args.memory else dict(prompts=8, prompt=64, group=[32], max_tokens=256, micro=16)
     vars(args).update({name: value for name, value in usual.items() if getattr(args, name) is None})
-    args.in_row = 4 if args.memory else 8  # answers
+    args.in_row = args.micro if args.memory else 8  # answers
     with tempfile.TemporaryDirectory() as made:
         job = Job(args, Path(made), about("grpo_step"))
         print(job.about, flush=True)

@@ -1,5 +1,8 @@
 """On a GPU an engine with bits gives the log-probs of training's forward in every bit, at published widths.
 
+Over an expert group it starts itself under torchrun, on two GPUs or with two ranks on one:
+    torchrun --nproc-per-node 2 tests/generate/test_bits_gpu.py
+
 next: tests/generate/test_rollout_bits.py
 """
 
@@ -7,11 +10,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from rollout_bits import in_training, share_equal
+from symm_ranks import run
 
 from tmoe.config.presets import presets
+from tmoe.config.run import Config, TrainConfig
 from tmoe.generate import Engine, Sampling
 from tmoe.model.transformer import Transformer
+from tmoe.parallel import build_mesh, parallelize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 GRANITE = dict(
@@ -57,3 +64,47 @@ def test_without_bits_they_differ():
     model.keep_bits()
     share, _ = share_equal(ours, in_training(model, prompts, found, 1.0))
     assert share < 1
+
+
+@pytest.mark.timeout(420)
+def test_over_an_expert_group():
+    shared = [] if torch.cuda.device_count() >= 2 else ["-m", "benchmarks.shared"]
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *shared, __file__, limit=400)
+
+
+def over_ranks() -> None:
+    """What a rank does: prompts of its own, and other numbers of rows of each expert in each pass."""
+    mesh = build_mesh(ep=2)
+    for name, more in SHAPES.items():
+        torch.manual_seed(0)
+        model_cfg = replace(presets()[name].model, layers=2, **more)
+        cfg = Config(model=model_cfg, train=TrainConfig(seq=512), compile=False)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, ep=2))
+        with torch.device("cuda"):
+            model = Transformer(model_cfg)
+        parallelize(model, mesh, cfg)
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        prompts = [
+            torch.randint(model_cfg.vocab, (n,), generator=draw).tolist() for n in LENGTHS[dist.get_rank() :]
+        ]
+        found = Engine(model, slots=12, bits=True).generate(
+            prompts, 2, Sampling(temperature=0.8, max_tokens=40, seed=3)
+        )
+        with torch.no_grad():
+            want = in_training(model, prompts, found, 0.8)
+        share, far = share_equal([sample.logprobs for group in found for sample in group], want)
+        print(
+            f"{name}, rank {dist.get_rank()}: {share:.2%} of tokens equal in bits, {far:.2g} at most",
+            flush=True,
+        )
+        assert share == 1.0
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    over_ranks()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all right", flush=True)
+    dist.destroy_process_group()

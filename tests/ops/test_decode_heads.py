@@ -14,6 +14,8 @@ from tiers import slow_but
 from triton import knobs
 
 from tmoe.config.model import ModelConfig, RopeConfig
+from tmoe.generate.cache import Layer
+from tmoe.generate.forward import Turns, has_kernel, put_heads
 from tmoe.model.attention import Attention
 from tmoe.model.rope import turns_of
 from tmoe.ops import add_norm as sums
@@ -82,6 +84,34 @@ def test_heads_are_those_of_the_model(name, dtype):
         others = torch.ones(len(rows), dtype=torch.bool)
         others[places_B] = False
         assert (rows[others] == 7).all(), "a place of nobody was written"
+
+
+@interpreted
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "rotated"])
+def test_behind_the_models_norms_they_have_its_bits(name):
+    """In fp32: the interpreter cuts bf16 where a GPU rounds, which test_bits_gpu.py asks."""
+    cfg = CONFIGS[name]
+    torch.manual_seed(0)
+    attention = Attention(cfg)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    at_B, places_B = torch.tensor([0, 7, 3, 300, 1]), torch.tensor([5, 47, 16, 0, 33])
+    x_BD = torch.randn(len(at_B), cfg.dim)
+    ((cos, sin),) = (tables for tables in turns_of(cfg, 512, x_BD.device).values())
+    turns = Turns(cos[at_B], sin[at_B])
+    widths = cfg.head_dim, cfg.value_dim
+    layer = Layer(*(torch.zeros(3, 16, attention.key_heads, width) for width in widths))
+
+    with torch.no_grad():
+        assert has_kernel(attention, bits=True)
+        got, gate = put_heads(attention, x_BD, turns, layer, places_B, bits=True)
+        q, k, v, want_gate = attention.project(x_BD[:, None], turns.cos[:, None], turns.sin[:, None])
+
+    assert torch.equal(got, q[:, 0])
+    for page, want in zip(layer, (k, v), strict=True):
+        assert torch.equal(page.flatten(0, 1)[places_B], want[:, 0])
+    assert (gate is None) == (want_gate is None)
+    assert gate is None or torch.equal(gate, want_gate[:, 0])
 
 
 @interpreted

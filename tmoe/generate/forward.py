@@ -136,7 +136,7 @@ def decode(
     routes = []
     for block, layer, following in zip(blocks, cache.layers, norms, strict=True):
         attention = block.attention
-        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, fused)
+        q_BHC, gate_BHC = put_one(attention, normed, here[block.rope], layer, places_B, model.bits)
         scale, sinks_H = softmax_of(attention)
         pages = q_BHC, *layer, table_BM, lengths_B
         if model.bits:
@@ -235,7 +235,8 @@ def add_and_norm(x: Tensor, y: Tensor, norm: nn.Module, fused: bool) -> tuple[Te
     """(x + y, norm of it): [B, 1, D]; fused: in one kernel."""
     D = x.shape[-1]
     if not (fused and isinstance(norm, nn.RMSNorm) and D <= WIDEST):
-        return x + y, norm(x + y)
+        total = x + y
+        return total, norm(total)
     total, normed = add_norm(x.view(-1, D), y.reshape(-1, D), norm.weight, cast(float, norm.eps))
     return total.view_as(x), normed.view_as(x)
 
@@ -246,15 +247,15 @@ def put_one(
     turns: Turns,
     layer: Layer,
     places_B: Tensor,
-    fused: bool,
+    bits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries and gates [B, H, C] of one token each; its key and value go into the cache.
 
-    fused: in one kernel behind the product, where it fits.
+    bits: rounded as training rounds them, which the plain way does by itself.
     """
     latent = isinstance(attention, LatentAttention)
-    if fused and not latent and fits(attention.cfg.heads, attention.cfg.head_dim, attention.cfg.qk_norm):
-        return put_heads(attention, x_B1D[:, 0], turns, layer, places_B)
+    if x_B1D.is_cuda and not latent and has_kernel(attention, bits):
+        return put_heads(attention, x_B1D[:, 0], turns, layer, places_B, bits)
     one = Turns(turns.cos[:, None], turns.sin[:, None])
     if latent:
         q, k, v, gate = (*absorbed(attention, x_B1D, one), None)
@@ -264,19 +265,41 @@ def put_one(
     return q[:, 0].contiguous(), None if gate is None else gate[:, 0]
 
 
+def has_kernel(attention: Attention, bits: bool) -> bool:
+    """Whether ops/decode_heads.py can take the attention's heads.
+
+    bits: behind norms of the modules, so these may not come after the rotation.
+    """
+    cfg = attention.cfg
+    return cfg.qk_norm != "rotated" if bits else fits(cfg.heads, cfg.head_dim, cfg.qk_norm)
+
+
 def put_heads(
-    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor
+    attention: Attention, x_BD: Tensor, turns: Turns, layer: Layer, places_B: Tensor, bits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """put_one by ops/decode_heads.py."""
-    cfg, G = attention.cfg, attention.key_heads
+    """put_one by ops/decode_heads.py. bits: norms are the modules', whose sums have another order."""
+    cfg, G, norm = attention.cfg, attention.key_heads, attention.cfg.qk_norm
     qkv_BX = attention.qkv(x_BD)
-    how = Heads(cfg.heads, cfg.qk_norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
-    norms = None if cfg.qk_norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
+    if bits and norm != "none":
+        qkv_BX, norm = with_norms(attention, qkv_BX), "none"
+    how = Heads(cfg.heads, norm, cfg.norm_eps, cfg.rope.interleave, cfg.value_multiplier)
+    norms = None if norm == "none" else (attention.q_norm.weight, attention.k_norm.weight)
     q_BHC = decode_heads(qkv_BX, *turns, places_B, layer, how, norms)
     if not cfg.attention_gate:
         return q_BHC, None
     first = (cfg.heads + G) * cfg.head_dim + G * cfg.value_dim
     return q_BHC, qkv_BX[:, first:].unflatten(-1, (cfg.heads, cfg.value_dim))
+
+
+def with_norms(attention: Attention, qkv_BX: Tensor) -> Tensor:
+    """The same rows with queries and keys normed."""
+    cfg = attention.cfg
+    C = cfg.head_dim
+    q, k, others = qkv_BX.tensor_split([cfg.heads * C, (cfg.heads + attention.key_heads) * C], -1)
+    if cfg.qk_norm == "head":
+        q, k = (t.unflatten(-1, (-1, C)) for t in (q, k))
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    return torch.cat([q.reshape(len(qkv_BX), -1), k.reshape(len(qkv_BX), -1), others], -1)
 
 
 def absorbed(attention: LatentAttention, x_B1D: Tensor, turns: Turns) -> tuple[Tensor, Tensor, None]:

@@ -72,6 +72,7 @@ def decode_heads(
         v_PTGC, how.eps, how.value_multiplier, qkv_BX.stride(0), cos_BR.stride(0), sin_BR.stride(0),
         H, G, C, V, R, CP, rows, of_q, of_k, how.norm, how.interleave, how.value_multiplier != 1.0,
         num_warps=8 if rows * CP > 4096 else 4,
+        enable_fp_fusion=False,  # a rotation has the roundings, and so the bits, of model/rope.py's
     )  # fmt: skip
     return q_BHC
 
