@@ -87,17 +87,15 @@ def over_ranks() -> None:
         prompts = [
             torch.randint(model_cfg.vocab, (n,), generator=draw).tolist() for n in LENGTHS[dist.get_rank() :]
         ]
-        found = Engine(model, slots=12, bits=True).generate(
-            prompts, 2, Sampling(temperature=0.8, max_tokens=40, seed=3)
-        )
-        with torch.no_grad():
-            want = in_training(model, prompts, found, 0.8)
-        share, far = share_equal([sample.logprobs for group in found for sample in group], want)
-        print(
-            f"{name}, rank {dist.get_rank()}: {share:.2%} of tokens equal in bits, {far:.2g} at most",
-            flush=True,
-        )
-        assert share == 1.0
+        how = Sampling(temperature=0.8, max_tokens=40, seed=3)
+        for graphs in (False, True):
+            found = Engine(model, slots=12, graphs=graphs, bits=True).generate(prompts, 2, how)
+            with torch.no_grad():
+                want = in_training(model, prompts, found, 0.8)
+            share, far = share_equal([sample.logprobs for group in found for sample in group], want)
+            which = f"{name}, rank {dist.get_rank()}, graphs {graphs}"
+            print(f"{which}: {share:.2%} of tokens equal in bits, {far:.2g} at most", flush=True)
+            assert share == 1.0
         del model
         torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tmoe.config.check import ConfigError
 from tmoe.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from tmoe.generate import Engine, Sampling
+from tmoe.generate.whole import gathered
 from tmoe.model.transformer import Transformer
 from tmoe.moe.balance import Totals
 from tmoe.optim.adamw import build_optimizer
@@ -64,6 +65,19 @@ def lively(net: Transformer) -> None:
         for p in net.parameters():
             if p.dim() > 1:
                 (p.to_local() if isinstance(p, DTensor) else p).mul_(8)
+
+
+def free(rank: int, world: int, model: str) -> bool:
+    with gathered(laid_out(dict(ep=world), model), 3) as ranks:
+        return ranks.free
+
+
+@pytest.mark.parametrize("model", ["gqa", "pad"])
+def test_steps_whose_host_waits_are_no_graphs(gloo, model):
+    """As with collectives it does, for the counts or the most rows of any rank."""
+    assert gloo(2, free, model) == [False, False]
+    with gathered(Transformer(MODELS["gqa"]), 3) as ranks:
+        assert ranks.free
 
 
 def answers(net: Transformer, prompts, sampling: Sampling, numbers=None, slots: int = 3) -> list[Any]:

@@ -18,6 +18,7 @@ from tmoe.generate.forward import attend_pages
 from tmoe.generate.pages import Pages, Span, alone, most_needed
 from tmoe.generate.prompt_chunks import chunks
 from tmoe.model.transformer import Transformer
+from tmoe.moe.layer import MoE
 from tmoe.ops.decode_attention import decode_attention
 
 LONG = {
@@ -172,7 +173,21 @@ def test_graphs_change_no_token(name):
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(64, (n,), generator=draw).tolist() for n in (129, 200, 257, 3)]
     how = Sampling(temperature=0.7, top_p=0.9, max_tokens=70, min_tokens=5, stop_ids=(1, 2), seed=3)
-    plain = Engine(net, slots=70).generate(prompts, 20, how, routes=True)
+    plain = Engine(net, slots=70, graphs=False).generate(prompts, 20, how, routes=True)
     captured = Engine(net, slots=70, graphs=True).generate(prompts, 20, how, routes=True)
     for a, b in zip([s for x in plain for s in x], [s for x in captured for s in x], strict=True):
         assert torch.equal(a.ids, b.ids) and torch.allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_experts_of_ones_own_may_wait_for_the_gpu():
+    """So their steps are no graphs, in which a wait is an error."""
+
+    def waits(x_ND: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
+        return x_ND * min(ends_L.tolist())
+
+    net = long_model("gqa")
+    for block in net.blocks:
+        block.moe = MoE(net.cfg.dim, net.cfg.moe, experts=waits)
+    ((answer,),) = Engine(net.cuda(), slots=2).generate([[1, 2, 3]], 1, Sampling(max_tokens=4))
+    assert len(answer.ids) == 4

@@ -85,7 +85,7 @@ def require_bits(model: Transformer) -> None:
 
 
 def can_be_graphs(model: Transformer) -> bool:
-    """Whether steps of a model can be CUDA graphs."""
+    """Whether steps of a model can be CUDA graphs, as far as one rank knows."""
     own = any(isinstance(module, OwnExperts) for module in model.modules())
     return model.head_weight.is_cuda and not own
 
@@ -145,8 +145,8 @@ class Engine:
     slots: answers that are made at the same time, at most.
     pool_gib: room for their keys and values, taken for a call and given back after. Answers wait where it
         does not hold those of all slots. None: what they need, on a GPU at most 80% of what is free.
-    graphs: steps are CUDA graphs, on a GPU whose rank is in no expert group, and whose model has no
-        experts of somebody's own: these may wait for the GPU.
+    graphs: steps are CUDA graphs, on a GPU, unless the host must wait in them: for the nccl dispatcher's
+        counts, and perhaps for experts of somebody's own.
     bits: log-probs are those of the model's own forward in every bit (docs/generate.md says where). It calls
         `model.keep_bits`, by which that forward works in the same order; its blocks may not be compiled.
     """
@@ -314,7 +314,7 @@ class Engine:
         ends = {*self.eos, *sampling.stop_ids}
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
         with gathered(self.model, min(self.slots, len(queue)), told) as ranks:
-            graphs = self.graphs and ranks.group is None and can_be_graphs(self.model)
+            graphs = self.graphs and ranks.free and can_be_graphs(self.model)
             room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)
             for requests in slots.run(queue):

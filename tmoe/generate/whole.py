@@ -26,6 +26,7 @@ from tmoe.model.spread import ALONE
 from tmoe.model.transformer import Block, Transformer
 from tmoe.moe.dispatch import SymmDispatcher
 from tmoe.moe.layer import MoE
+from tmoe.moe.symm import graphs_end_here
 from tmoe.parallel.collectives import group_of
 
 STOP = 2**30  # in place of a number of rows: a rank of the group was told to stop
@@ -79,6 +80,8 @@ def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: 
             for module in model.modules():
                 stack.enter_context(getattr(module, "standing_in", nullcontext)())
         ranks = Ranks(model, layers, told)
+        for exchange in exchanges(layers):
+            stack.enter_context(graphs_end_here(exchange.group))
         stack.enter_context(room(layers, ranks.join(max(slots, ranks.at_once))))
         try:
             model.eval()
@@ -104,6 +107,11 @@ class Ranks:
         self.device = model.head_weight.device
         self.side = torch.cuda.Stream() if self.group and self.device.type == "cuda" else None
         self.pads = self.group is not None and any(moe.router.cfg.pad for moe in layers)
+        # whether a pass keeps no host waiting: its experts are here, or their rows go through peers' memory
+        self.free = self.group is None or all(
+            isinstance(moe.dispatcher, SymmDispatcher) and moe.router.cfg.capacity_factor is None
+            for moe in layers
+        )
         # no more than exchanges have room for: they keep what they once had, and copy all of it
         rooms = [exchange.tokens for exchange in exchanges(layers) if exchange.tokens]
         self.at_once = min([AT_ONCE if self.device.type == "cuda" else ON_CPU, *rooms])

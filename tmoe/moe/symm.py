@@ -48,7 +48,8 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -363,6 +364,17 @@ def exchange_of(group: str) -> Exchange:
     if ex is None or ex.group is not ranks:  # a new world may use a name again
         ex = _exchanges[group] = Exchange(ranks)
     return ex
+
+
+@contextmanager
+def graphs_end_here(group: str) -> Iterator[None]:
+    """CUDA graphs that are captured inside are gone when it ends, and the room may grow again."""
+    ex = exchange_of(group)
+    captured = ex.captured
+    try:
+        yield
+    finally:
+        ex.captured = captured
 
 
 class Local(NamedTuple):
