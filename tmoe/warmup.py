@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from triton import knobs
 
 from tmoe.config.axes import Axes
 from tmoe.config.check import ConfigError
@@ -29,12 +30,16 @@ from tmoe.config.presets import presets
 from tmoe.config.run import Config
 from tmoe.generate.cache import layer_widths
 from tmoe.generate.sampler import Sampling
+from tmoe.generate.whole import AT_ONCE
 from tmoe.moe.capacity import capacity
 from tmoe.moe.dispatch import pairs_bound
 from tmoe.ops import (
     adamw,
+    add_norm,
     cross_entropy,
     decode_attention,
+    decode_heads,
+    decode_in_blocks,
     exchange,
     logprob_kernels,
     router_product,
@@ -54,19 +59,37 @@ ARCH = re.compile(r"cuda:(7[025]|8[0679]|90|10[013]|12[01])|hip:gfx(9[0-9a-f]{2}
 ARCH_VALID = (
     "must be cuda:NN (a GPU's compute capability from 70 to 121, as cuda:90) or hip:gfxNNN (as hip:gfx942)"
 )
+# with these numbers of tokens each choice that depends on it falls each way, up to the most of a pass
+COUNTS = sorted(
+    {n for i in range(13) for n in (2**i, 2**i + 1, 3 * 2**i, 3 * 2**i + 1) if n < AT_ONCE} | {AT_ONCE}
+)
 _warm: set[tuple] = set()  # (architecture, trace) of all that this process has compiled or found
 
 
 def traces(cfg: Config) -> list[tuple]:
-    """What a rank launches under this configuration, as precompile takes it.
+    """What a rank launches under this configuration, as precompile takes it."""
+    m = cfg.model
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
+    tokens = cfg.train.batch * cfg.train.seq // (cfg.parallel.cp * cfg.parallel.tp)
+    found = of_layer(cfg, tokens, dtype)
+    found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
+    if by_log_probs(cfg):
+        found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
+    found.append((adamw.trace, dtype))
+    found.append((parts.trace, dtype))
+    if cfg.task == "grpo":
+        found += of_rollout(cfg, tokens, dtype)
+    return found
+
+
+def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> list[tuple]:
+    """What an MoE layer launches for T tokens of this rank. trained: False: in a forward without gradients.
 
     With expert parallelism a rank holds E / ep experts, and up to T * ep rows arrive, each with its K slots.
     """
     m, moe = cfg.model, cfg.model.moe
     p = cfg.parallel
     ep, etp = travelling(cfg, Axes(ep=p.ep, etp=p.etp))
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[cfg.train.dtype]
-    T = cfg.train.batch * cfg.train.seq // (p.cp * p.tp)
     E, K = moe.experts, moe.slots
     pairs = pairs_bound(T, moe.top_k, ep, E // ep)
     if ep == 1 and moe.slots > moe.top_k:
@@ -75,16 +98,13 @@ def traces(cfg: Config) -> list[tuple]:
     rows, slots, F = T * ep * etp, K, moe.ffn_dim // etp
     if moe.pad:
         rows, slots, pairs = E * capacity(T, K, moe) * etp, 1, pairs or T * K * etp
-    W, how = m.expert_dim, (moe.activation, moe.bias)
+    W, how = m.expert_dim, (moe.activation, moe.bias, trained)
     if moe.weigh == "activation":
-        experts: list[tuple] = [(trace, rows, W, F, E // ep, slots, dtype, pairs, *how)]
+        found: list[tuple] = [(trace, rows, W, F, E // ep, slots, dtype, pairs, *how)]
     else:  # one row for each pair, whose only expert has the weight 1
         n = T * K * etp
-        experts = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
-        experts.append((row_ops.trace, rows * slots, n, 1, torch.float32))
-    found: list[tuple] = [
-        *experts,
-    ]
+        found = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
+        found.append((row_ops.trace, rows * slots, n, 1, torch.float32))
     if moe.by_softmax_topk(ep):
         found.append((trace_router, T, moe.outputs, moe.top_k, moe.renormalize or moe.softmax == "after"))
     else:  # the op chooses alone; quantile balancing looks at one expert more
@@ -94,36 +114,47 @@ def traces(cfg: Config) -> list[tuple]:
     if dtype == torch.bfloat16:
         found.append((router_product.trace, T, m.dim, moe.outputs, dtype))
     if ep > 1 and not moe.pad:
-        found.append((exchange.trace, T, m.expert_dim, K, ep, dtype, p.wire == "fp8"))
+        found.append((exchange.trace, T, W, K, ep, dtype, p.wire == "fp8", trained))
     if runs_beside(cfg, Axes(ep=p.ep, etp=p.etp)):
         found.append((swiglu.trace, T, moe.shared_dim, dtype))
         found.append((exchange.trace_routes, T, K, ep, dtype))
-    found.append((cross_entropy.trace, m.vocab, m.dim, IGNORE, dtype))
-    if by_log_probs(cfg):
-        found.append((logprob_kernels.trace, m.vocab, IGNORE, dtype))
-    found.append((adamw.trace, dtype))
-    found.append((parts.trace, dtype))
-    if cfg.task == "grpo":
-        found += [*traces(of_rollout(cfg)), *of_tokens(cfg, dtype)]
     return found
 
 
-def of_rollout(cfg: Config) -> Config:
-    """A run whose ranks have as many tokens at a time as a rollout's slots."""
-    train = replace(cfg.train, batch=cfg.grpo.slots, seq=1)
-    return replace(cfg, task="pretrain", train=train, parallel=replace(cfg.parallel, tp=1, cp=1))
+def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
+    """What a rollout launches: a pass may have any number of tokens.
+
+    tokens: of a micro-batch of training, for which an exchange has room at least.
+    """
+    whole = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
+    counts = *COUNTS, max(tokens, cfg.grpo.slots)
+    layers = [one for T in counts for one in of_layer(whole, T, dtype, trained=False)]
+    return [*layers, *of_tokens(cfg, dtype)]
 
 
 def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
-    """What a rollout launches for each token beside the model's layers: its attention, and the draw."""
-    m = cfg.model
-    kinds = sorted({(*layer_widths(m, layer), m.window_of(layer)) for layer in range(m.layers)})
-    drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
+    """What a rollout launches for one token of each slot beside the experts: attention, norms, the draw."""
+    m, bits = cfg.model, cfg.grpo.bits
     latent = m.attention == "mla"
-    attention = [
-        (decode_attention.trace, m.heads, *kind, dtype, m.sinks_in(kind[-1]), latent) for kind in kinds
-    ]
-    return [*attention, (sample.trace, m.vocab, dtype, drawn)]
+    scale = m.head_dim**-0.5 if m.attention_multiplier is None else m.attention_multiplier
+    norm = "none" if bits else m.qk_norm
+    found: list[tuple] = []
+    for layer in range(m.layers):
+        (G, C, V), window, rope = layer_widths(m, layer), m.window_of(layer), m.rope_of(layer)
+        if bits:
+            found.append((decode_in_blocks.trace, m.heads, G, C, scale, dtype))
+        else:
+            found.append(
+                (decode_attention.trace, m.heads, G, C, V, window, dtype, m.sinks_in(window), latent)
+            )
+        if not latent and decode_heads.fits(m.heads, C, norm):
+            R = m.rotary_dim if rope else 0
+            how = decode_heads.Heads(m.heads, norm, m.norm_eps, m.rope.interleave, m.value_multiplier)
+            found.append((decode_heads.trace, how, G, C, V, R, dtype))
+    if not bits and m.dim <= add_norm.WIDEST:
+        found.append((add_norm.trace, m.dim, dtype))
+    drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
+    return [*dict.fromkeys(found), (sample.trace, m.vocab, dtype, drawn)]
 
 
 def local_arch() -> str | None:
@@ -142,14 +173,28 @@ def warm(cfgs: list[Config], arch: str | None = None, processes: int = 0) -> tup
     """
     if sys.platform == "linux" and any(cfg.compile for cfg in cfgs):
         drop_torn_objects()
-    arch = arch or local_arch()
+    here = local_arch()
+    arch = arch or here
     if arch is None:
         return 0, 0
+    if here is not None:
+        keep_tools()
     wanted = dict.fromkeys(t for cfg in cfgs for t in traces(cfg))  # each once
     new = [t for t in wanted if (arch, *t) not in _warm]
     found = precompile(arch, new, processes or min(8, os.cpu_count() or 1)) if new else (0, 0)
     _warm.update((arch, *t) for t in new)
     return found
+
+
+def keep_tools() -> None:
+    """Triton's cache and assembler are from now on those of this moment.
+
+    With its first kernel inductor gives both of them another place where the environment names none. What
+    was compiled before is then not found, and compiled again in the first step.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    if "TRITON_PTXAS_PATH" not in os.environ and torch.version.cuda:
+        os.environ["TRITON_PTXAS_PATH"] = knobs.nvidia.ptxas.path
 
 
 def drop_torn_objects() -> None:

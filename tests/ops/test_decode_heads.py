@@ -155,11 +155,11 @@ def test_the_kernels_fit(arch, tmp_path, monkeypatch):
     monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", True)
     found, reports = [], {}
     with compile_only(arch, lambda name, key, compile: found.append(measure(arch, name, compile, reports))):
-        heads.trace(32, 4, 128, 128, 128, "head", bf16)
-        heads.trace(16, 16, 128, 128, 128, "full", bf16)
-        heads.trace(96, 8, 128, 128, 64, "full", bf16, interleave=True)
-        heads.trace(64, 8, 192, 128, 64, "rotated", bf16)
-        heads.trace(24, 8, 64, 64, 64, "none", fp32)
+        heads.trace(Heads(32, "head"), 4, 128, 128, 128, bf16)
+        heads.trace(Heads(16, "full"), 16, 128, 128, 128, bf16)
+        heads.trace(Heads(96, "full", interleave=True), 8, 128, 128, 64, bf16)
+        heads.trace(Heads(64, "rotated", value_multiplier=0.7), 8, 192, 128, 64, bf16)
+        heads.trace(Heads(24), 8, 64, 64, 64, fp32)
         for D in (128, 2048, 7168, 16384):
             sums.trace(D, bf16)
     assert found

@@ -12,19 +12,25 @@ import datetime
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from filelock import FileLock
+from tiers import slow_but
 
 from tmoe import warmup
 from tmoe.config.presets import presets
+from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
 from tmoe.ops.launch import precompile
+from tmoe.ops.launch.launch import compile_only
 from tmoe.warmup import warm
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +197,47 @@ def test_nothing_is_asked_for_twice(monkeypatch):
     assert warm([tiny], "cuda:80", 1) == (0, n)
     warm([tiny, other], "cuda:90", 1)
     assert asked == [("cuda:90", n), ("cuda:80", n), ("cuda:90", len(warmup.traces(other)))]
+
+
+def kernels(traces: list[tuple]) -> set[str]:
+    found: set[str] = set()
+    with compile_only("cuda:90", lambda name, key, compile: found.add(key)):
+        for run, *args in traces:
+            run(*args)
+    return found
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3-30b-a3b"], ["qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-20b"]))
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
+    grpo = GrpoConfig(rewards=["length"], slots=64)
+    cfg = replace(presets()[name], task="grpo", grpo=grpo, train=TrainConfig(batch=1, seq=2048))
+    cfg = replace(cfg, parallel=ParallelConfig(ep=ep))
+    known = kernels(warmup.traces(cfg))
+    draw = random.Random(0)
+    for T in [1, 63, 255, 504, 1023, 8191, *(draw.randint(1, 8192) for _ in range(30))]:
+        of_pass = warmup.of_layer(cfg, T, torch.bfloat16, trained=False)
+        assert kernels(of_pass) <= known, T
+
+
+TOOLS = """
+import os
+for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):
+    os.environ.pop(name, None)
+from triton import knobs
+from tmoe import warmup
+before = knobs.cache.dir, knobs.nvidia.ptxas.path
+warmup.torch.version.cuda = "13.0"
+warmup.keep_tools()
+for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"):  # as inductor does
+    os.environ.setdefault(name, "/another")
+assert (knobs.cache.dir, knobs.nvidia.ptxas.path) == before, (knobs.cache.dir, knobs.nvidia.ptxas.path)
+"""
+
+
+def test_inductor_changes_neither_cache_nor_assembler():
+    ran = subprocess.run([sys.executable, "-c", TOOLS], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 TORN = """

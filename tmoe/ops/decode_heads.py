@@ -219,16 +219,15 @@ def decode_heads_kernel(
         tl.store(v_pages + tl.load(places + b) * G * V + at, y, here)
 
 
-def trace(
-    H: int, G: int, C: int, V: int, R: int, norm: str, dtype: torch.dtype, interleave: bool = False
-) -> None:
+def trace(how: Heads, G: int, C: int, V: int, R: int, dtype: torch.dtype) -> None:
     """Launch the kernel on meta tensors, inside compile_only."""
+    H = how.queries
     qkv, k, v = (
         torch.empty(shape, dtype=dtype, device="meta")
         for shape in ((1, (H + G) * C + G * V), (1, 128, G, C), (1, 128, G, V))
     )
     cos = torch.empty(1, R, device="meta")
     places = torch.empty(1, dtype=torch.int64, device="meta")
-    widths = (H * C, G * C) if norm == "full" else (C, C)
-    norms = None if norm == "none" else (qkv.new_empty(widths[0]), qkv.new_empty(widths[1]))
-    decode_heads(qkv, cos, cos, places, (k, v), Heads(H, norm, 1e-6, interleave), norms)
+    widths = (H * C, G * C) if how.norm == "full" else (C, C)
+    norms = None if how.norm == "none" else (qkv.new_empty(widths[0]), qkv.new_empty(widths[1]))
+    decode_heads(qkv, cos, cos, places, (k, v), how, norms)

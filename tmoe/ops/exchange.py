@@ -385,8 +385,13 @@ def meet(states: Tensor, rank: int, arrive: bool = True, wait: bool = True) -> N
     launch(meet_kernel, (1,), states, rank, world, power_of_2(world), arrive, wait, num_warps=1)
 
 
-def trace(T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = False) -> None:
-    """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would."""
+def trace(
+    T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = False, trained: bool = True
+) -> None:
+    """Launch every kernel on meta tensors, inside compile_only, as a GPU like Hopper's would.
+
+    trained: False: those of a forward alone.
+    """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     weights = torch.empty(T, K, device="meta")
@@ -394,10 +399,11 @@ def trace(T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = Fa
     programs = 264
     push(x, ids, weights, at, at, at, at, 0, T, 1, programs)
     push(x, ids, weights, at, at, at, at, 0, T, 1, programs, meet=False)
-    push(x, ids, None, at, at, at, at, 0, T, 1, programs)
     pull(x, None, ids, at, at, at, 0, T, 1, programs)
-    for meets in (True, False):
-        pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets)
+    if trained:
+        push(x, ids, None, at, at, at, at, 0, T, 1, programs)
+        for meets in (True, False):
+            pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets)
     for arrives, waits in ((True, True), (True, False), (False, True)):
         meet(at, 0, arrives, waits)
     if fp8:
@@ -408,10 +414,11 @@ def trace(T: int, D: int, K: int, world: int, dtype: torch.dtype, fp8: bool = Fa
         unpack(x, ids, packed, scales)
         push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, True, scales, at)
         push(packed, ids, weights, at, at, at, at, 0, T, 1, programs, False, scales, at)
-        push(packed, ids, None, at, at, at, at, 0, T, 1, programs, True, scales, at)
         pull(x, None, ids, at, at, at, 0, T, 1, programs, True, at)
-        for meets in (True, False):
-            pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)
+        if trained:
+            push(packed, ids, None, at, at, at, at, 0, T, 1, programs, True, scales, at)
+            for meets in (True, False):
+                pull(x, weights, ids, at, at, at, 0, T, 1, programs, meets, at)
 
 
 def trace_routes(T: int, K: int, world: int, dtype: torch.dtype) -> None:

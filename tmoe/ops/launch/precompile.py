@@ -44,8 +44,12 @@ def trace(
     pairs: int | None = None,
     activation: str = "swiglu",
     biased: bool = False,
+    trained: bool = True,
 ) -> None:
-    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only."""
+    """Run moe_mlp forward (training and not) and backward on meta tensors, inside compile_only.
+
+    trained: False: forward alone, not training.
+    """
     x = torch.empty(T, D, dtype=dtype, device="meta")
     rows = named(activation).halves * F
     gate_up = torch.empty(E, rows, D, dtype=dtype, device="meta")
@@ -54,14 +58,18 @@ def trace(
     weights = torch.empty(T, K, device="meta")
     ids = torch.empty(T, K, dtype=torch.int32, device="meta")
     how = bias, activation, T * K if pairs is None else pairs
-    gpu.forward(x, gate_up, down, weights, ids, *how, False)
-    _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
-    gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
-    if pairs is not None:  # in an expert group symm.py's sums leave unused rows alone
-        layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
-        rows = layer.empty(pairs, D)
+    _, _, packed = gpu.forward(x, gate_up, down, weights, ids, *how, False)
+    if trained:
+        _, h, packed = gpu.forward(x, gate_up, down, weights, ids, *how, True)
+        gpu.backward(x, x, gate_up, down, weights, h, packed, *how)
+    if pairs is None:
+        return
+    # in an expert group symm.py's sums leave unused rows alone
+    layer = gpu.Layer(x, down.shape, K, Metadata(packed, T * K, E, pairs), weights, (gate_up, down))
+    rows = layer.empty(pairs, D)
+    layer.combine(rows, weights, x, add=False, fill=False)
+    if trained:
         ds = layer.empty(cdiv(F, layer.config("dh").BN), pairs, dtype=torch.float32)
-        layer.combine(rows, weights, x, add=False, fill=False)
         layer.combine(rows, None, x, ds, weights, add=False, fill=False)
 
 
