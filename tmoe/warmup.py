@@ -101,6 +101,8 @@ def of_layer(cfg: Config, T: int, dtype: torch.dtype, trained: bool = True) -> l
     W, how = m.expert_dim, (moe.activation, moe.bias, trained)
     if moe.weigh == "activation":
         found: list[tuple] = [(trace, rows, W, F, E // ep, slots, dtype, pairs, *how)]
+        if ep > 1 and not (trained or moe.pad):  # with nccl any number arrives, an odd one too
+            found.append((trace, rows - 1, W, F, E // ep, slots, dtype, pairs, *how))
     else:  # one row for each pair, whose only expert has the weight 1
         n = T * K * etp
         found = [(trace, n, W, F, E // ep, 1, dtype, None, *how), (row_ops.trace, rows, n, W, dtype)]
@@ -126,7 +128,9 @@ def of_rollout(cfg: Config, tokens: int, dtype: torch.dtype) -> list[tuple]:
 
     tokens: of a micro-batch of training, for which an exchange has room at least.
     """
-    whole = replace(cfg, parallel=replace(cfg.parallel, tp=1, cp=1))
+    r = cfg.parallel.adaptive_r
+    whole = replace(cfg.parallel, tp=1, cp=1, etp=1, adaptive_r=0 if r == 0 else None)
+    whole = replace(cfg, parallel=whole)
     counts = *COUNTS, max(tokens, cfg.grpo.slots)
     layers = [one for T in counts for one in of_layer(whole, T, dtype, trained=False)]
     return [*layers, *of_tokens(cfg, dtype)]
@@ -151,8 +155,12 @@ def of_tokens(cfg: Config, dtype: torch.dtype) -> list[tuple]:
             R = m.rotary_dim if rope else 0
             how = decode_heads.Heads(m.heads, norm, m.norm_eps, m.rope.interleave, m.value_multiplier)
             found.append((decode_heads.trace, how, G, C, V, R, dtype))
-    if not bits and m.dim <= add_norm.WIDEST:
-        found.append((add_norm.trace, m.dim, dtype))
+    if not bits:
+        blocks = {m.is_moe(layer) for layer in range(m.layers)}
+        widths = [m.moe.shared_dim] * (True in blocks) + [m.ffn_dim] * (False in blocks)
+        found += [(swiglu.trace, 1, width, dtype) for width in widths if width]
+        if m.dim <= add_norm.WIDEST:
+            found.append((add_norm.trace, m.dim, dtype))
     drawn = Sampling(temperature=cfg.grpo.temperature, top_p=cfg.grpo.top_p)
     return [*dict.fromkeys(found), (sample.trace, m.vocab, dtype, drawn)]
 

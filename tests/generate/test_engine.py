@@ -12,7 +12,7 @@ from tmoe.data.tokenizer import ByteTokenizer
 from tmoe.generate import Engine, Sampling
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.sampler import keep
-from tmoe.generate.slots import Slots
+from tmoe.generate.slots import Slots, rows_of
 
 CFG = replace(MODEL, dropout=0.3, rope=replace(MODEL.rope, max_seq=64), moe=replace(MODEL.moe, jitter=0.3))
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7], [9, 9], [1, 2, 3], [63, 0, 17, 40]]
@@ -51,6 +51,23 @@ def test_slots_and_neighbours_change_no_token(model):
                 assert torch.allclose(s.logprobs, t.logprobs, atol=1e-5) and s.finish == t.finish
     some = Engine(model, slots=2).generate([PROMPTS[3], PROMPTS[1]], 2, WARM, numbers=[3, 1])
     assert ids_of(some) == [ids_of(want)[3][:2], ids_of(want)[1][:2]]
+
+
+@pytest.mark.parametrize("selection", ["topk", "expert-choice"])
+def test_rows_without_an_answer_change_nothing(selection, monkeypatch):
+    """A graph's step has as many rows as its size; experts that choose tokens do not see the empty ones."""
+    torch.manual_seed(0)
+    moe = replace(CFG.moe, selection=selection)
+    model = tmoe.Transformer(replace(CFG, moe=moe))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.dim() == 1 else 0.0, 0.3)
+    want = Engine(model, slots=5).generate(PROMPTS, 1, WARM)
+    monkeypatch.setattr(Slots, "size", lambda self, slots: rows_of(self.model, slots))
+    got = Engine(model, slots=5).generate(PROMPTS, 1, WARM)
+    assert ids_of(got) == ids_of(want)
+    for (a,), (b,) in zip(got, want, strict=True):
+        assert torch.allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
 def test_a_host_that_is_a_step_late_changes_nothing(model, monkeypatch):

@@ -29,6 +29,7 @@ from tiers import slow_but
 from tmoe import warmup
 from tmoe.config.presets import presets
 from tmoe.config.run import GrpoConfig, ParallelConfig, TrainConfig
+from tmoe.ops import swiglu
 from tmoe.ops.launch import precompile
 from tmoe.ops.launch.launch import compile_only
 from tmoe.warmup import warm
@@ -218,6 +219,28 @@ def test_a_rollouts_pass_of_any_number_of_tokens_is_compiled(name, ep):
     for T in [1, 63, 255, 504, 1023, 8191, *(draw.randint(1, 8192) for _ in range(30))]:
         of_pass = warmup.of_layer(cfg, T, torch.bfloat16, trained=False)
         assert kernels(of_pass) <= known, T
+        run, rows, *how = of_pass[0]  # the experts', which with nccl have as many rows as come
+        if ep > 1:
+            assert kernels([(run, draw.randint(1, rows), *how)]) <= known, T
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "widths"),
+    [
+        ("moe-pilot-14b", {}, [2816]),
+        ("deepseek-v2-lite", dict(ep=2), [2816, 10944]),
+        ("qwen3-30b-a3b", dict(ep=2, etp=2), []),
+    ],
+)
+def test_a_rollouts_shared_dense_and_whole_experts_are_compiled(name, layout, widths):
+    """With etp a rollout takes each expert whole."""
+    cfg = replace(presets()[name], task="grpo", grpo=GrpoConfig(rewards=["length"], slots=64))
+    known = kernels(warmup.traces(replace(cfg, parallel=ParallelConfig(**layout))))
+    bf16 = torch.bfloat16
+    assert kernels([(swiglu.trace, 1, width, bf16) for width in widths]) <= known
+    layout = layout | dict(etp=1)
+    whole = replace(cfg, parallel=ParallelConfig(**layout))
+    assert kernels(warmup.of_layer(whole, 48, bf16, trained=False)) <= known
 
 
 TOOLS = """

@@ -23,7 +23,7 @@ from tmoe.config.model import no_bits
 from tmoe.generate.cache import PAGE, bytes_a_token
 from tmoe.generate.pages import Span, alone, most_needed
 from tmoe.generate.sampler import Sampling
-from tmoe.generate.slots import Request, Room, Slots
+from tmoe.generate.slots import Request, Room, Slots, rows_of
 from tmoe.generate.text import Text
 from tmoe.generate.whole import gathered, is_laid_out, require_whole
 from tmoe.model.transformer import Block, Transformer
@@ -313,7 +313,7 @@ class Engine:
         )
         ends = {*self.eos, *sampling.stop_ids}
         known = self.model.cfg.vocab if self.tokenizer is None else self.tokenizer.vocab
-        with gathered(self.model, min(self.slots, len(queue)), told) as ranks:
+        with gathered(self.model, rows_of(self.model, min(self.slots, len(queue))), told) as ranks:
             graphs = self.graphs and ranks.free and can_be_graphs(self.model)
             room = self.on_all(lambda: self.room(queue, n))._replace(graphs=graphs)
             slots = Slots(self.model, ids, sampling, ends, room, known, routes, ranks)

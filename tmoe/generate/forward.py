@@ -114,14 +114,16 @@ def decode(
     table_BM: Tensor,
     turns: AllTurns,
     rows: int,
+    padding_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Logits [B, V] behind one token of each of B sequences, which also goes into the cache.
 
     Also what the head took [B, D], and the experts that the tokens go to, ids [B, K] of each MoE layer.
 
     at_B: its position. table_BM: int32, the pages of each, as far as any has tokens. turns: of all positions.
-    rows: see feed_forward.
+    rows: see feed_forward. padding_B: True at rows of no sequence, which experts are not to see.
     """
+    padding_B1 = None if padding_B is None else padding_B[:, None]
     here = {rope: Turns(cos[at_B], sin[at_B]) for rope, (cos, sin) in turns.items()}
     pages_B = table_BM.gather(1, at_B[:, None] // PAGE)[:, 0]
     places_B = pages_B.long() * PAGE + at_B % PAGE
@@ -146,7 +148,7 @@ def decode(
         y_BHC = gated(y_BHC, gate_BHC)
         y = block.branch(block.attention_post_norm(output(attention, y_BHC)[:, None]))
         x, normed = add_and_norm(x, y, block.ffn_norm, fused)
-        y, routing = feed_forward(block, normed, None, rows)
+        y, routing = feed_forward(block, normed, padding_B1, rows)
         x, normed = add_and_norm(x, y, following, fused)
         if routing is not None:
             routes.append(routing.ids_TK)

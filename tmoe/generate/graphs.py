@@ -8,6 +8,7 @@ next: generate/slots.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,13 +22,20 @@ def rounded(slots: int) -> int:
     return next((size for size in SIZES if size >= slots), slots)
 
 
+@functools.cache
+def capturing(device: torch.device) -> torch.cuda.Stream:
+    """A device's stream to capture on: torch has one for all, of the device that captured first."""
+    return torch.cuda.Stream(device)
+
+
 class Graphs:
     """Functions without arguments, captured by a key. What they return is overwritten by their next run.
 
     They run one after the other, so what lies between their operations shares memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.stream = capturing(device)
         self.memory = torch.cuda.graph_pool_handle()
         self.known: set[Hashable] = set()
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -40,7 +48,8 @@ class Graphs:
         if key not in self.captured:
             graph = torch.cuda.CUDAGraph()
             # other threads may use the GPU meanwhile: NCCL's, and one that saves a checkpoint
-            with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
+            how = dict(pool=self.memory, stream=self.stream, capture_error_mode="thread_local")
+            with torch.cuda.graph(graph, **how):
                 result = step()
             self.captured[key] = graph, result
         graph, result = self.captured[key]

@@ -15,13 +15,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tmoe.config.check import require
+from tmoe.config.policies import SELECTIONS
 from tmoe.generate.cache import PAGE, Cache
 from tmoe.generate.forward import all_turns, decode, idle, prefill
 from tmoe.generate.graphs import Graphs, rounded
@@ -87,6 +90,12 @@ class Room(NamedTuple):
     graphs: bool = False  # steps are CUDA graphs
 
 
+def rows_of(model: Transformer, slots: int, graphs: bool = True) -> int:
+    """How many rows a step of so many slots has."""
+    few = FEW.get(model.head_weight.device.type, 1) if model.bits else 1
+    return -(-(rounded(slots) if graphs else slots) // few) * few
+
+
 class Slots:
     """The state of a call of Engine; `run` is its loop. Its memory goes with it."""
 
@@ -107,8 +116,9 @@ class Slots:
         device = weight.device
         self.lag = 1 if device.type == "cuda" else 0  # steps that the host is behind
         self.slots = room.slots
-        self.few = FEW.get(device.type, 1) if model.bits else 1
-        self.graphs = Graphs() if room.graphs else None
+        self.graphs = Graphs(device) if room.graphs else None
+        # whether a token's experts depend on the others
+        self.looks = SELECTIONS[cfg.moe.selection].looks == "always"
         self.cache = Cache(cfg, room.pages, device, weight.dtype)
         M = -(-room.capacity // PAGE)
         # tables are kept: of few lengths
@@ -182,7 +192,8 @@ class Slots:
         blocks = self.model.bits or device.type == "cuda"
         for chunk in chunks(prompts, self.ranks.at_once, device, blocks=blocks):
             rows = self.ranks.rows(chunk.tokens_1S.numel())
-            routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
+            with self.on_device():
+                routes = prefill(self.model, self.cache, chunk, self.turns, rows, last)
             if self.routes and routes:
                 found.append(torch.stack(routes, 0).to("cpu", torch.int16))
         if found:
@@ -228,22 +239,28 @@ class Slots:
         size = self.size(B)
         rows = self.ranks.rows(size)
         early = any(request.launched < self.sampling.min_tokens for request in self.rows)
-        if self.graphs is not None:
-            M = self.table_BM.shape[1]
-            numbers_4B, routes_YBK = self.graphs.run((size, early), lambda: self.advance(size, M, early, 0))
-        else:
-            longest = 1 + max(request.first + request.launched for request in self.rows)
-            numbers_4B, routes_YBK = self.advance(size, -(-longest // PAGE), early, rows)
+        with self.on_device():
+            if self.graphs is not None:
+                M = self.table_BM.shape[1]
+                run = partial(self.advance, size, M, early, 0)
+                numbers_4B, routes_YBK = self.graphs.run((size, early), run)
+            else:
+                longest = 1 + max(request.first + request.launched for request in self.rows)
+                numbers_4B, routes_YBK = self.advance(size, -(-longest // PAGE), early, rows)
         numbers_4B = numbers_4B[:, :B]
         routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
         for request in self.rows:
             request.launched += 1
         return take_off(list(self.rows), numbers_4B, routes_YBK)
 
+    def on_device(self) -> AbstractContextManager:
+        """Inside, kernels go to the model's GPU, whichever the caller's current one is."""
+        device = self.state_6B.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     def size(self, slots: int) -> int:
         """The slots that a step of so many has; those behind them are without an answer."""
-        slots = rounded(slots) if self.graphs is not None else slots
-        return -(-slots // self.few) * self.few
+        return rows_of(self.model, slots, graphs=self.graphs is not None)
 
     def advance(self, B: int, M: int, early: bool, rows: int) -> tuple[Tensor, Tensor | None]:
         """A step of the first B slots on the device: numbers_4B and routes_YBK of a Flight.
@@ -252,8 +269,9 @@ class Slots:
         rows: see feed_forward.
         """
         token_B, at_B, made_B, live_B, prompt_B, sample_B = self.state_6B[:, :B]
+        padding_B = live_B == 0 if self.looks else None
         logits_BV, h_BD, chosen = decode(
-            self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows
+            self.model, self.cache, token_B, at_B, self.table_BM[:B, :M], self.turns, rows, padding_B
         )
         keys = Keys(self.sampling.seed, prompt_B, sample_B, made_B)
         drawn = sample(logits_BV, keys, self.sampling, self.barred(made_B, early))

@@ -60,8 +60,8 @@ def is_laid_out(model: Transformer) -> bool:
 def gathered(model: Transformer, slots: int, told: Callable[[], bool] = lambda: False) -> Iterator[Ranks]:
     """Inside, modules hold their weights whole, in the type of computation, and compute as in evaluation.
 
-    slots: of this rank. told: see `Ranks`. A collective of all ranks that the model lies on, in the beginning
-    alone; what it gives are the ranks that must pass the experts together.
+    slots: rows of this rank's steps, at most. told: see `Ranks`. A collective of all ranks that the model
+    lies on, in the beginning alone; what it gives are the ranks that must pass the experts together.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     blocks = [block for block in model.blocks if isinstance(block, Block)]
