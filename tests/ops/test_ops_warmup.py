@@ -61,7 +61,8 @@ def main():
 
 
 def start(command, cache):
-    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    places = f"{ROOT}{os.pathsep}{ROOT / 'tests/lib'}"
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *command], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
