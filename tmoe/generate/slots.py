@@ -247,11 +247,11 @@ class Slots:
             else:
                 longest = 1 + max(request.first + request.launched for request in self.rows)
                 numbers_4B, routes_YBK = self.advance(size, -(-longest // PAGE), early, rows)
-        numbers_4B = numbers_4B[:, :B]
-        routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
+            routes_YBK = None if routes_YBK is None else routes_YBK[:, :B]
+            flight = take_off(list(self.rows), numbers_4B[:, :B], routes_YBK)
         for request in self.rows:
             request.launched += 1
-        return take_off(list(self.rows), numbers_4B, routes_YBK)
+        return flight
 
     def on_device(self) -> AbstractContextManager:
         """Inside, kernels go to the model's GPU, whichever the caller's current one is."""
