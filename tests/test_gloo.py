@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 
+import forked
 import gloo as gloo_module
 import pytest
 import torch
@@ -91,3 +92,23 @@ def test_hang_names_ranks_and_ends_their_children(gloo, tmp_path):
     while any(running(pid) for pid in pids):
         assert time.monotonic() < end, pids
         time.sleep(0.02)
+
+
+STRAYS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise SystemExit(3)
+print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_forked_rank_that_fails_ends_the_others(monkeypatch):
+    monkeypatch.setattr(forked, "FAREWELL_S", 0.5)
+    ended = forked.torchrun(2, ["-c", STRAYS])
+    assert ended.returncode == 3 and not running(ended.stdout.strip())
+
+
+def test_forked_ranks_know_their_world():
+    ended = forked.torchrun(2, ["-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"])
+    assert ended.returncode == 0 and ended.stdout.splitlines() == ["0 2", "1 2"]

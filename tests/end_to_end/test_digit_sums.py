@@ -3,12 +3,10 @@
 As docs/grpo.md says it: about two and a half minutes on idle cores.
 """
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from tmoe.post.rollouts import read_rollouts
@@ -21,10 +19,8 @@ GRPO = """--grpo.rewards exact --grpo.prompts 16 --grpo.group 32 --grpo.max-toke
 
 
 def train(out: Path, *words: str) -> None:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*agent, "train.py", "tiny", *FLAGS, "--out", str(out), "--parallel.ep", "2", *words]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    command = ["train.py", "tiny", *FLAGS, "--out", str(out), "--parallel.ep", "2", *words]
+    done = forked.torchrun(2, command, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,11 +5,9 @@ As docs/finetune.md says it: about two minutes on idle cores.
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from tmoe.data.chat import chat_prompt
@@ -18,16 +16,13 @@ from tmoe.generate.load import load
 from tmoe.generate.sampler import Sampling
 from tmoe.run.lines import read_steps
 
-ROOT = Path(__file__).parents[2]
 SFT_STEPS, DPO_STEPS = 150, 20
 
 
 def train(out: Path, *words: str) -> None:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = ["--out", str(out), "--resume", "none", "--parallel.ep", "2", "--train.seq", "256"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*agent, "train.py", "tiny", *flags, "--log.no-progress", *words]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    command = ["train.py", "tiny", *flags, "--log.no-progress", *words]
+    done = forked.torchrun(2, command, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,10 +3,9 @@
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from tiers import slow_but
 
@@ -23,9 +22,7 @@ def losses(said: str) -> list[float]:
 
 
 def torchrun(world: int, name: str, *more: str) -> list[float]:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [*agent, f"examples/{name}.py", *WORDS, *more]
-    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = forked.torchrun(world, [f"examples/{name}.py", *WORDS, *more], env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     return losses(done.stdout)
 
@@ -35,15 +32,13 @@ def mpiexec(world: int, name: str, *more: str) -> list[float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    ranks = []
+    envs = []
     for rank in range(world):
-        told = dict(RANK=rank, SIZE=world, LOCAL_RANK=rank, LOCAL_SIZE=world)
-        env = ENV | meet | {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in told.items()}
-        command = [sys.executable, f"examples/{name}.py", *WORDS, *more]
-        ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True))
-    said = [rank.communicate(timeout=600) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, said
-    return losses(said[0][0])
+        given = dict(RANK=rank, SIZE=world, LOCAL_RANK=rank, LOCAL_SIZE=world)
+        envs.append(ENV | meet | {f"OMPI_COMM_WORLD_{key}": str(value) for key, value in given.items()})
+    ranks = forked.together([[f"examples/{name}.py", *WORDS, *more]] * world, ROOT, envs)
+    assert [rank.returncode for rank in ranks] == [0] * world, ranks
+    return losses(ranks[0].stdout)
 
 
 @pytest.mark.parametrize("name", slow_but(["helloworld_ddp"], NAMES))

@@ -5,10 +5,9 @@ And examples/own_loop.py trains the same model on one process and on two.
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +26,8 @@ EAGER = dict(TORCH_COMPILE_DISABLE="1")
 
 def torchrun(world: int, words: list[str], **extra: str) -> str:
     """What `world` gloo processes print; AssertionError with their output unless all end with 0."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    done = forked.torchrun(world, words, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

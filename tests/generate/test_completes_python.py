@@ -1,17 +1,14 @@
 """What `make train` trains completes lines of Python functions, most of which parse."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from tmoe.generate.load import load
 from tmoe.generate.sampler import Sampling
 
-ROOT = Path(__file__).parents[2]
 # Beginnings of functions; each is completed up to the end of its line. The model was trained on 128 bytes at
 # a time for three minutes, so lines are what it can do.
 BEGINNINGS = [
@@ -60,10 +57,8 @@ def completed(run: Path) -> list[str]:
 @pytest.mark.timeout(1200)
 def test_half_of_the_completions_parse(tmp_path):
     """As `make train` trains, seed and all: 15 of 20 where this was written; half are asked for."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["train.py", "tiny", "--parallel.ep", "2", "--resume", "none", "--out", str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*agent, *words], env=env, cwd=ROOT, capture_output=True, text=True)
+    done = forked.torchrun(2, words, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     texts = completed(tmp_path)
     assert sum(map(parses, texts)) >= len(BEGINNINGS) / 2, texts

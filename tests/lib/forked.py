@@ -2,6 +2,7 @@
 
     done = forked.run(["train.py", "tiny", "--dry-run"])      # or ["-m", "tmoe.report", …], ["-c", code]
     assert done.returncode == 0, done.stderr
+    done = forked.torchrun(2, ["train.py", "tiny", "--parallel.ep", "2"])      # two ranks of one program
 
 As subprocess.run([sys.executable, *words]), without the 4 s of a processor that the imports take. Not for
 a program whose environment must be there when torch is imported, nor for one whose interpreter must end:
@@ -13,11 +14,14 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +29,7 @@ import gloo
 import torch
 
 ROOT = Path(__file__).parents[2]
+FAREWELL_S = 30.0  # as torchrun grants the ranks that a failed one leaves
 
 
 def run(
@@ -49,7 +54,7 @@ def together(
     envs: Sequence[Mapping[str, str] | None] | None = None,
     timeout: float = 800.0,
 ) -> list[subprocess.CompletedProcess]:
-    """As `run`, several programs side by side."""
+    """As `run`, several programs at the same time. The first that fails ends the others after FAREWELL_S."""
     gloo.start_server()
     gloo.imported()
     context = multiprocessing.get_context("forkserver")
@@ -62,9 +67,9 @@ def together(
             job.start()
             jobs.append((job, words, said))
         try:
+            _wait([job for job, *_ in jobs], timeout)
             ended = []
             for job, words, said in jobs:
-                job.join(timeout)
                 if job.exitcode is None:
                     raise subprocess.TimeoutExpired(list(words), timeout, *map(_read, said))
                 ended.append(subprocess.CompletedProcess(list(words), job.exitcode, *map(_read, said)))
@@ -72,6 +77,51 @@ def together(
         finally:
             for job, *_ in jobs:
                 _kill(job)
+
+
+def torchrun(
+    world: int,
+    words: Sequence[str | os.PathLike],
+    cwd: str | os.PathLike = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 800.0,
+) -> subprocess.CompletedProcess:
+    """As `run`, the program on `world` ranks, in the environment that torchrun gives them.
+
+    A rank that fails ends the others, as torchrun's agent does. The result has the failed rank's code,
+    and the output of all ranks, rank 0's first.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = dict(os.environ if env is None else env)
+    given |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world))
+    given |= dict(LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0", TORCHELASTIC_RUN_ID="none")
+    envs = [given | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+    ranks = together([words] * world, cwd, envs, timeout)
+    codes = [rank.returncode for rank in ranks if rank.returncode]
+    codes.sort(key=lambda code: code == -signal.SIGKILL)  # the ranks that were ended here
+    said = ("".join(rank.stdout for rank in ranks), "".join(rank.stderr for rank in ranks))
+    return subprocess.CompletedProcess(list(words), codes[0] if codes else 0, *said)
+
+
+def _wait(jobs: list[multiprocessing.process.BaseProcess], timeout: float) -> None:
+    """Returns when all jobs have ended, when FAREWELL_S have passed since one failed, or after `timeout` s.
+
+    The jobs that still run after a failure are killed.
+    """
+    end = time.monotonic() + timeout
+    left = list(jobs)
+    failed = False
+    while left and (ready := wait([job.sentinel for job in left], max(0.0, end - time.monotonic()))):
+        for job in [job for job in left if job.sentinel in ready]:
+            job.join()
+            left.remove(job)
+            if job.exitcode and not failed:
+                failed = True
+                end = min(end, time.monotonic() + FAREWELL_S)
+    for job in left if failed else ():
+        _kill(job)
 
 
 def _read(path: str) -> str:
@@ -96,6 +146,7 @@ def _program(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(1)
+    torch._dynamo.config.disable = env.get("TORCH_COMPILE_DISABLE") == "1"  # torch read it at its import
     how, *rest = words
     sys.path.insert(0, str(ROOT))
     try:

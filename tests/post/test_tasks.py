@@ -3,11 +3,10 @@
 import json
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
+import forked
 import pytest
 import runs
 import torch
@@ -130,6 +129,6 @@ def test_a_reference_that_is_gone_is_named(data, tmp_path, gloo):
     flags = words(data, tmp_path, "preference", dict(batch=2), {}, "--resume", "auto")
     gloo(1, runs.run, flags, 1)
     next((tmp_path / "reference").glob("rows-*")).unlink()
-    again = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    again = forked.run(["train.py", *flags])
     assert again.returncode == 2
     assert "lacks the reference's log-probs" in again.stderr
