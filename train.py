@@ -11,7 +11,8 @@ next: tmoe/data/dataset.py, tmoe/model/transformer.py
 """
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from math import inf
@@ -42,6 +43,7 @@ from tmoe.optim.schedule import lr_factor, set_lr
 from tmoe.parallel import Mesh, build_mesh, clip_grad_norm_, parallelize, pipeline
 from tmoe.parallel.collectives import sum_over_all
 from tmoe.post import task_of
+from tmoe.post.task import NothingToLearn
 from tmoe.run import process as runtime
 from tmoe.run.cli import flags_of, parse
 from tmoe.run.fitting import require_room
@@ -69,9 +71,9 @@ def main(argv: list[str]) -> None:
             print("no C++ compiler found: running eager (--no-compile)", file=sys.stderr)
     warmup.warm([cfg])  # no collective must wait for a compiler: before the process group exists
     run = runtime.start(cfg.seed, cfg.train.collective_timeout, cfg.train.also_stop_on)
-    with run.watch, run.refusing(SkipGuard.TooMany):
+    with run.watch, run.refusing(SkipGuard.TooMany, NothingToLearn):
         trainer = Trainer(cfg, run)
-        with trainer.metrics:
+        with trainer.metrics, trainer.saving():
             trainer.train()
     run.close()
     trainer.say_end()
@@ -119,6 +121,7 @@ class Trainer:
         # Where the run stands, and what it has met.
         self.step = 0
         self.tokens = 0
+        self.saved: int | None = None  # the step whose checkpoint this process wrote last
         self.began = ""  # where weights came from, if from --init
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.guard = SkipGuard(cfg.optim.max_skips, self.task.spikes)
@@ -267,6 +270,19 @@ class Trainer:
         self.save()
         self.checkpoints.finish()
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the loop: where no step teaches anything more, the state of the steps done is saved."""
+        began = self.step
+        try:
+            yield
+        except NothingToLearn as error:
+            saves = self.step > began and not self.cfg.eval_only and self.cfg.checkpoint.mode != "off"
+            if saves:
+                (self.checkpoints.finish if self.saved == self.step else self.leave)()
+            where = f"the state after step {self.step} is in {self.checkpoints.newest}" if saves else ""
+            raise NothingToLearn("; ".join(filter(None, [str(error), where]))) from None
+
     def every(self, steps: int) -> bool:
         """Whether what is done once in so many steps (0: never) is due after the step just done."""
         return steps > 0 and self.step % steps == 0
@@ -383,7 +399,9 @@ class Trainer:
         self.checkpoints.finish()
         self.run.together(lambda: require_finite(self.tensors(("model",))))
         state = dict(step=self.step, tokens=self.tokens, guard=self.guard.state_dict())
+        state |= dict(task=self.task.state())
         tensors = {name: t for name, t in self.tensors().items() if not self.model.is_copy(name)}
+        self.saved = self.step
         self.checkpoints.save(self.step, tensors, state, runtime.rng_states(self.run.device))
 
     def restore(self) -> None:
@@ -423,6 +441,7 @@ class Trainer:
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.guard.load_state_dict(state["guard"])
+        self.task.load_state(state.get("task", {}))
         self.checkpoints.info["config"]["init"] = resume.started_from(path)  # whatever --init says now
         self.data.go_on(self.step, self.tokens, **self.shape())
         if rng is not None:  # None with another number of ranks, which draws other numbers, or not wanted

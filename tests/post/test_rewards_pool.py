@@ -74,6 +74,9 @@ def one(s):
 """
 
 
+TAKES = "a reward takes one sample: f(sample) -> float or None"
+
+
 def samples(n, **row):
     return [RewardSample("ask", "1", row or {"answer": "1"}, "stop", 5, 3, 70 + i // 4, i) for i in range(n)]
 
@@ -231,19 +234,23 @@ def test_large_answers_fit_through_pipes(file):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("def f(s): return (", "SyntaxError"),
-        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-        ("def g(s): return 1", "LookupError: it has no function f"),
-        ("def f(s, t): return 1", "TypeError: missing a required argument: 't'"),
-        ("def f(): return 1", "TypeError: too many positional arguments"),
-        ("import os; os._exit(3)", "died before it was ready exit code 3"),
+        ("x = 1\ndef f(s): return (", "{path}:2: SyntaxError: '(' was never closed"),
+        ("import nowhere_at_all", "{path}:1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def g(s): return 1\nh = g", "it has no function f; valid: g, h"),
+        ("f = 3", "f is no function, it is int"),
+        ("def f(s, t): return 1", f"{TAKES}; it is f(s, t): missing a required argument: 't'"),
+        ("def f(): return 1", f"{TAKES}; it is f(): too many positional arguments"),
+        ("class f: pass", f"f is a class; {TAKES}"),
+        ("def f(s): yield 1", f"f is asynchronous or a generator, and returns no number; {TAKES}"),
+        ("raise OSError('no\\ndisk')", "{path}:1: OSError: no disk"),
+        ("import os; os._exit(3)", "a process with these rewards died before it was ready (exit code 3)"),
     ],
 )
-def test_files_that_cannot_be_imported_are_refused_at_the_start(file, text, told):
+def test_files_that_cannot_be_imported_are_refused_in_one_line(file, text, told):
     path = file(text)
     with pytest.raises(ConfigError) as error:
         Rewards([f"{path}:f"], workers=1)
-    assert str(error.value).startswith(f"--grpo.rewards={path}:f: ") and told in str(error.value)
+    assert str(error.value) == f"--grpo.rewards={path}:f: {told.replace('{path}', str(path))}"
 
 
 def test_an_end_to_starting_workers_again_and_again(file):

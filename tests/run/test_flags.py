@@ -86,11 +86,29 @@ def test_which_flag_was_meant(word, meant, capsys):
     assert capsys.readouterr().err == f"error: {word}: no such flag; did you mean {meant}?\n"
 
 
-def test_every_synonym_is_of_one_flag_that_there_is():
+def test_every_synonym_is_of_one_flag_of_its_section():
     assert SYNONYMS.keys() <= set(KNOWN)
-    words = [word for words in SYNONYMS.values() for word in words.split()]
-    assert len(words) == len(set(words)) and not any(f"--{word}" in KNOWN for word in words)
+    words = [(flag.rpartition(".")[0], word) for flag, words in SYNONYMS.items() for word in words.split()]
+    assert len(words) == len(set(words)) and not any(f"--{word}" in KNOWN for _, word in words)
     assert meant_by("--zzzzzz", KNOWN) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("--grpo.num-generations", ["--grpo.group"]),
+        ("--num-generations", ["--grpo.group"]),
+        ("--grpo.max-completion-length", ["--grpo.max-tokens"]),
+        ("--grpo.beta", ["--grpo.kl"]),  # and not --preference.beta, whose last part it is
+        ("--beta", ["--preference.beta"]),
+        ("--grpo.loss-type", ["--grpo.loss"]),
+        ("--loss-type", ["--preference.loss", "--grpo.loss"]),
+        ("--reward-funcs", ["--grpo.rewards"]),
+        ("--grpo.learning-rate", ["--optim.lr"]),
+    ],
+)
+def test_other_trainers_names_of_posttraining(word, flags):
+    assert meant_by(word, KNOWN) == flags
 
 
 def test_valid_degrees_are_valid():

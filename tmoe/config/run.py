@@ -410,6 +410,9 @@ class GrpoConfig:
     """processes of each rank that work out rewards"""
     reward_timeout: float = 10.0
     """seconds after which a reward is given up"""
+    allow_empty: int = 0
+    """steps in a row in which no answer has a reward that are allowed; one more ends the run, with its state
+    saved. Validations are counted apart, by the same bound"""
     code: bool = False
     """let the reward `code` run what the model writes, without network and within limits"""
     right: float = 1.0
@@ -418,7 +421,7 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         one, zero = "prompts group max_tokens updates slots reward_workers", "kl tries pull entropy"
         positive = "temperature clip_high pool_gib reward_timeout ratio_cap advantage_eps"
-        check(self, "--grpo.", one=one, zero=zero, positive=positive)
+        check(self, "--grpo.", one=one, zero=f"{zero} allow_empty", positive=positive)
         group = f"--grpo.group={self.group}"
         require(self.group > 1, f"{group}: must be at least 2, for answers are compared with each other")
         heat = f"--grpo.temperature={self.temperature}"

@@ -55,6 +55,7 @@ from tmoe.post.losses.kl import kl
 from tmoe.post.losses.mismatch import correction
 from tmoe.post.losses.policy import Rollouts
 from tmoe.post.losses.sums import StepCounts, sequence_sums, token_weights, trained_tokens
+from tmoe.post.rewarded import Rewarded
 from tmoe.post.rewards import Rewards, RewardSample
 from tmoe.post.rollouts import Rollout, RolloutLog, spread
 from tmoe.post.task import Task
@@ -66,7 +67,8 @@ HELD_OUT = 1 << 62  # numbers of a validation's prompts begin here: their answer
 BASELINE = {"dr_grpo": "mean", "rloo": "leave-one-out"}
 OF_TOKENS = "policy/entropy", "policy/kl", "policy/clipped"
 OF_STEP = (
-    *("reward/mean", "reward/std", "reward/equal", "reward/faults", "answers/tokens", "answers/truncated"),
+    *("reward/mean", "reward/std", "reward/equal", "reward/faults", "reward/known", "answers/count"),
+    *("answers/tokens", "answers/truncated"),
     *("answers/tokens_per_s", "time/rollout", "time/rewards", "time/update"),
 )
 
@@ -99,6 +101,7 @@ class Grpo(Task):
         self.objective = self._by_tokens if LOSSES[g.loss].of == "tokens" else self._by_answers
         self.measures = (*OF_TOKENS, *OF_STEP)
         self.reference: list[Tensor] = []  # log-probs of each micro-batch by the model of the run's beginning
+        self.rewarded, self.validated = (Rewarded(g.rewards, g.allow_empty) for _ in range(2))
 
     def open(self, split: Split, carried: Carried | None) -> PromptDataset:
         g = self.g
@@ -143,6 +146,12 @@ class Grpo(Task):
         if run.rank == 0 and not self.cfg.eval_only:
             self.log = RolloutLog(Path(self.cfg.out), step, SHOWN, log.warning)
 
+    def state(self) -> dict[str, Any]:
+        return dict(without_reward=[self.rewarded.in_a_row, self.validated.in_a_row])
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.rewarded.in_a_row, self.validated.in_a_row = state.get("without_reward", (0, 0))
+
     # ---- a rollout ----
 
     def rollout(self, model: Transformer, batch: Asked, run: Runtime, step: int) -> ChatBatch | None:
@@ -151,7 +160,7 @@ class Grpo(Task):
         answers: list[Answer] = []
         told: list[Outcome] = []
         missing, drawn, equal = g.prompts, 0, 0
-        self.faults = 0
+        self.rewarded.begin()
         seconds = dict(rollout=0.0, rewards=0.0)
         generated = 0
         for draw in range(g.tries + 1):
@@ -161,7 +170,7 @@ class Grpo(Task):
             if mine is None:
                 return None
             answered = time.perf_counter()
-            found = self.reward(mine, step, run)
+            found = self.reward(mine, step, run, self.rewarded)
             seconds["rollout"] += answered - began
             seconds["rewards"] += time.perf_counter() - answered
             generated += sum(outcome.tokens for outcome in found)
@@ -179,6 +188,7 @@ class Grpo(Task):
                 break
         packed = self.learn(model, answers, told, run, step)
         self.step_numbers(told, equal / drawn, generated, seconds)
+        self.rewarded.judge(f"step {step + 1}")  # after rollouts.jsonl has its answers
         return packed
 
     def ask(
@@ -230,11 +240,11 @@ class Grpo(Task):
             answers = [answer for reader, some in everyone if reader == place.reader for answer in some]
         return answers
 
-    def reward(self, answers: list[Answer], step: int, run: Runtime) -> list[Outcome]:
-        """What all ranks' answers are worth, in the order of their numbers. A collective."""
+    def reward(self, answers: list[Answer], step: int, run: Runtime, counts: Rewarded) -> list[Outcome]:
+        """What all ranks' answers are worth, in the order of their numbers, and counted. A collective."""
         place = self.mesh.place
         own: list[Outcome] = []
-        faults = 0
+        faults: dict[str, int] = {}
         if place.cp == place.tp == 0:  # of ranks that share answers, one rewards them
             asked = [
                 RewardSample(
@@ -248,11 +258,12 @@ class Grpo(Task):
                 worth = math.nan if reward is None else reward
                 own.append(Outcome(a.number, a.sample, worth, len(a.ids), a.truncated))
                 self.parts[a.number, a.sample] = {name: column[i] for name, column in scores.parts.items()}
-            faults = sum(scores.faults.values())
+            faults = scores.faults
             run.watch.moved()
         everyone = gathered((own, faults), run.control)
-        self.faults += sum(count for _, count in everyone)
-        return [outcome for some, _ in everyone for outcome in some]
+        found = [outcome for some, _ in everyone for outcome in some]
+        counts.add([outcome.reward for outcome in found], [kinds for _, kinds in everyone])
+        return found
 
     def learn(
         self, model: Transformer, answers: list[Answer], told: list[Outcome], run: Runtime, step: int
@@ -482,7 +493,9 @@ class Grpo(Task):
             known.mean().item() if len(known) else math.nan,
             known.std(correction=0).item() if len(known) else math.nan,
             equal,
-            self.faults,
+            sum(self.rewarded.faults.values()),
+            self.rewarded.known,
+            self.rewarded.answers,
             sum(one.tokens for one in told) / count,
             sum(one.truncated for one in told) / count,
             generated / max(seconds["rollout"], 1e-9),
@@ -499,15 +512,17 @@ class Grpo(Task):
         answers = self.ask(model, data, numbers, HELD_OUT, run)
         if answers is None:
             return None
-        self.faults = 0
-        told = self.reward(answers, -1, run)
+        self.validated.begin()
+        told = self.reward(answers, -1, run, self.validated)
         finishes = ["length" if one.truncated else "stop" for one in told]
         rewards, prompts = [one.reward for one in told], [one.number for one in told]
         ks = [2**i for i in range(self.g.group.bit_length())]
         found = estimates(prompts, rewards, finishes, ks, self.g.right)
         self.parts.clear()
         mean = found.pop(f"mean@{self.g.group}")
-        return -mean, {"reward/mean": mean, "answers/truncated": found.pop("truncated"), **found}
+        self.validated.judge("validation")
+        counts = {"reward/known": self.validated.known, "answers/count": self.validated.answers}
+        return -mean, {"reward/mean": mean, "answers/truncated": found.pop("truncated"), **counts, **found}
 
 
 def routes_of(sample: Sample) -> Tensor:

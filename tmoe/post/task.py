@@ -26,6 +26,10 @@ from tmoe.parallel.mesh import Mesh
 from tmoe.run.process import Runtime
 
 
+class NothingToLearn(RuntimeError):
+    """Raised on every rank in the same step: more steps would teach nothing. The run is saved and ends."""
+
+
 class Task:
     """Pretraining: the cross-entropy of each next token, in windows of running text."""
 
@@ -85,6 +89,13 @@ class Task:
         None, on all ranks, once any of them was told to stop.
         """
         return batch
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the task, as JSON can hold it, equal on all ranks."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes up what `state` returned; empty from a checkpoint of another task, or of an older version."""
 
     def micros(self, batch: Batch, device: torch.device) -> Iterator[Micro]:
         """A batch's micro-batches on the device, with what the objective is given."""

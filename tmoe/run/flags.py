@@ -22,7 +22,7 @@ SYNONYMS = {
     "--train.batch": "batch-size micro-batch-size per-device-train-batch-size bs mbs microbatch",
     "--train.global-batch": "global-batch-size gbs total-batch-size",
     "--train.seq": "seqlen seq-len seq-length sequence-length max-seq-len max-length max-seq-length "
-    "context-length block-size context",
+    "context-length block-size context max-prompt-length",
     "--train.accumulate": "gradient-accumulation-steps grad-accum grad-accumulation accumulation-steps",
     "--train.dtype": "precision bf16 fp16 mixed-precision amp",
     "--train.eval-every": "eval-steps eval-interval eval-freq val-every val-interval",
@@ -57,6 +57,33 @@ SYNONYMS = {
     "--parallel.checkpoint": "recompute activation-checkpointing gradient-checkpointing "
     "recompute-granularity",
     "--compile": "torch-compile",
+    "--preference.beta": "dpo-beta",
+    "--preference.loss": "loss-type dpo-loss pref-loss",
+    "--preference.smoothing": "label-smoothing",
+    "--preference.gamma": "simpo-gamma",
+    "--sft.neftune": "neftune-noise-alpha",
+    "--grpo.group": "num-generations rollout-n n-samples-per-prompt num-samples-per-prompt group-size "
+    "num-rollouts samples-per-prompt",
+    "--grpo.prompts": "num-prompts rollout-batch-size prompts-per-step generation-batch-size",
+    "--grpo.max-tokens": "max-completion-length max-new-tokens max-response-length response-length "
+    "generate-max-len max-tokens-per-answer",
+    "--grpo.kl": "beta kl-coef kl-loss-coef kl-beta init-kl-coef use-kl-loss",
+    "--grpo.kl-estimator": "kl-loss-type",
+    "--grpo.clip-low": "epsilon epsilon-low eps-clip eps-clip-low clip-ratio clip-ratio-low cliprange",
+    "--grpo.clip-high": "epsilon-high eps-clip-high clip-ratio-high",
+    "--grpo.dual-clip": "delta clip-ratio-c",
+    "--grpo.updates": "num-iterations ppo-epochs num-ppo-epochs mu",
+    "--grpo.loss": "loss-type",
+    "--grpo.normaliser": "loss-agg-mode",
+    "--grpo.advantage": "scale-rewards adv-estimator advantage-estimator",
+    "--grpo.rewards": "reward-funcs reward-function reward-functions reward-fn reward reward-model",
+    "--grpo.reward-workers": "reward-processes",
+    "--grpo.overlong": "mask-truncated-completions overlong-filter",
+    "--grpo.mismatch": "importance-sampling-correction vllm-importance-sampling-correction tis",
+    "--grpo.mismatch-cap": "vllm-importance-sampling-cap tis-cap",
+    "--grpo.tries": "dynamic-sampling filter-groups max-num-gen-batches",
+    "--grpo.entropy": "entropy-coef entropy-coeff",
+    "--grpo.slots": "max-num-seqs",
 }
 
 
@@ -85,13 +112,19 @@ def require_known(words: list[str], config: type) -> None:
 
 
 def meant_by(flag: str, known: list[str]) -> list[str]:
-    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly alike."""
-    last = flag.rpartition(".")[2].removeprefix("--")
+    """The flags that a word may mean: of the same last part, of another trainer's name, or nearly alike.
+
+    Another trainer's name is first looked up in the word's own section: --grpo.beta is --grpo.kl, and not
+    --preference.beta.
+    """
+    section, dot, last = flag[2:].rpartition(".")
+    others = [one for one, words in SYNONYMS.items() if last in words.split() and one in known]
+    if dot and (own := [one for one in others if one.startswith(f"--{section}.")]):
+        return own[:3]
     if same := [one for one in known if one[2:].rpartition(".")[2] == last]:
         return same[:3]
-    named = [one for one, words in SYNONYMS.items() if last in words.split() and one in known]
-    if named:
-        return named[:3]
+    if others:
+        return others[:3]
     lasts = {one: one[2:].rpartition(".")[2] for one in known}
     near = get_close_matches(last, lasts.values(), 2, 0.75)
     found = [one for one in known if lasts[one] in near] or get_close_matches(flag, known, 2, 0.75)

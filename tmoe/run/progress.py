@@ -166,4 +166,7 @@ def summary(line: dict[str, Any]) -> str:
     ):
         if line[name] is not None:
             parts.append(text.format(line[name]))
+    for name in ("", "val_"):
+        if (known := line.get(f"{name}reward/known")) is not None:
+            parts.append(f"{name.replace('_', ' ')}rewarded {known:.0f}/{line[f'{name}answers/count']:.0f}")
     return "  ".join(parts)

@@ -127,7 +127,9 @@ class Rewards:
         faults[what] += 1
         if what not in self.told and not what.endswith(NONE):
             self.told.add(what)
-            log.warning("reward %s (told once, counted always)%s", what, f"\n{told.rstrip()}" if told else "")
+            log.warning(
+                "reward %s (shown once, counted always)%s", what, f"\n{told.rstrip()}" if told else ""
+            )
 
     def close(self) -> None:
         """Ends all workers. A second call does nothing."""

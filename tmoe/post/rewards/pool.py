@@ -298,8 +298,8 @@ class Pool:
             worker.ready = True
             self.failed = 0
         elif "refused" in line and not self.started:
-            i, why, told = line["refused"]
-            raise self.terms[i].refuse(f"{why}\n{told}" if self.terms[i].file else why)
+            i, why = line["refused"]
+            raise self.terms[i].refuse(why)
 
     def take(self, worker: Worker, line: dict[str, Any]) -> None:
         """The next outcome of the worker's sample. Spoiled if the line is anything else."""
@@ -326,7 +326,7 @@ class Pool:
 
     def lose(self, i: int, worker: Worker, fault: Fault) -> None:
         """Ends a worker and starts another. The reward it was at has this fault; those behind it follow."""
-        why = f"a process with these rewards {fault.kind} before it was ready {fault.told}"
+        why = f"a process with these rewards {fault.kind} before it was ready ({fault.told})"
         if not worker.ready:
             self.failed += 1
             if not self.started:

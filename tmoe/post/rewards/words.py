@@ -61,7 +61,8 @@ def parse(words: Sequence[str], *, code: bool) -> list[Term]:
 def _term(word: str, code: bool) -> Term:
     found = FROM_FILE.fullmatch(word) or BY_NAME.fullmatch(word)
     if found is None or (found.re is BY_NAME and found["name"] not in NAMES):
-        raise ConfigError(f"{FLAG}={word}: {VALID}")
+        nameless = f"names no function, as {word}:FUNCTION does; " if word.endswith(".py") else ""
+        raise ConfigError(f"{FLAG}={word}: {nameless}{VALID}")
     name = found["name"]
     weight = found["weight"]
     said = word if weight is None else word.removesuffix(f":{weight}")
@@ -86,7 +87,8 @@ def _from_file(term: Term, file: Path) -> Term:
     try:
         source = file.read_text()
     except (OSError, ValueError) as error:
-        raise term.refuse(f"{file} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise term.refuse(f"{file} cannot be read: {why}") from error
     return term._replace(file=file.absolute(), source=source)
 
 

@@ -52,7 +52,7 @@ def main() -> None:
         try:
             functions.append(load(term, told["timeout_s"], names))
         except BaseException as error:
-            reply(replies, dict(refused=[i, f"{type(error).__name__}: {error}", words_of(error)]))
+            reply(replies, dict(refused=[i, said_of(error)]))
             return
     reply(replies, dict(ready=True))
     make_sample = names["sample"].RewardSample
@@ -109,12 +109,54 @@ def load(term: dict[str, Any], timeout_s: float, names: dict[str, ModuleType]) -
         module.__file__ = str(path)
         sys.path.insert(0, str(path.parent))  # it may import what lies beside it
         exec(compile(term["source"], str(path), "exec"), module.__dict__)
-    function = getattr(module, term["name"], None)
+    if (function := getattr(module, term["name"], None)) is None:
+        there = [name for name, one in vars(module).items() if inspect.isfunction(one)][:8]
+        raise Refused(f"it has no function {term['name']}; valid: {', '.join(there) or 'none, it has none'}")
+    return usable(function, term["name"])
+
+
+class Refused(Exception):
+    """A function that is no reward; its text says why."""
+
+
+def usable(function: Any, name: str) -> Callable[..., Any]:
+    """The function, if it can be called with one sample and may return a number. Refused otherwise."""
     if not callable(function):
-        raise LookupError(f"it has no function {term['name']}")
-    with contextlib.suppress(ValueError):  # no signature is known of some functions in C
-        inspect.signature(function).bind(None)  # a TypeError for one that does not take a sample alone
+        raise Refused(f"{name} is no function, it is {type(function).__name__}")
+    takes = f"a reward takes one sample: {name}(sample) -> float or None"
+    if isinstance(function, type):
+        raise Refused(f"{name} is a class; {takes}")
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(function) for is_kind in kinds):
+        raise Refused(f"{name} is asynchronous or a generator, and returns no number; {takes}")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # no signature is known of some functions in C
+        return function
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise Refused(f"{takes}; it is {name}{str(signature)[:200]}: {error}") from None
     return function
+
+
+def said_of(error: BaseException) -> str:
+    """One line on what was raised while a reward was loaded, with file and line if the reward's file raised.
+
+    This file's own frames, and those of Python's imports, say nothing to a user.
+    """
+    try:
+        if isinstance(error, Refused):
+            return str(error)
+        text = error.msg if isinstance(error, SyntaxError) else error
+        said = " ".join(f"{type(error).__name__}: {text}".split())
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{error.filename}:{error.lineno}: {said}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [one for one in frames if one.filename != __file__ and not one.filename.startswith("<frozen")]
+        return f"{own[-1].filename}:{own[-1].lineno}: {said}" if own else said
+    except BaseException:  # an error whose text raises
+        return type(error).__name__
 
 
 def outcome(function: Callable[..., Any], make_sample: Callable[..., Any], pickled: bytes) -> dict[str, Any]:
