@@ -6,7 +6,8 @@
         each copy cut into 8 experts
     torchrun --nproc-per-node 8 train.py ... --init MOE_STEP
 
-DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama or Qwen3. No GPU is needed.
+DENSE_STEP is what training saved or `python -m tmoe.hf import` made of a Llama, Mistral, Qwen2 (2.5) or
+Qwen3. No GPU is needed.
 Each feed-forward of hidden width F0 is cut into G (granularity) slices of F0/G, and the slices are repeated
 E/G times: expert e is slice e mod G. Experts iG to (i+1)G - 1, one whole copy, are a virtual group: they
 share a router row, drawn from the seed, so they get equal logits and are chosen together (He et al. 2024,

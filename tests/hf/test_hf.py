@@ -102,6 +102,7 @@ def test_damage_is_named(tmp_path):
         ("rope_parameters", dict(rope_theta="a"), "rope_theta='a': must be a number"),
         ("rope_parameters", dict(rope_theta=10**400), "0: must be a number"),
         ("rope_parameters", dict(rope_type="linear", factor=[2]), "factor=[2]: must be a number"),
+        ("rope_parameters", dict(rope_type="dynamic"), "factor=None of rope_type dynamic: must be a number"),
         ("quantization_config", dict(quant_method=["fp8"]), "only None"),
         (
             "rope_parameters",

@@ -16,7 +16,7 @@ from tmoe.hf.importer import main
 from tmoe.hf.rules import Architecture
 
 ROOT = Path(__file__).parents[2]
-DENSE = {"llama", "qwen3"}
+DENSE = {"llama", "qwen2", "qwen3", "mistral"}
 NO_CLASS = {"kimi_k2", "kimi_k25"}  # not in transformers, or made of another family there
 
 
@@ -102,7 +102,7 @@ def row(arch: Architecture) -> str:
     attention += ["windows"] * bool(arch.windows)
     attention += ["other key heads in windows"] * ("window_kv_heads" in settings)
     attention += ["values of another width"] * ("v_head_dim" in settings)
-    attention += ["biases"] * ("qkv_bias" in settings) + ["gate"] * bool(ours.get("attention_gate"))
+    attention += ["biases"] * ("qkv_bias" in settings | ours.keys()) + ["gate"] * bool(ours.get("attention_gate"))
     attention += ["part of the channels turns"] * bool(arch.partial and attention[0] == "grouped")
     attention += ["queries scaled by position"] * bool(arch.query_beta)
     attention += ["neighbours turn"] * bool(ours.get("rope.interleave"))

@@ -158,14 +158,15 @@ def test_every_wrong_setting_is_listed(tmp_path):
     hf_dir = saved(tmp_path / "hf", "qwen3_moe")
     config = json.loads((hf_dir / "config.json").read_text())
     config |= dict(hidden_act="gelu", quantization_config=dict(quant_method="awq"))
-    config |= dict(rope_parameters=dict(rope_type="dynamic"), num_experts_per_tok=None)
+    config |= dict(rope_parameters=dict(rope_type="longrope"), num_experts_per_tok=None)
     (hf_dir / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="4 problems") as error:
         import_hf(hf_dir, tmp_path / "step")
     for word in (
         "hidden_act='gelu'",
         "quantization_config={'quant_method': 'awq'}",
-        "'dynamic'",
+        "rope_type='longrope': valid are default, dynamic, linear, llama3, yarn; longrope changes with",
+        "tmoe.swap_experts trains the experts of such a model in transformers",
         "num_experts_per_tok: missing",
     ):
         assert word in str(error.value)
@@ -174,7 +175,9 @@ def test_every_wrong_setting_is_listed(tmp_path):
     with pytest.raises(ConfigError, match="RoPE of its own for each of full_attention, sliding_attention"):
         import_hf(hf_dir, tmp_path / "step")
     (hf_dir / "config.json").write_text(json.dumps(config | dict(model_type="gemma")))
-    with pytest.raises(ConfigError, match="'gemma' has no table entry; there are: llama, qwen3, mixtral, "):
+    with pytest.raises(
+        ConfigError, match="'gemma' has no table entry; there are: llama, qwen3, qwen2, mistral, "
+    ):
         import_hf(hf_dir, tmp_path / "step")
     assert {p.name for p in tmp_path.iterdir()} == {"hf"}
 

@@ -71,12 +71,27 @@ MODELS = {
     "llama, linear": lambda: transformers.LlamaConfig(
         **SIZES, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=3e4)
     ),
+    "llama, dynamic": lambda: transformers.LlamaConfig(
+        **SIZES, rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=3e4)
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
     "qwen3, tied, yarn": lambda: transformers.Qwen3Config(
         **SIZES, head_dim=6, tie_word_embeddings=True, rope_parameters=YARN
     ),
     "qwen3, late window": lambda: transformers.Qwen3Config(
         **SIZES | dict(num_hidden_layers=3), use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2, tied, late window, yarn": lambda: transformers.Qwen2Config(
+        **SIZES | dict(num_hidden_layers=3, tie_word_embeddings=True),
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+        rope_parameters=YARN,
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=6, head_dim=6),
+    "mistral, no window, tied": lambda: transformers.MistralConfig(
+        **SIZES, sliding_window=None, tie_word_embeddings=True
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=3),
     "mixtral, tied, wide heads": lambda: transformers.MixtralConfig(

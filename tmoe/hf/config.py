@@ -56,7 +56,8 @@ def architecture(hf: HF) -> Architecture:
     if not found:
         known = ", ".join(a.model_type for a in ARCHITECTURES)
         raise ConfigError(
-            f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}"
+            f"config.json: model_type {hf.get('model_type')!r} has no table entry; there are: {known}; "
+            f"python -m tmoe.hf families lists what a family of experts lacks, and {IN_TRANSFORMERS}"
         )
     return found[0]
 
@@ -266,6 +267,10 @@ def write_config(cfg: ModelConfig, dtype: str) -> HF:
 ROPE_NULLS = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 
 
+IN_TRANSFORMERS = "tmoe.swap_experts trains the experts of such a model in transformers"
+NO_LONGROPE = (
+    f"; longrope changes with the length of an input, which tmoe does not compute; {IN_TRANSFORMERS}"
+)
 KINDS_OF_BLOCKS = "full_attention", "sliding_attention"  # without and with a window
 
 
@@ -318,11 +323,15 @@ def _read_one_rope(arch: Architecture, hf: HF, stated: HF, found: dict[str, Any]
             return [f"alpha={alpha!r} rope_theta={given['rope_theta']!r}: must be numbers"]
         kind = "default"
         given["rope_theta"] = given["rope_theta"] * alpha ** (width / (width - 2))
-    scaling = "none" if kind == "default" else kind
+    # Dynamic scaling (NTK) raises the base beyond max_position_embeddings, where tmoe refuses an input.
+    scaling = "none" if kind in ("default", "dynamic") else kind
     if not isinstance(scaling, str) or scaling not in ROPE:
-        return [f"rope_type={kind!r}: valid are default, linear, llama3, yarn"]
+        why = NO_LONGROPE if kind == "longrope" else ""
+        return [f"rope_type={kind!r}: valid are default, dynamic, linear, llama3, yarn{why}"]
 
     problems = [] if hf.get("max_position_embeddings") else ["max_position_embeddings: missing"]
+    if kind == "dynamic" and not fits(given.get("factor"), float):
+        problems.append(f"factor={given.get('factor')!r} of rope_type dynamic: must be a number")
     problems += _read_partial(arch, {**hf, **given}, found)
     for key, value in dict(mscale=None, mscale_all_dim=None).items():
         if key not in ROPE[scaling] and given.get(key, hf.get(key)) not in (None, value):

@@ -135,6 +135,9 @@ def kinds_of_layers(
     return usual, [f"{key}={kinds!r}: {' or '.join(valid)} for each of {len(usual)} layers is computed"]
 
 
+INV_FREQ = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # computed from config.json
+
+
 class Windows(NamedTuple):
     """How an architecture says which blocks have a sliding window, and how wide."""
 
@@ -201,8 +204,8 @@ class Architecture:
     """keys of config.json that must agree with other keys, if they are there at all"""
     fp32: tuple[str, ...] = ()
     """ends of the names of tensors that stay fp32 in an export to bf16, as in transformers"""
-    extra: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    """patterns of tensors that are computed from the config: kept for the way back, but not read"""
+    extra: tuple[str, ...] = INV_FREQ
+    """patterns of tensors that decide nothing: kept for the way back, read only if a rule names them"""
 
 
 class Piece(NamedTuple):
@@ -327,7 +330,8 @@ def divide(
         found["embedding.weight"] = [piece._replace(name=HEAD) for piece in found["embedding.weight"]]
     behind = tuple(f"model.layers.{cfg.layers + i}." for i in range(ahead))
     computed = [re.compile(pattern) for pattern in arch.extra]
-    unread = (n for n in present if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
+    read = {piece.name for group in found.values() for piece in group}
+    unread = (n for n in present - read if n.startswith(behind) or any(p.fullmatch(n) for p in computed))
     return found, sorted(unread)
 
 

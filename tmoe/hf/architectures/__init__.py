@@ -23,6 +23,7 @@ from tmoe.hf.architectures import (
     mellum,
     mimo,
     minimax,
+    mistral,
     mistral4,
     mixtral,
     olmoe,
@@ -35,6 +36,8 @@ from tmoe.hf.architectures import (
 ARCHITECTURES = (
     llama.LLAMA,
     qwen.QWEN3,
+    qwen.QWEN2,
+    mistral.MISTRAL,
     mixtral.MIXTRAL,
     qwen.QWEN2_MOE,
     qwen.QWEN3_MOE,

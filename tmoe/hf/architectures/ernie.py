@@ -29,7 +29,7 @@ from tmoe.hf.architectures.common import (
     swiglu,
 )
 from tmoe.hf.architectures.deepseek import CHOICE_BIAS
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Part, Rule
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Part, Rule
 
 STATICS = f"moe_statics.{CHOICE_BIAS}"  # [1, E]
 BIAS = Rule(
@@ -96,5 +96,5 @@ ERNIE4_5_MOE = Architecture(
     write=write_keys,
     theta=500000.0,
     fp32=(CHOICE_BIAS, "mlp.gate.weight"),
-    extra=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
+    extra=(*INV_FREQ, r"(model\.)?mtp.*"),
 )

@@ -36,7 +36,7 @@ from tmoe.hf.architectures.deepseek import (
     shared_width,
     write_shared,
 )
-from tmoe.hf.rules import HF, Architecture, Key, Layers, Windows
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Key, Layers, Windows
 
 MLP = f"{LAYER}.mlp"
 SHARED_EXPERTS = Key("num_shared_experts", least=0, null=False)
@@ -83,5 +83,5 @@ EXAONE_MOE = Architecture(
     write=lambda cfg: write_shared(cfg, SHARED_EXPERTS.name),
     windows=Windows(("sliding_window", "layer_types"), slides, 4096, null=False, rotary=True),
     fp32=(CHOICE_BIAS,),
-    extra=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"mtp.*"),
+    extra=(*INV_FREQ, r"mtp.*"),
 )

@@ -24,7 +24,7 @@ from tmoe.hf.architectures.common import (
     key_heads,
     typed_layers,
 )
-from tmoe.hf.rules import Architecture, Windows
+from tmoe.hf.rules import INV_FREQ, Architecture, Windows
 
 MELLUM = Architecture(
     "mellum",
@@ -49,5 +49,5 @@ MELLUM = Architecture(
     rope=dict(full_attention=dict(rope_theta=500000.0), sliding_attention=dict(rope_theta=10000.0)),
     rope_by_kind=True,
     windows=Windows(("sliding_window", "layer_types"), lambda hf, layer: False, 1024),
-    extra=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"mtp\..*"),
+    extra=(*INV_FREQ, r"mtp\..*"),
 )

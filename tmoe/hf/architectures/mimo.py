@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tmoe.config.check import MOST
 from tmoe.hf.architectures import common, deepseek
 from tmoe.hf.architectures.common import BLOCK, FFN, LAYER, MLP_TYPES, PLAIN, SAID_HEAD_DIM, SIZES, also, one
-from tmoe.hf.rules import HF, Architecture, Field, Key, Windows
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Windows
 
 ATTN = f"{LAYER}.self_attn"
 FAR, NEAR = "full_attention", "sliding_attention"
@@ -93,5 +93,5 @@ MIMO_V2_FLASH = Architecture(
     windows=Windows(("sliding_window", "layer_types"), slides, 129, null=False, before="sliding_window_size"),
     copies=COPIES,
     fp32=(deepseek.CHOICE_BIAS,),
-    extra=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.mtp\..*"),
+    extra=(*INV_FREQ, r"model\.mtp\..*"),
 )

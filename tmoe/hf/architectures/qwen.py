@@ -1,4 +1,4 @@
-"""Qwen's entries: Qwen3, Qwen2-MoE and Qwen3-MoE.
+"""Qwen's entries: the dense Qwen2 (Qwen2.5 too) and Qwen3, and Qwen2-MoE and Qwen3-MoE.
 
 Their config.json says by decoder_sparse_step and mlp_only_layers which blocks are MoE.
 
@@ -34,14 +34,17 @@ from tmoe.hf.architectures.common import (
     put_sparse,
     swiglu,
 )
-from tmoe.hf.rules import HF, Architecture, Field, Key, Layers, Windows
+from tmoe.hf.rules import HF, INV_FREQ, Architecture, Field, Key, Layers, Windows
 
 SHARED = (
     *swiglu(f"{BLOCK}.moe.shared", f"{LAYER}.mlp.shared_expert"),
     one(f"{BLOCK}.moe.shared_gate.weight", f"{LAYER}.mlp.shared_expert_gate.weight"),
 )
 
+NO_SHARED = r"model\.layers\.\d+\.mlp\.shared_expert(_gate|\.\w+_proj)\.weight"  # where its width is 0
+
 SPARSE_STEP = Key("decoder_sparse_step", least=1, null=False)
+SHARED_WIDTH = "shared_expert_intermediate_size"
 ONLY_DENSE = Key("mlp_only_layers", tuple[int, ...])
 USE_WINDOW = Key("use_sliding_window", bool, null=False)
 FULL_LAYERS = Key("max_window_layers")
@@ -70,6 +73,24 @@ def last_full_layer(hf: HF) -> int:
     return hf.get(FULL_LAYERS.name, 28)
 
 
+LATE = Windows(
+    ("sliding_window", "use_sliding_window", "layer_types"),
+    lambda hf, layer: layer >= last_full_layer(hf),
+    4096,
+)
+
+QWEN2 = Architecture(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    DECODER + DENSE,
+    (*SIZES, key_heads(32, all_heads), SAID_HEAD_DIM, FFN),
+    ours=dict(qkv_bias=True),
+    theirs=PLAIN,
+    layers=ALL_DENSE,
+    keys=(USE_WINDOW, FULL_LAYERS._replace(null=False)),
+    windows=LATE,
+)
+
 QWEN3 = Architecture(
     "qwen3",
     "Qwen3ForCausalLM",
@@ -79,11 +100,7 @@ QWEN3 = Architecture(
     theirs=PLAIN,
     layers=ALL_DENSE,
     keys=(USE_WINDOW, FULL_LAYERS._replace(null=False)),
-    windows=Windows(
-        ("sliding_window", "use_sliding_window", "layer_types"),
-        lambda hf, layer: layer >= last_full_layer(hf),
-        4096,
-    ),
+    windows=LATE,
 )
 
 QWEN2_MOE = Architecture(
@@ -97,13 +114,14 @@ QWEN2_MOE = Architecture(
         SAID_HEAD_DIM,
         FFN,
         MOE_FFN,
-        Field("moe.shared_dim", ("shared_expert_intermediate_size",), 5632),
+        Field("moe.shared_dim", (SHARED_WIDTH,), 5632),
+        Field("moe.shared_gate", (), lambda hf: hf.get(SHARED_WIDTH, 5632) > 0),
         EXPERTS._replace(keys=("num_experts",)),
         TOP_K,
         RENORMALIZE,
         AUXILIARY,
     ),
-    ours={"moe.shared_gate": True},
+    ours={},
     theirs=PLAIN,
     layers=LAYERS,
     keys=(SPARSE_STEP, ONLY_DENSE, USE_WINDOW, FULL_LAYERS._replace(null=False)),
@@ -113,6 +131,7 @@ QWEN2_MOE = Architecture(
         4096,
         null=False,
     ),
+    extra=(*INV_FREQ, NO_SHARED),
 )
 
 QWEN3_MOE = Architecture(
