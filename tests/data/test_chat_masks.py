@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from chat_tokenizers import SPECIAL, TEMPLATES, chat_tokenizer, shown
 
-from tmoe.data.chat import Encoder, chat_prompt, encode, turn_end
+from tmoe.data.chat import Encoder, chat_prompt, encode, turn_end, turn_ends
 from tmoe.data.chat_rows import Conversation, Plain
 from tmoe.data.chat_template import ChatTemplate, load_template
 from tmoe.data.tokenizer import ByteTokenizer, DataError, JsonTokenizer
@@ -312,6 +312,44 @@ def test_the_built_in_template():
     for name in SPECIAL:
         if name != "chatml_generation":
             assert turn_end(chat_tokenizer(name)) == chat_tokenizer(name).eos, name
+
+
+GLM = (
+    "[gMASK]{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content }}"
+    "{% elif m.role == 'tool' %}{{ '<|observation|>\n' + m.content }}"
+    "{% else %}{{ '<|assistant|>\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name + '</tool_call>' }}{% endfor %}"
+    "{% endif %}{% endfor %}{{ '<|assistant|>\n' if add_generation_prompt }}"
+)
+
+
+def special_too(tokenizer: JsonTokenizer, *marks: str) -> JsonTokenizer:
+    """The tokenizer with more special tokens."""
+    model = tokenizers.Tokenizer.from_buffer(tokenizer.files.raw)
+    model.add_special_tokens(list(marks))
+    return JsonTokenizer(tokenizer.files._replace(raw=model.to_str().encode()))
+
+
+def test_an_end_that_depends_on_what_follows():
+    """GLM writes no end: an answer ends in the user's mark, a call in that of an observation.
+
+    </tool_call> ends a part of a turn, special or not.
+    """
+    marks = ("<|user|>", "<|observation|>", "<|assistant|>", "<tool_call>", "</tool_call>")
+    tokenizer = special_too(chat_tokenizer("chatml", GLM), *marks)
+    assert [tokenizer.decode([one]) for one in turn_ends(tokenizer)] == ["<|user|>", "<|observation|>"]
+    assert turn_end(tokenizer) == turn_ends(tokenizer)[0]
+    ((sequence,),) = encode([Conversation(TOOLS[:1] + TOOLS[1:])], special_too(tokenizer))
+    spans = re.findall("⟦(.*?)⟧", shown(sequence, tokenizer))
+    assert spans == ["<tool_call>look</tool_call><|observation|>", "Paris.<|user|>"]
+
+
+def test_an_end_is_special():
+    """A line break that {% generation %} holds ends nothing, and no end at all is refused."""
+    stock = (TEMPLATES / "chatml_generation.jinja").read_text()
+    broken = stock.replace("message.content + '<|im_end|>' -}}", "message.content + '<|im_end|>\n' -}}")
+    tokenizer = chat_tokenizer("chatml_generation", broken)
+    assert turn_ends(tokenizer) == (tokenizer.eos,)
 
 
 def test_characters_of_several_bytes():

@@ -16,7 +16,7 @@ learned once.
     template = load_template(tokenizer)
     sequence, = encode([Conversation(messages)], tokenizer, template)[0]     ids and trained, arrays [n]
     ids = chat_prompt(messages, tokenizer)                                   to generate from
-    stop = turn_end(tokenizer, template)                                     the token that ends an answer
+    stops = turn_ends(tokenizer, template)                                   the tokens that end a turn
 
 next: data/chat_dataset.py
 """
@@ -69,6 +69,11 @@ class Marker:
             self.opening = ""
         longest_first = sorted((text for text in self.special if text), key=len, reverse=True)
         self.names = re.compile("|".join(map(re.escape, [*longest_first, OPEN, CLOSE])))
+        closing = [
+            text for text in self.special if text.replace("</", "<", 1) in self.special.keys() - {text}
+        ]
+        self.closers = set(closing) - {tokenizer.decode([tokenizer.eos])}
+        """special tokens that end a part of a turn, as </tool_call>, which <tool_call> begins"""
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Each text's tokens. UnicodeError for a lone surrogate."""
@@ -210,14 +215,23 @@ class Encoder:
     def _closed(self, messages: list[dict], tools: list | None, more: dict[str, Any]) -> str:
         """The text of messages whose last is the assistant's, with a token that ends its turn.
 
-        Where the template writes none, as GLM's, it is the one that begins the user's next turn, and where
-        there is none either, the tokenizer's separator.
+        Where the template writes none, as GLM's, it is the one that begins the next message, a call's result
+        or the user's turn: generation meets that. Where there is none either, it is the tokenizer's
+        separator.
         """
         text = self._render(messages, tools, more)[0]
         shown = text.rstrip()
-        if any(found.end() == len(shown) for found in self.marker.names.finditer(text)):
+        ends = [found for found in self.marker.names.finditer(text) if found.end() == len(shown)]
+        if ends and ends[-1].group() not in self.marker.closers:
             return text
-        longer = self._render([*messages, dict(role="user", content="?")], tools, more)[0]
+        answer = dict(role="user", content="?")
+        called = messages[-1].get("tool_calls")
+        if called:
+            answer = dict(role="tool", content="?", name="?", tool_call_id=called[0].get("id"))
+        try:
+            longer = self._render([*messages, answer], tools, more)[0]
+        except DataError:  # a template without such a role
+            longer = ""
         begins = self.marker.names.match(longer, len(text)) if longer.startswith(text) else None
         return text + (begins.group() if begins else self.template.special["eos_token"])
 
@@ -363,8 +377,39 @@ def chat_prompt(
     return marker.encode([template.render(parsed, tools, prompt=True, **more)])[0].ids
 
 
+def turn_ends(
+    tokenizer: Tokenizer, template: ChatTemplate | None = None, tools: list | None = None
+) -> tuple[int, ...]:
+    """The ids by which the assistant's turns end in training, at which generation is to stop.
+
+    First the end of an answer, then that of a call, where the template shows calls and ends these with
+    another token: gpt-oss has <|return|> and <|call|>, GLM the mark of the user and that of an observation.
+    tools: as a prompt has them; None where it has none.
+    DataError for a template that no answer can be learned in.
+    """
+    asked = dict(role="user", content="a")
+    call = dict(id="abcdefgh1", type="function", function=dict(name="b", arguments=dict(c="d")))
+    answers = [dict(role="assistant", content="b"), dict(role="assistant", content="", tool_calls=[call])]
+    tool = dict(
+        name="b", description="b", parameters=dict(type="object", properties=dict(c=dict(type="string")))
+    )
+    given = [tools, tools or [dict(type="function", function=tool)]]
+    special = Marker(tokenizer).special.values()
+    found: list[int] = []
+    for answer, offered in zip(answers, given, strict=True):
+        try:
+            ((*_, sequence),) = encode([Conversation([asked, answer], tools=offered)], tokenizer, template)
+        except DataError:
+            if not found:
+                raise
+            continue
+        # A line break that {% generation %} holds behind the end is trained, but it ends nothing.
+        found += [one for one in sequence.ids[sequence.trained].tolist() if one in special][-1:]
+    if not found:
+        raise DataError("the chat template ends no turn with a special token, so no answer would ever end")
+    return tuple(dict.fromkeys(found))
+
+
 def turn_end(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> int:
-    """The id by which the assistant's turn ends in training, at which generation is to stop."""
-    messages = [dict(role="user", content="a"), dict(role="assistant", content="b")]
-    ((sequence,),) = encode([Conversation(messages)], tokenizer, template)
-    return int(sequence.ids[-1])
+    """The id by which an answer ends in training: the first of `turn_ends`."""
+    return turn_ends(tokenizer, template)[0]
