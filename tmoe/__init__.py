@@ -3,16 +3,19 @@
 next: train.py, then config/run.py
 """
 
-import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-from tmoe.config.model import ModelConfig, MoEConfig
-from tmoe.config.presets import presets
-from tmoe.config.run import Config
-from tmoe.generate.engine import Engine, Samples
-from tmoe.generate.sampler import Sampling
-from tmoe.model.transformer import Transformer
-from tmoe.moe.layer import MoE, balancing_loss
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe import hf, ops, parallel
+    from tmoe.config.model import ModelConfig, MoEConfig
+    from tmoe.config.presets import presets
+    from tmoe.config.run import Config
+    from tmoe.generate.engine import Engine, Samples
+    from tmoe.generate.sampler import Sampling
+    from tmoe.model.transformer import Transformer
+    from tmoe.moe.layer import MoE, balancing_loss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,8 +34,18 @@ __all__ = [
     "presets",
 ]
 
-
-def __getattr__(name: str) -> ModuleType:
-    if name == "hf":  # at first use: training needs none of it, and it takes most of a second
-        return importlib.import_module("tmoe.hf")
-    raise AttributeError(f"module 'tmoe' has no attribute {name!r}")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Config": "tmoe.config.run",
+        "Engine": "tmoe.generate.engine",
+        "MoE": "tmoe.moe.layer",
+        "MoEConfig": "tmoe.config.model",
+        "ModelConfig": "tmoe.config.model",
+        "Samples": "tmoe.generate.engine",
+        "Sampling": "tmoe.generate.sampler",
+        "Transformer": "tmoe.model.transformer",
+        "balancing_loss": "tmoe.moe.layer",
+        "presets": "tmoe.config.presets",
+    },
+)

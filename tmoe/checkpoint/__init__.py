@@ -1,7 +1,29 @@
 """Step folders: saving and loading them, what is in them, and the offline tools."""
 
-from tmoe.checkpoint.checkpoints import Checkpoints
-from tmoe.checkpoint.errors import MismatchError
-from tmoe.checkpoint.manifest import CheckpointError, read_manifest, verify
+from typing import TYPE_CHECKING
 
-__all__ = ["CheckpointError", "Checkpoints", "MismatchError", "read_manifest", "verify"]
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.checkpoint.checkpoints import Checkpoints
+    from tmoe.checkpoint.errors import MismatchError
+    from tmoe.checkpoint.manifest import CheckpointError, read_manifest, verify
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "MismatchError",
+    "read_manifest",
+    "verify",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "CheckpointError": "tmoe.checkpoint.manifest",
+        "Checkpoints": "tmoe.checkpoint.checkpoints",
+        "MismatchError": "tmoe.checkpoint.errors",
+        "read_manifest": "tmoe.checkpoint.manifest",
+        "verify": "tmoe.checkpoint.manifest",
+    },
+)

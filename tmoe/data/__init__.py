@@ -1,7 +1,33 @@
 """From text to batches: sources, tokenizers, shards, and the order of samples."""
 
-from tmoe.data.convert import convert
-from tmoe.data.dataset import Batch, Dataset, Loader, open_data
-from tmoe.data.tokenizer import DataError, load_tokenizer
+from typing import TYPE_CHECKING
 
-__all__ = ["Batch", "DataError", "Dataset", "Loader", "convert", "load_tokenizer", "open_data"]
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.data.convert import convert
+    from tmoe.data.dataset import Batch, Dataset, Loader, open_data
+    from tmoe.data.tokenizer import DataError, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "DataError",
+    "Dataset",
+    "Loader",
+    "convert",
+    "load_tokenizer",
+    "open_data",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Batch": "tmoe.data.dataset",
+        "DataError": "tmoe.data.tokenizer",
+        "Dataset": "tmoe.data.dataset",
+        "Loader": "tmoe.data.dataset",
+        "convert": "tmoe.data.convert",
+        "load_tokenizer": "tmoe.data.tokenizer",
+        "open_data": "tmoe.data.dataset",
+    },
+)

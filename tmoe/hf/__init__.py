@@ -1,9 +1,33 @@
 """Hugging Face's models in and out, and tmoe's experts in transformers' models."""
 
-from tmoe.hf.export import export_hf
-from tmoe.hf.files import is_folder
-from tmoe.hf.importer import import_hf
-from tmoe.hf.start import load_hf, load_weights
-from tmoe.hf.swap import swap_experts
+from typing import TYPE_CHECKING
 
-__all__ = ["export_hf", "import_hf", "is_folder", "load_hf", "load_weights", "swap_experts"]
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.hf.export import export_hf
+    from tmoe.hf.files import is_folder
+    from tmoe.hf.importer import import_hf
+    from tmoe.hf.start import load_hf, load_weights
+    from tmoe.hf.swap import swap_experts
+
+__all__ = [
+    "export_hf",
+    "import_hf",
+    "is_folder",
+    "load_hf",
+    "load_weights",
+    "swap_experts",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "export_hf": "tmoe.hf.export",
+        "import_hf": "tmoe.hf.importer",
+        "is_folder": "tmoe.hf.files",
+        "load_hf": "tmoe.hf.start",
+        "load_weights": "tmoe.hf.start",
+        "swap_experts": "tmoe.hf.swap",
+    },
+)

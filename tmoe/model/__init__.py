@@ -1,5 +1,19 @@
 """The Transformer, its loss, and the plan that lays it out over a mesh."""
 
-from tmoe.model.transformer import Transformer
+from typing import TYPE_CHECKING
 
-__all__ = ["Transformer"]
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.model.transformer import Transformer
+
+__all__ = [
+    "Transformer",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Transformer": "tmoe.model.transformer",
+    },
+)

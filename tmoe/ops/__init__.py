@@ -9,11 +9,16 @@ all but their integer arguments, trace under torch.compile(fullgraph=True), and 
 `reference.py`.
 """
 
-from tmoe.ops.experts.grouped import grouped_mm
-from tmoe.ops.experts.op import moe_mlp
-from tmoe.ops.logprob import TokenLoss, logprobs, token_loss
-from tmoe.ops.rows import gather_rows, scatter_rows
-from tmoe.ops.topk import softmax_topk
+from typing import TYPE_CHECKING
+
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.ops.experts.grouped import grouped_mm
+    from tmoe.ops.experts.op import moe_mlp
+    from tmoe.ops.logprob import TokenLoss, logprobs, token_loss
+    from tmoe.ops.rows import gather_rows, scatter_rows
+    from tmoe.ops.topk import softmax_topk
 
 __all__ = [
     "TokenLoss",
@@ -25,3 +30,17 @@ __all__ = [
     "softmax_topk",
     "token_loss",
 ]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "TokenLoss": "tmoe.ops.logprob",
+        "gather_rows": "tmoe.ops.rows",
+        "grouped_mm": "tmoe.ops.experts.grouped",
+        "logprobs": "tmoe.ops.logprob",
+        "moe_mlp": "tmoe.ops.experts.op",
+        "scatter_rows": "tmoe.ops.rows",
+        "softmax_topk": "tmoe.ops.topk",
+        "token_loss": "tmoe.ops.logprob",
+    },
+)

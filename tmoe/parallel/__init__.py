@@ -1,9 +1,16 @@
 """Meshes, sharding, collectives and the gradient norm: what a training loop needs to run on many ranks."""
 
-from tmoe.parallel.by_counts import all_gather_v, all_to_all_v
-from tmoe.parallel.grad_norm import clip_grad_norm_
-from tmoe.parallel.mesh import Mesh, build_mesh
-from tmoe.parallel.tags import tag_experts
+from typing import TYPE_CHECKING
+
+from tmoe.lazy import lazy
+
+if TYPE_CHECKING:
+    from tmoe.model.parallelize import parallelize
+    from tmoe.model.stages import pipeline
+    from tmoe.parallel.by_counts import all_gather_v, all_to_all_v
+    from tmoe.parallel.grad_norm import clip_grad_norm_
+    from tmoe.parallel.mesh import Mesh, build_mesh
+    from tmoe.parallel.tags import tag_experts
 
 __all__ = [
     "Mesh",
@@ -16,15 +23,16 @@ __all__ = [
     "tag_experts",
 ]
 
-
-def __getattr__(name: str) -> object:
-    # late, because both stand above this package
-    if name == "parallelize":
-        from tmoe.model.parallelize import parallelize
-
-        return parallelize
-    if name == "pipeline":
-        from tmoe.model.stages import pipeline
-
-        return pipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Mesh": "tmoe.parallel.mesh",
+        "all_gather_v": "tmoe.parallel.by_counts",
+        "all_to_all_v": "tmoe.parallel.by_counts",
+        "build_mesh": "tmoe.parallel.mesh",
+        "clip_grad_norm_": "tmoe.parallel.grad_norm",
+        "parallelize": "tmoe.model.parallelize",
+        "pipeline": "tmoe.model.stages",
+        "tag_experts": "tmoe.parallel.tags",
+    },
+)
